@@ -1,0 +1,205 @@
+"""Recipe and RunFile: every choice that moves a byte, validated.
+
+A field left at None means "whatever the framework does"; planner.framework fills it in.
+"""
+
+from enum import StrEnum
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MAX_TOKENS = 2**27
+"""134 million tokens: an upper bound that catches typing errors, not a real limit."""
+
+Count = Annotated[int, Field(ge=1, le=2**20, strict=True)]
+Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS, strict=True)]
+
+
+class Task(StrEnum):
+    """What the run does."""
+
+    SFT = "sft"
+    GRPO = "grpo"
+    DPO = "dpo"
+    SERVE = "serve"
+
+
+class Method(StrEnum):
+    """What is trained."""
+
+    FULL = "full"
+    LORA = "lora"
+    QLORA = "qlora"
+
+
+class Checkpointing(StrEnum):
+    """What is kept of the forward pass."""
+
+    NONE = "none"
+    FULL = "full"
+    EVERY_K = "every-k"
+    OFFLOAD = "offload"
+
+
+class Attention(StrEnum):
+    """Attention implementation."""
+
+    EAGER = "eager"
+    SDPA = "sdpa"
+    FLASH = "flash"
+
+
+class Loss(StrEnum):
+    """How log-probabilities are made of hidden states."""
+
+    FULL = "full"
+    CHUNKED = "chunked"
+
+
+class Reference(StrEnum):
+    """Where the KL reference model lives."""
+
+    NONE = "none"
+    ADAPTER_OFF = "adapter-off"
+    SEPARATE = "separate"
+    OFFLOADED = "offloaded"
+
+
+class EngineKind(StrEnum):
+    """What generates completions."""
+
+    NONE = "none"
+    TRANSFORMERS = "transformers"
+    VLLM_SHARED = "vllm-shared"
+    VLLM_PUSH = "vllm-push"
+    VLLM_SERVER = "vllm-server"
+
+
+class Sharding(StrEnum):
+    """How training state is divided over GPUs."""
+
+    NONE = "none"
+    DDP = "ddp"
+    ZERO1 = "zero1"
+    ZERO2 = "zero2"
+    ZERO3 = "zero3"
+    FSDP = "fsdp"
+
+
+class Optimizer(StrEnum):
+    """Optimizers by memory behaviour."""
+
+    ADAMW = "adamw"
+    ADAMW_FUSED = "adamw-fused"
+    ADAMW_8BIT = "adamw-8bit"
+    PAGED_ADAMW = "paged-adamw"
+    PAGED_ADAMW_8BIT = "paged-adamw-8bit"
+    ADAFACTOR = "adafactor"
+    LION = "lion"
+    LION_8BIT = "lion-8bit"
+    SGD = "sgd"
+    SGD_MOMENTUM = "sgd-momentum"
+    MUON = "muon"
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, unknown keys refused, no NaN."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class LoraSection(Section):
+    """Adapters."""
+
+    rank: Annotated[int, Field(ge=1, le=2**14, strict=True)] = 16
+    targets: str | tuple[str, ...] = "all-linear"
+    """all-linear, attention, mlp, or module names such as ("q_proj", "v_proj")."""
+    dtype: str | None = None
+    """Adapter dtype; None = the framework's (PEFT upcasts bf16 to fp32)."""
+    dora: bool = False
+    modules_to_save: tuple[str, ...] = ()
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+
+class EngineSection(Section):
+    """Generation engine."""
+
+    kind: EngineKind | None = None
+    kv_dtype: str | None = None
+    kv_bytes: Annotated[int, Field(ge=1, strict=True)] | None = None
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
+    max_num_seqs: Count | None = None
+    max_num_batched_tokens: Tokens | None = None
+    block_size: Annotated[int, Field(ge=1, le=4096, strict=True)] = 16
+    sleep_level: Annotated[int, Field(ge=0, le=2, strict=True)] | None = None
+    cuda_graphs: bool | None = None
+    tensor_parallel: Count = 1
+
+
+class Recipe(Section):
+    """Every choice that moves a byte. None = the framework's default."""
+
+    task: Task = Task.SFT
+    algorithm: str | None = None
+    """Relative of the task with the same tensors: dr_grpo, dapo, gspo, rloo, orpo, kto, simpo ..."""
+    method: Method = Method.LORA
+    framework: str = "vramwise"
+    lora: LoraSection = LoraSection()
+    engine: EngineSection = EngineSection()
+
+    dtype: str | None = None
+    """dtype of the base weights: bf16, fp16, fp32."""
+    mixed_precision: str | None = None
+    """none, bf16 or fp16: autocast dtype."""
+    quantization: str | None = None
+    """Base weights: none, nf4, fp4, int8, fp8, gptq-4bit, awq-4bit, mxfp4."""
+    double_quant: bool | None = None
+    master_weights: bool | None = None
+    """An fp32 copy of the trained weights lives in the optimizer."""
+    gradient_dtype: str | None = None
+
+    optimizer: Optimizer | None = None
+    optimizer_offload: bool = False
+
+    micro_batch_size: Count | None = None
+    """Sequences in one forward pass on one GPU."""
+    gradient_accumulation: Count = 1
+    prompt_length: Tokens | None = None
+    completion_length: Tokens | None = None
+    context: Tokens | None = None
+    """prompt + completion; give this or the two lengths."""
+    num_generations: Count | None = None
+    packing: bool | None = None
+
+    checkpointing: Checkpointing | None = None
+    checkpoint_every: Count = 1
+    offload_keep_layers: Annotated[int, Field(ge=0, le=4096, strict=True)] = 1
+    attention: Attention | None = None
+    loss: Loss | None = None
+    loss_chunk_rows: Count | None = None
+    tiled_mlp: bool | None = None
+    beta: Annotated[float, Field(ge=0)] | None = None
+    reference: Reference | None = None
+    sharding: Sharding = Sharding.NONE
+    compile: bool = False
+
+
+class MachineSection(Section):
+    """The machine as a run file names it."""
+
+    gpu: str | None = None
+    gpus: Count = 1
+    vram: str | None = None
+    """Instead of a GPU: memory that torch sees, for example 24GiB."""
+    host_ram: str | None = None
+
+
+class RunFile(Section):
+    """run.yaml: model + recipe + machine (+ train, validated by trainer.config)."""
+
+    schema_version: int = 1
+    model: str
+    revision: str | None = None
+    recipe: Recipe = Recipe()
+    machine: MachineSection = MachineSection()
+    train: dict[str, Any] = Field(default_factory=dict)
