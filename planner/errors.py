@@ -37,7 +37,8 @@ class UnknownNameError(UsageError):
         near = difflib.get_close_matches(name.lower(), list(known), n=4, cutoff=0.5)
         suggestion = f"did you mean {', '.join(near)}?" if near else ""
         super().__init__(
-            f"unknown {kind} {name[:80]!r}", hint="; ".join(filter(None, (suggestion, hint))) or None
+            f"unknown {kind} {name[:80]!r}",
+            hint="; ".join(filter(None, (suggestion, hint))) or None,
         )
         self.near = near
 
@@ -64,4 +65,6 @@ class MissingExtraError(VramwiseError):
     exit_code = 5
 
     def __init__(self, what: str, extra: str) -> None:
-        super().__init__(f"{what} needs packages that are not installed", hint=f'pip install "vramwise[{extra}]"')
+        super().__init__(
+            f"{what} needs packages that are not installed", hint=f'pip install "vramwise[{extra}]"'
+        )
