@@ -1,0 +1,132 @@
+"""The one console script: gathers every package's verbs and maps errors to exit codes.
+
+Exit codes: 0 ok, 1 failure, 2 usage, 3 does not fit (only with --check), 4 no GPU,
+5 missing extra; 130 interrupted. `profile run` ends with the exit code of the command it ran.
+"""
+
+import json
+import os
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
+
+import typer
+
+from planner.errors import VramwiseError
+
+app = typer.Typer(
+    name="vramwise",
+    help="Plan, measure and train: every byte of GPU memory of LLM fine-tuning and GRPO, explained.\n\n"
+    "Exit codes: 0 ok, 1 failure, 2 usage, 3 does not fit (with --check), 4 no GPU, 5 missing extra.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(value: bool) -> None:
+    if value:
+        try:
+            typer.echo(f"vramwise {version('vramwise')}")
+        except PackageNotFoundError:
+            typer.echo("vramwise (not installed)")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Take the options that come before a verb."""
+
+
+@app.command("app", rich_help_panel="Look")
+def start_app(
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to serve on.")] = 8501,
+    address: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    headless: Annotated[bool, typer.Option(help="Do not open a browser.")] = False,
+) -> None:
+    """Open the "will it fit?" app in a browser."""
+    from app.serve import serve
+
+    raise typer.Exit(serve(port=port, address=address, headless=headless))
+
+
+def _register_verbs() -> None:
+    """Add the verbs of planner, profiler and trainer; none of them imports torch to do so."""
+    import planner.accuracy_cli
+    import planner.cli
+    import planner.doctor_cli
+    import profiler.cli
+    import profiler.trace_cli
+    import trainer.cli
+
+    planner.cli.register(app)
+    planner.accuracy_cli.register(app)
+    planner.doctor_cli.register(app)
+    profiler.trace_cli.register(app)
+    profiler.cli.register(app)
+    trainer.cli.register(app)
+
+
+_register_verbs()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit code; every failure is one line and a hint."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    as_json = "--json" in arguments
+    try:
+        code = app(args=arguments, prog_name="vramwise", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except VramwiseError as error:
+        return _fail(error.message, error.hint, error.exit_code, as_json=as_json)
+    except typer.TyperException as error:
+        message = " ".join(error.format_message().split()) or "no command given"
+        hint = f"vramwise {_verb(arguments)}--help"
+        return _fail(message, hint, error.exit_code, as_json=as_json)
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail("interrupted", None, 130, as_json=as_json)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:  # the edge of the program: a user never sees a traceback
+        if os.environ.get("VRAMWISE_DEBUG"):
+            raise
+        text = " ".join(str(error).split())[:300]
+        return _fail(
+            f"{type(error).__name__}: {text}",
+            "this is a bug or a broken installation; VRAMWISE_DEBUG=1 shows where",
+            1,
+            as_json=as_json,
+        )
+
+
+def _verb(arguments: list[str]) -> str:
+    names = {command.name for command in app.registered_commands}
+    names |= {group.name for group in app.registered_groups}
+    return f"{arguments[0]} " if arguments and arguments[0] in names else ""
+
+
+def _fail(message: str, hint: str | None, code: int, *, as_json: bool) -> int:
+    """Print one failure: JSON to stdout when asked for, always a line to stderr."""
+    if as_json:
+        error = {"code": code, "message": message, "hint": hint}
+        print(json.dumps({"schema_version": 1, "error": error}))
+    print(f"error: {message}", file=sys.stderr)
+    if hint:
+        print(f"hint: {hint}", file=sys.stderr)
+    return code
+
+
+def run() -> None:
+    """Console script entry."""
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    run()
