@@ -25,7 +25,9 @@ class ModuleKind(StrEnum):
     CONV = "conv"
     """nn.Conv1d/2d/3d of mamba, linear attention and vision towers."""
     PARAMETER = "parameter"
-    """A bare nn.Parameter: A_log, sinks, layer scalars."""
+    """A bare nn.Parameter: A_log, sinks, layer scalars, a mixture's router weight."""
+    BUFFER = "buffer"
+    """A persistent buffer: in the checkpoint and on the GPU, never trained (router correction bias)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +55,8 @@ class ModuleSpec:
     @property
     def weight_parameters(self) -> int:
         """Parameters of the weight tensors alone (no bias), all `count` modules."""
+        if self.kind is ModuleKind.EXPERTS:
+            return self.count * sum(prod(shape) for shape in self.shapes if len(shape) == 3)
         return self.count * prod(self.shapes[0])
 
     @property

@@ -1,1 +1,136 @@
+"""Turns a Hugging Face config into a ModelSpec, exact to the last parameter.
 
+Each family group is one small module with `build(fields) -> ModelSpec`; this registry picks it
+by model_type. An architecture that no module knows is an error, never a guess.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from planner.errors import UnsupportedError, UsageError
+from planner.families.fields import ConfigFields
+from planner.model import ModelSpec
+
+_FAMILIES: dict[str, str] = {
+    "dense": (
+        "llama mistral ministral ministral3 qwen2 qwen3 gemma gemma2 gemma3_text phi phi3 "
+        "starcoder2 granite smollm3 olmo olmo2 olmo3 glm glm4 seed_oss"
+    ),
+}
+_MODULE_OF = {kind: module for module, kinds in _FAMILIES.items() for kind in kinds.split()}
+_DTYPES = {
+    "float32": "fp32",
+    "float": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float8_e4m3fn": "fp8",
+}
+
+
+def supported_model_types() -> list[str]:
+    """Return every model_type that can be planned."""
+    return sorted(_MODULE_OF)
+
+
+@cache
+def _builder(module: str) -> Any:
+    return import_module(f"planner.families.{module}").build
+
+
+def build_text(fields: ConfigFields) -> ModelSpec:
+    """Return the spec of a (sub-)config by its model_type; raises UnsupportedError if unknown."""
+    module = _MODULE_OF.get(fields.model_type)
+    if module is None:
+        raise unknown_architecture(fields.config, fields.model_type)
+    spec: ModelSpec = _builder(module)(fields)
+    return spec
+
+
+def model_spec_from_config(
+    config: Mapping[str, Any], *, name: str = "", source: str = ""
+) -> ModelSpec:
+    """Return the ModelSpec that a config.json describes.
+
+    Raises UsageError naming the field, its value and what is allowed, and UnsupportedError for
+    an architecture that is not known.
+    """
+    fields = ConfigFields(config, "")
+    model_type = fields.text("model_type", "")
+    if not model_type:
+        raise UsageError(
+            "config.json: model_type is missing",
+            hint="take the whole config.json from the model's repository",
+        )
+    fields = ConfigFields(config, model_type)
+    spec = build_text(fields)
+    quantization = _quantization_config(fields)
+    return replace(
+        spec,
+        name=name or spec.name,
+        source=source,
+        architecture=_architecture(fields) or spec.architecture,
+        checkpoint_dtype=_dtype(fields),
+        quantization_config=quantization,
+        checkpoint_quantization=_quantization_name(quantization),
+    )
+
+
+def unknown_architecture(config: Mapping[str, Any], model_type: str) -> UnsupportedError:
+    """Return the error for a model_type that no family covers, with the fields it lacks."""
+    wanted = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    lacking = [field for field in wanted if field not in config]
+    lacks = f"; it lacks {', '.join(lacking)}" if lacking else ""
+    return UnsupportedError(
+        f"model_type {model_type[:60]!r} is not an architecture that the planner knows{lacks}",
+        hint="with the train extra installed it can be planned from transformers' own module tree: "
+        "profiler.meta_model.model_spec_from_transformers",
+    )
+
+
+def _architecture(fields: ConfigFields) -> str:
+    names = fields.items("architectures", None)
+    return names[0] if names and isinstance(names[0], str) else ""
+
+
+def _dtype(fields: ConfigFields) -> str:
+    for config in (fields.config, fields.config.get("text_config")):
+        if not isinstance(config, Mapping):
+            continue
+        value = config.get("dtype") or config.get("torch_dtype")
+        if value is not None:
+            text = str(value).removeprefix("torch.")
+            if text not in _DTYPES:
+                raise UsageError(
+                    f"torch_dtype: {text[:40]!r} is not allowed",
+                    hint=f"one of {', '.join(sorted(_DTYPES))}",
+                )
+            return _DTYPES[text]
+    return "fp32"
+
+
+def _quantization_config(fields: ConfigFields) -> dict[str, Any]:
+    for config in (fields.config, fields.config.get("text_config")):
+        if isinstance(config, Mapping) and config.get("quantization_config") is not None:
+            value = config["quantization_config"]
+            if not isinstance(value, Mapping):
+                raise UsageError("quantization_config: expected an object of fields")
+            return dict(value)
+    return {}
+
+
+def _quantization_name(quantization: Mapping[str, Any]) -> str:
+    """Return planner's name of a published quantisation, "" for none."""
+    method = str(quantization.get("quant_method", "")).lower()
+    if method == "fp8":
+        return "fp8-block" if quantization.get("weight_block_size") else "fp8"
+    if method in ("compressed-tensors", "compressed_tensors"):
+        return (
+            "compressed-int4" if "int" in str(quantization.get("config_groups")) else "compressed"
+        )
+    if method == "bitsandbytes":
+        return "bnb-int8" if quantization.get("load_in_8bit") else "bnb-nf4"
+    return method
