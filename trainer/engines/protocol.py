@@ -15,6 +15,8 @@ class SamplingSettings:
     top_p: float = 1.0
     top_k: int = 0
     """0 = off."""
+    stop_token_ids: tuple[int, ...] = ()
+    """End a completion like EOS does; the token is kept."""
     seed: int | None = None
 
 

@@ -1,0 +1,255 @@
+"""The `train:` section of run.yaml: what a run learns from, how it steps and where it writes."""
+
+import difflib
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+
+from planner.errors import UsageError
+from planner.recipe import Method, RunFile, Section, Task
+
+Positive = Annotated[float, Field(gt=0)]
+Steps = Annotated[int, Field(ge=1, le=10**9, strict=True)]
+M = TypeVar("M", bound=BaseModel)
+
+
+class LossType(StrEnum):
+    """Policy losses; `trainer.losses` holds their formulas."""
+
+    GRPO = "grpo"
+    DR_GRPO = "dr_grpo"
+    BNPO = "bnpo"
+    DAPO = "dapo"
+    CISPO = "cispo"
+    GSPO = "gspo"
+
+
+class Schedule(StrEnum):
+    """Learning rate over the run, after the warm-up."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+
+
+class DatasetSection(Section):
+    """Where samples come from and which columns hold what."""
+
+    name: str
+    """A built-in task (arithmetic, gsm8k), reasoning-gym/TASK, a file or folder, or a hub id."""
+    split: str = "train"
+    config: str | None = None
+    """Configuration of a hub data set."""
+    prompt_column: str = "prompt"
+    completion_column: str = "completion"
+    messages_column: str = "messages"
+    text_column: str = "text"
+    chat: bool = False
+    """Wrap string prompts into a user message, so that the chat template applies."""
+    system_prompt: str | None = None
+    limit: Steps | None = None
+    shuffle: bool = True
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Settings of a built-in task or a reasoning-gym task."""
+
+
+class RewardSection(Section):
+    """One reward function."""
+
+    name: str
+    """A built-in (exact, numeric, format, length) or FILE.py:FUNCTION, which runs that file's code."""
+    weight: float = 1.0
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class SamplingSection(Section):
+    """How completions are drawn; the scorer uses the same values."""
+
+    temperature: Positive = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0, strict=True)] = 0
+    stop: tuple[str, ...] = ()
+    """A token whose text holds one of these ends the completion, as EOS does."""
+
+
+class LossSection(Section):
+    """Policy loss. The KL weight is `recipe.beta`: it moves memory."""
+
+    type: LossType = LossType.DAPO
+    epsilon: Positive = 0.2
+    epsilon_high: Positive | None = None
+    delta: Positive | None = None
+    scale_rewards: Annotated[str, Field(pattern="^(group|batch|none)$")] = "group"
+    mask_truncated: bool = False
+    """Completions cut at the length limit get no gradient."""
+    is_correction: Annotated[str, Field(pattern="^(none|token|sequence)$")] = "token"
+    """Weight by pi_scorer / pi_sampler; a no-op where the policy itself samples."""
+    is_mode: Annotated[str, Field(pattern="^(truncate|mask)$")] = "truncate"
+    is_cap: Positive = 3.0
+    kl: Annotated[str, Field(pattern="^(k3|full-reverse|forward)$")] = "k3"
+    detach: bool = True
+    """False reruns the seed's experiment: no gradient reaches the policy where old is new."""
+
+
+class TrainSection(Section):
+    """Everything about a run that moves no byte."""
+
+    output: str
+    overwrite: bool = False
+    dataset: DatasetSection
+    rewards: tuple[RewardSection, ...] = ()
+    steps: Steps = 100
+    lr: Positive = 1e-5
+    warmup_steps: Annotated[int, Field(ge=0, strict=True)] = 0
+    schedule: Schedule = Schedule.CONSTANT
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    adam_betas: tuple[float, float] = (0.9, 0.99)
+    max_grad_norm: Positive = 1.0
+    seed: Annotated[int, Field(ge=0, lt=2**31, strict=True)] = 0
+
+    prompts_per_step: Steps | None = None
+    """GRPO: None = micro_batch_size * gradient_accumulation / num_generations."""
+    updates_per_rollout: Steps = 1
+    """GRPO: optimizer steps on one rollout (mini-batches); more than one scores old log-probs first."""
+    num_iterations: Steps = 1
+    """GRPO: passes over one rollout."""
+    sampling: SamplingSection = SamplingSection()
+    loss: LossSection = LossSection()
+    loss_on: Annotated[str, Field(pattern="^(completion|all)$")] = "completion"
+    """SFT: tokens that are trained on."""
+    share_prefix: bool | None = None
+    """GRPO: run a group's prompt once instead of G times; None = where the model allows it."""
+    micro_batch_tokens: Steps | None = None
+    """Tokens of one forward and backward; None = solved from the plan."""
+
+    save_every: Annotated[int, Field(ge=0, strict=True)] = 100
+    """0 = only at the end and on SIGTERM."""
+    keep_checkpoints: Steps = 2
+    max_bad_steps: Steps = 5
+    """Stop (state saved) after this many steps in a row with a NaN reward or loss."""
+    tensorboard: bool = False
+    print_completions: Annotated[int, Field(ge=0, strict=True)] = 2
+    preflight: bool = True
+    device_memory: str | None = None
+    """Pretend the device has only this much, for example 24GiB."""
+
+    @field_validator("dataset", mode="before")
+    @classmethod
+    def _dataset_by_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("rewards", mode="before")
+    @classmethod
+    def _rewards_by_name(cls, value: Any) -> Any:
+        if isinstance(value, str | dict):
+            value = [value]
+        if not isinstance(value, list | tuple):
+            return value
+        return tuple({"name": item} if isinstance(item, str) else item for item in value)
+
+    @model_validator(mode="after")
+    def _check(self) -> "TrainSection":
+        if self.warmup_steps >= self.steps:
+            raise ValueError(f"warmup_steps {self.warmup_steps} must be below steps {self.steps}")
+        if not all(0 <= beta < 1 for beta in self.adam_betas):
+            raise ValueError(f"adam_betas {self.adam_betas} must be in [0, 1)")
+        return self
+
+
+def read_run(path: Path, *, root: Path | None = None) -> tuple[RunFile, TrainSection]:
+    """Return the validated run file at `path` and its train section.
+
+    Relative paths of datasets, reward files and output count from the run file's folder.
+    Raises UsageError with the field, its value and what is allowed.
+    """
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"no such run file: {path}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(
+            f"{path}: not a readable YAML file ({str(error).splitlines()[0]})"
+        ) from None
+    if not isinstance(document, dict):
+        raise UsageError(f"{path}: expected a mapping with model, recipe, machine and train")
+    return parse_run(document, root=root or path.parent)
+
+
+def parse_run(document: dict[str, Any], *, root: Path) -> tuple[RunFile, TrainSection]:
+    """Validate a run document; see `read_run`."""
+    run = validated(RunFile, document)
+    if not run.train:
+        raise UsageError("run.yaml has no train: section", hint="give at least output and dataset")
+    train = validated(TrainSection, run.train, prefix="train.")
+    _check_together(run, train)
+    output = root / Path(train.output).expanduser()
+    return run, train.model_copy(update={"output": str(output)})
+
+
+def validated(model: type[M], document: dict[str, Any], *, prefix: str = "") -> M:
+    """Return `document` as `model`, or raise one UsageError for its first mistake."""
+    try:
+        return model.model_validate(document)
+    except ValidationError as error:
+        raise _first_mistake(model, error, prefix=prefix) from None
+
+
+def _first_mistake(model: type[BaseModel], error: ValidationError, *, prefix: str) -> UsageError:
+    mistakes = error.errors(include_url=False)
+    # an unknown key is often the cause of a missing one: say it first
+    mistakes.sort(key=lambda item: item["type"] != "extra_forbidden")
+    first = mistakes[0]
+    place = [str(part) for part in first["loc"]]
+    name = prefix + ".".join(place)
+    if first["type"] == "extra_forbidden":
+        known = _fields_at(model, place[:-1])
+        near = difflib.get_close_matches(place[-1], known, n=3, cutoff=0.5)
+        hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(sorted(known))}"
+        return UsageError(f"{name}: unknown key", hint=hint)
+    if first["type"] == "missing":
+        return UsageError(f"{name}: missing")
+    value = repr(first.get("input"))[:60]
+    message = first["msg"].removeprefix("Value error, ")
+    if not place:
+        return UsageError(f"{prefix.rstrip('.') or 'run.yaml'}: {message}")
+    more = f" (and {len(mistakes) - 1} more)" if len(mistakes) > 1 else ""
+    return UsageError(f"{name}: {value} is not allowed: {message}{more}")
+
+
+def _fields_at(model: type[BaseModel], place: list[str]) -> list[str]:
+    """Return the keys allowed at `place`, following nested sections and tuples of sections."""
+    for part in place:
+        if part.isdigit():
+            continue
+        annotation = model.model_fields[part].annotation
+        options = (annotation, *getattr(annotation, "__args__", ()))
+        model = next(
+            option
+            for option in options
+            if isinstance(option, type) and issubclass(option, BaseModel)
+        )
+    return list(model.model_fields)
+
+
+def _check_together(run: RunFile, train: TrainSection) -> None:
+    """Refuse choices that contradict each other, before any long work."""
+    recipe = run.recipe
+    if recipe.task not in (Task.GRPO, Task.SFT):
+        raise UsageError(f"recipe.task: {recipe.task} cannot be trained", hint="grpo or sft")
+    if recipe.method is Method.QLORA and recipe.quantization not in (None, "nf4", "fp4"):
+        raise UsageError(
+            f"recipe.quantization: {recipe.quantization!r} cannot be trained", hint="nf4 or fp4"
+        )
+    if recipe.task is Task.GRPO:
+        if not train.rewards:
+            raise UsageError("train.rewards: missing", hint="for example rewards: [exact]")
+        if (recipe.num_generations or 8) < 2 and train.loss.scale_rewards == "group":
+            raise UsageError(
+                f"recipe.num_generations: {recipe.num_generations} leaves nothing to compare with",
+                hint="2 or more (8 is usual)",
+            )
+    if train.loss.kl != "k3" and not recipe.beta:
+        raise UsageError(f"train.loss.kl: {train.loss.kl} has no effect with recipe.beta 0")

@@ -1,0 +1,171 @@
+"""Generation by the training model itself: no second copy of the weights, nothing to synchronise.
+
+A group's prompt runs once and its KV cache is repeated for the group; finished rows leave the batch.
+Shapes: U prompts, B rows, P prompt tokens, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planner.recipe import Recipe
+from trainer.engines.protocol import Completion, SamplingSettings
+from trainer.model import Policy, eos_ids
+from trainer.sampling import draw, shape_logits
+
+COMPACT_BELOW = 0.75
+"""Rows are dropped from the cache when at most this share of them still runs: dropping copies it."""
+
+
+@dataclass
+class _Row:
+    """One completion under way."""
+
+    prompt_index: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finished: bool = False
+
+
+class TransformersEngine:
+    """The `transformers` engine; see trainer.engines.protocol.Engine."""
+
+    name = "transformers"
+
+    def __init__(self, policy: Policy, *, recipe: Recipe, plan: Any = None) -> None:
+        self._policy = policy
+        self._max_rows = recipe.engine.max_num_seqs
+        self._kv_bytes = 0
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: Sequence[Sequence[int]], settings: SamplingSettings
+    ) -> list[Completion]:
+        """Return num_generations completions per prompt, grouped by prompt, in order."""
+        rows = [
+            _Row(prompt_index=index)
+            for index in range(len(prompts))
+            for _ in range(settings.num_generations)
+        ]
+        generator = None
+        if settings.seed is not None:
+            generator = torch.Generator(self._policy.device).manual_seed(settings.seed)
+        wave = self._max_rows or len(rows)
+        self._kv_bytes = 0
+        for start in range(0, len(rows), wave):
+            self._run(rows[start : start + wave], prompts, settings, generator)
+        return [
+            Completion(
+                prompt_index=row.prompt_index,
+                token_ids=tuple(row.tokens),
+                logprobs=tuple(row.logprobs),
+                finished=row.finished,
+            )
+            for row in rows
+        ]
+
+    def _run(
+        self,
+        rows: list[_Row],
+        prompts: Sequence[Sequence[int]],
+        settings: SamplingSettings,
+        generator: torch.Generator | None,
+    ) -> None:
+        """Fill `rows` with tokens until each has ended or is at the limit."""
+        ends = set(eos_ids(self._policy)) | set(settings.stop_token_ids)
+        logits, mask, cache = self._prefill(rows, prompts)
+        active = list(rows)
+        while True:
+            shaped = shape_logits(
+                logits, temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p
+            )
+            token, logp = draw(shaped, generator=generator)
+            for row, index, value in zip(active, token.tolist(), logp.tolist(), strict=True):
+                if not row.finished:
+                    row.tokens.append(index)
+                    row.logprobs.append(value)
+                    row.finished = index in ends
+            self._kv_bytes = max(self._kv_bytes, cache_bytes(cache))
+            running = [place for place, row in enumerate(active) if not row.finished]
+            if not running or len(active[running[0]].tokens) >= settings.max_new_tokens:
+                return
+            if len(running) <= COMPACT_BELOW * len(active) and _selectable(cache):
+                chosen = torch.tensor(running, device=token.device)
+                cache.batch_select_indices(chosen)
+                token, mask = token[chosen], mask[chosen]
+                active = [active[place] for place in running]
+            mask = torch.cat([mask, mask.new_ones(len(active), 1)], dim=1)
+            logits = self._forward(token[:, None], mask, cache)
+
+    def _prefill(
+        self, rows: list[_Row], prompts: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Return (logits [B, V] of the first new token, mask [B, P], cache) of `rows`."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=self._policy.base.config)
+        unique = list(dict.fromkeys(row.prompt_index for row in rows))
+        if not _selectable(cache):
+            unique = [row.prompt_index for row in rows]
+        width = max(len(prompts[index]) for index in unique)
+        ids = torch.full((len(unique), width), self._policy.tokenizer.pad_token_id or 0)
+        mask = torch.zeros_like(ids)
+        for place, index in enumerate(unique):
+            ids[place, width - len(prompts[index]) :] = torch.tensor(prompts[index])
+            mask[place, width - len(prompts[index]) :] = 1
+        device = self._policy.device
+        ids, mask = ids.to(device), mask.to(device)
+        logits = self._forward(ids, mask, cache)
+        if len(unique) < len(rows):
+            where = {index: place for place, index in enumerate(unique)}
+            chosen = torch.tensor([where[row.prompt_index] for row in rows], device=device)
+            cache.batch_select_indices(chosen)
+            logits, mask = logits[chosen], mask[chosen]
+        return logits, mask, cache
+
+    def _forward(self, ids: Tensor, mask: Tensor, cache: Any) -> Tensor:
+        """Return logits [B, V] of the token after `ids` [B, t]; positions skip the left padding."""
+        positions = (mask.cumsum(dim=1) - 1).clamp_(min=0)[:, -ids.shape[1] :]
+        output = self._policy.base(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1]
+
+    def update_weights(self) -> None:
+        """Do nothing: the weights are the policy's own."""
+
+    def release(self) -> None:
+        """Do nothing: the cache lives only inside generate."""
+
+    def resume(self) -> None:
+        """Do nothing."""
+
+    def memory(self) -> dict[str, int]:
+        """Return the largest KV cache of the last rollout: it is gone by now."""
+        return {"weights": 0, "kv_cache": self._kv_bytes, "engine": 0}
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def cache_bytes(cache: Any) -> int:
+    """Return the bytes of all tensors in a transformers cache."""
+    return sum(
+        tensor.untyped_storage().nbytes()
+        for layer in cache.layers
+        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None))
+        if isinstance(tensor, Tensor)
+    )
+
+
+def _selectable(cache: Any) -> bool:
+    """Return whether rows can be picked out of `cache` (linear-attention states cannot)."""
+    return all(hasattr(layer, "batch_select_indices") for layer in cache.layers)

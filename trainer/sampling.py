@@ -1,0 +1,52 @@
+"""Temperature, top-k and top-p: one definition for the sampler and for the scorer.
+
+Shapes: B rows, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+
+def shape_logits(
+    logits: Tensor, *, temperature: float, top_k: int, top_p: float, keep: Tensor | None = None
+) -> Tensor:
+    """Return fp32 logits [B, V] after temperature, top-k, then top-p: dropped ones are -inf.
+
+    `keep` [B]: a token of each row that is never dropped. The scorer passes the sampled token, because
+    the policy may have moved it just over the edge since it was drawn.
+    """
+    logits = logits.float() / temperature
+    if top_k <= 0 and top_p >= 1:
+        return logits
+    kept = torch.ones_like(logits, dtype=torch.bool)
+    with torch.no_grad():
+        if 0 < top_k < logits.shape[-1]:
+            kept &= logits >= logits.topk(top_k, dim=-1).values[:, -1:]
+        if top_p < 1:
+            ranked, order = logits.masked_fill(~kept, -torch.inf).sort(dim=-1, descending=True)
+            probabilities = ranked.softmax(dim=-1)
+            # the first token that reaches top_p stays: what lies before it is below top_p
+            before = probabilities.cumsum(dim=-1) - probabilities
+            kept &= torch.zeros_like(kept).scatter(-1, order, before < top_p)
+        if keep is not None:
+            kept.scatter_(-1, keep[:, None], True)
+    return logits.masked_fill(~kept, -torch.inf)
+
+
+def draw(logits: Tensor, *, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """Return (token [B], its log-probability [B]) drawn from shaped fp32 logits [B, V]."""
+    logp = logits.log_softmax(dim=-1)
+    token = torch.multinomial(logp.exp(), 1, generator=generator)
+    return token[:, 0], logp.gather(-1, token)[:, 0]
+
+
+def stop_tokens(tokenizer: object, stop: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the ids of all tokens whose text holds one of the `stop` strings."""
+    if not stop:
+        return ()
+    vocabulary = tokenizer.get_vocab()  # type: ignore[attr-defined]
+    ids = sorted(vocabulary.values())
+    texts = tokenizer.batch_decode([[index] for index in ids])  # type: ignore[attr-defined]
+    return tuple(
+        index for index, text in zip(ids, texts, strict=True) if any(word in text for word in stop)
+    )
