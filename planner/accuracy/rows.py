@@ -1,0 +1,137 @@
+"""One published figure: a CSV row of any of the three column sets, read by column meaning."""
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from planner.errors import UsageError
+from planner.units import GB, GiB, MiB
+
+MAX_CSV_BYTES = 64 * MiB
+MIN_CONFIDENCE = 0.8
+
+
+class Layout(StrEnum):
+    """Which column set a file has."""
+
+    SFT = "sft"
+    RL = "rl"
+    VLLM = "vllm"
+
+
+_REQUIRED: dict[Layout, frozenset[str]] = {
+    Layout.SFT: frozenset({"id", "group", "source_family", "quantity", "value", "confidence"}),
+    Layout.RL: frozenset({"id", "source_title", "quantity_measured", "value", "confidence"}),
+    Layout.VLLM: frozenset({"id", "record_id", "quantity", "value", "confidence"}),
+}
+_UNIT_BYTES = {
+    "bytes": 1,
+    "GiB": GiB,
+    "MiB": MiB,
+    "GB(=GiB)": GiB,
+    "MB(=MiB)": MiB,
+    "GB(1e9)": GB,
+    "GB(1e9 probable)": GB,
+    "GB": GB,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure with all its columns; a missing column reads as ""."""
+
+    layout: Layout
+    fields: dict[str, str]
+
+    def __getitem__(self, column: str) -> str:
+        return self.fields.get(column, "").strip()
+
+    @property
+    def id(self) -> str:
+        """The row's own id."""
+        return self["id"]
+
+    @property
+    def run(self) -> str:
+        """What ties the figures of one run together."""
+        return self["group"] or self["record_id"] or self["id"]
+
+    @property
+    def quantity(self) -> str:
+        """The kind of figure as the file names it."""
+        return self["quantity"] or self["quantity_measured"]
+
+    @property
+    def source(self) -> str:
+        """A short name of where the figure comes from, for statistics per source."""
+        if self.layout is Layout.SFT:
+            return self["source_family"]
+        if self.layout is Layout.VLLM:
+            return "vllm-logs"
+        return self["source_title"].split(":")[0].split("(")[0].strip()
+
+    @property
+    def confidence(self) -> float:
+        """How sure the collector is, 0 to 1."""
+        return self.number("confidence") or 0.0
+
+    @property
+    def failed(self) -> bool:
+        """The run ran out of memory: its value is not a measurement."""
+        return self["oom"] in {"1", "true", "True"}
+
+    def number(self, column: str) -> float | None:
+        """Return a column as a number, or None when it is empty or not one number."""
+        text = self[column]
+        try:
+            return float(text) if text else None
+        except ValueError:
+            return None
+
+    def integer(self, column: str) -> int | None:
+        """Return a column as a positive whole number, or None."""
+        value = self.number(column)
+        return int(value) if value is not None and value >= 1 and value == int(value) else None
+
+    def truth(self) -> float | None:
+        """Return the figure in bytes (or in its own unit: tokens, blocks, x)."""
+        if self.layout is Layout.SFT and self["value_bytes"]:
+            return self.number("value_bytes")
+        value, unit = self.number("value"), self["unit_printed"] or self["unit"]
+        if value is None or "unclear" in unit:
+            return None
+        return value * _UNIT_BYTES.get(unit, 1)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Return the rows of a CSV file; raises UsageError when its columns are not known."""
+    return list(_iterate(path))
+
+
+def _iterate(path: Path) -> Iterator[Row]:
+    try:
+        if path.stat().st_size > MAX_CSV_BYTES:
+            raise UsageError(f"csv: {path.name} is larger than {MAX_CSV_BYTES // MiB} MiB")
+        with path.open(encoding="utf-8", newline="") as stream:
+            reader = csv.DictReader(stream, strict=True)
+            layout = _layout(path, reader.fieldnames or [])
+            for fields in reader:
+                yield Row(layout, {key: value or "" for key, value in fields.items() if key})
+    except OSError as error:
+        raise UsageError(f"csv: cannot read {path}: {error.strerror}") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UsageError(f"csv: {path.name} is not a CSV text file ({error})") from error
+
+
+def _layout(path: Path, columns: list[str] | tuple[str, ...]) -> Layout:
+    present = set(columns)
+    for layout, required in _REQUIRED.items():
+        if required <= present:
+            return layout
+    missing = sorted(_REQUIRED[Layout.SFT] - present)
+    raise UsageError(
+        f"csv: {path.name} lacks the columns {', '.join(missing)[:120]}",
+        hint="use the columns of data/measurements/sft.csv, rl.csv or vllm.csv",
+    )
