@@ -250,3 +250,15 @@ class ModelSpec:
     def text_parameters(self) -> int:
         """Parameters without towers."""
         return self.parameters - sum(module.parameters for module in self.towers)
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """Text parameters one token passes through: of routed experts only the top-k."""
+        idle = 0
+        for layer in self.layers:
+            mlp = layer.mlp
+            if mlp.kind is MlpKind.MOE and mlp.num_experts:
+                routed = sum(m.parameters for m in layer.modules if m.kind is ModuleKind.EXPERTS)
+                share = mlp.num_experts - min(mlp.top_k, mlp.num_experts)
+                idle += layer.count * routed * share // mlp.num_experts
+        return self.text_parameters - idle

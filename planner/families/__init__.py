@@ -19,6 +19,11 @@ _FAMILIES: dict[str, str] = {
         "llama mistral ministral ministral3 qwen2 qwen3 gemma gemma2 gemma3_text phi phi3 "
         "starcoder2 granite smollm3 olmo olmo2 olmo3 glm glm4 seed_oss"
     ),
+    "experts": (
+        "mixtral qwen2_moe qwen3_moe qwen3_vl_moe_text olmoe granitemoe granitemoeshared gpt_oss "
+        "glm4_moe minimax_m2 phimoe"
+    ),
+    "mla": "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 glm4_moe_lite glm_moe_dsa",
 }
 _MODULE_OF = {kind: module for module, kinds in _FAMILIES.items() for kind in kinds.split()}
 _DTYPES = {

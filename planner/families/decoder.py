@@ -58,6 +58,9 @@ class Traits:
     scaled_embedding: bool = False
 
 
+LLAMA = Traits(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias")
+
+
 def resolve(fields: ConfigFields, flag: Flag) -> bool:
     """Return a fixed flag, or read the config's."""
     return fields.flag(flag) if isinstance(flag, str) else flag

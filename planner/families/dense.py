@@ -3,11 +3,10 @@
 from dataclasses import replace
 
 from planner.families import windows
-from planner.families.decoder import Traits, build_decoder
+from planner.families.decoder import LLAMA, Traits, build_decoder
 from planner.families.fields import ConfigFields
 from planner.model import ModelSpec
 
-LLAMA = Traits(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias")
 MISTRAL = Traits(masks=windows.window_everywhere)
 QWEN2 = Traits(qkv_bias=True, masks=windows.window_after)
 QWEN3 = Traits(

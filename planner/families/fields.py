@@ -56,6 +56,10 @@ class ConfigFields:
         """Return the field's full name for an error, for example "text_config.hidden_size"."""
         return f"{self.path}.{field}" if self.path else field
 
+    def error(self, field: str, value: object, allowed: str) -> UsageError:
+        """Return the error for a value that is not allowed."""
+        return UsageError(f"{self.label(field)}: {_show(value)} is not allowed", hint=allowed)
+
     def has(self, field: str) -> bool:
         """Say whether the config itself (not the class) sets the field to something but null."""
         return self._given(field) not in (_MISSING, None)

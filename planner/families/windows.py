@@ -82,3 +82,21 @@ def from_layer_types(
 def window_everywhere_or_types(fields: ConfigFields, num_layers: int) -> list[Mask]:
     """Ministral: layer_types, else every layer slides."""
     return from_layer_types(fields, num_layers, lambda layer: True)
+
+
+def window_moe(fields: ConfigFields, num_layers: int) -> list[Mask]:
+    """Qwen3 MoE: with use_sliding_window every layer slides."""
+    return (
+        window_everywhere(fields, num_layers)
+        if fields.flag("use_sliding_window")
+        else full_everywhere(fields, num_layers)
+    )
+
+
+def window_qwen2_moe(fields: ConfigFields, num_layers: int) -> list[Mask]:
+    """Qwen2 MoE: with use_sliding_window even layers slide below max_window_layers."""
+    slides = fields.flag("use_sliding_window")
+    limit = fields.integer("max_window_layers", least=0)
+    return from_layer_types(
+        fields, num_layers, lambda layer: slides and layer % 2 == 0 and layer < limit
+    )
