@@ -115,7 +115,8 @@ class MixerSpec:
     """Sparse indexer of DeepSeek-V3.2: its own key cache, one head of this width."""
     # recurrent mixers
     state_shapes: tuple[tuple[int, ...], ...] = ()
-    """Shape of every state tensor per sequence: conv state first, recurrent/ssm state last."""
+    """Shape of every state tensor per sequence: conv state [channels, kernel - 1] first (as vLLM
+    keeps it; transformers keeps `kernel` columns), recurrent/ssm state last."""
     state_fp32: bool = False
     """The last state tensor is kept in fp32 whatever the cache dtype."""
     inner_dim: int = 0
@@ -164,6 +165,13 @@ class LayerSpec:
     """Norms over the full hidden width in the residual path (Gemma-2: 4)."""
     parallel: bool = False
     """Attention and MLP read the same input (Falcon, GPT-J, GPT-NeoX, Phi-2)."""
+    side_mixer: MixerSpec | None = None
+    """A second mixer beside `mixer` on the same input: Falcon-H1 has attention and Mamba2."""
+
+    @property
+    def mixers(self) -> tuple[MixerSpec, ...]:
+        """Every mixer of the layer: all of them keep a cache or a state."""
+        return (self.mixer,) if self.side_mixer is None else (self.mixer, self.side_mixer)
 
     @property
     def parameters(self) -> int:

@@ -23,6 +23,9 @@ _FAMILIES: dict[str, str] = {
         "mixtral qwen2_moe qwen3_moe qwen3_vl_moe_text olmoe granitemoe granitemoeshared gpt_oss "
         "glm4_moe minimax_m2 phimoe"
     ),
+    "mamba": "mamba mamba2",
+    "hybrid": "jamba falcon_h1 granitemoehybrid nemotron_h",
+    "gated_delta": "qwen3_next qwen3_5_text qwen3_5_moe_text",
     "mla": "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 glm4_moe_lite glm_moe_dsa",
 }
 _MODULE_OF = {kind: module for module, kinds in _FAMILIES.items() for kind in kinds.split()}

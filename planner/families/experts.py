@@ -92,7 +92,8 @@ def deepseek_moe(fields: ConfigFields, hidden: int, *, bias: bool = True) -> Mlp
     return moe_spec(fields, intermediate, num_experts, shared=shared), modules
 
 
-def _qwen_shared(fields: ConfigFields, hidden: int) -> MlpPart:
+def qwen_shared(fields: ConfigFields, hidden: int) -> MlpPart:
+    """Return Qwen MoE: routed experts, a shared one and its sigmoid gate."""
     spec, modules = routed(fields, hidden, width="moe_intermediate_size", number="num_experts")
     shared = fields.integer("shared_expert_intermediate_size")
     return replace(spec, shared_intermediate=shared), (
@@ -102,7 +103,8 @@ def _qwen_shared(fields: ConfigFields, hidden: int) -> MlpPart:
     )
 
 
-def _granite(fields: ConfigFields, hidden: int) -> MlpPart:
+def granite_moe(fields: ConfigFields, hidden: int) -> MlpPart:
+    """Return Granite's experts, with the shared MLP where the config has one."""
     spec, modules = routed(
         fields,
         hidden,
@@ -145,12 +147,12 @@ def _routed_as(width: str, number: str, router: str = "gate") -> MoeBuilder:
 
 _MOE: dict[str, MoeBuilder] = {
     "mixtral": _routed_as("intermediate_size", "num_local_experts"),
-    "qwen2_moe": _qwen_shared,
+    "qwen2_moe": qwen_shared,
     "qwen3_moe": _routed_as("moe_intermediate_size", "num_experts"),
     "qwen3_vl_moe_text": _routed_as("moe_intermediate_size", "num_experts"),
     "olmoe": _routed_as("intermediate_size", "num_experts"),
-    "granitemoe": _granite,
-    "granitemoeshared": _granite,
+    "granitemoe": granite_moe,
+    "granitemoeshared": granite_moe,
     "gpt_oss": _gpt_oss,
     "glm4_moe": deepseek_moe,
     "minimax_m2": _minimax,

@@ -145,6 +145,10 @@ class ConfigFields:
             raise UsageError(f"{self.label(field)}: {_show(value)} is not allowed", hint="a list")
         return list(value)
 
+    def auto(self, field: str, otherwise: int) -> int:
+        """Return a whole number, or `otherwise` where the field says "auto"."""
+        return otherwise if self.raw(field) == "auto" else self.integer(field)
+
     def pattern(self, field: str, num_layers: int, allowed: Sequence[str]) -> list[str] | None:
         """Return one of `allowed` for every layer, or None where the field is null or absent."""
         values = self.items(field, None)
