@@ -1,0 +1,112 @@
+"""Bytes per element, and what a quantised tensor occupies, constants included."""
+
+from planner.errors import UsageError
+
+ELEMENT_BYTES: dict[str, float] = {
+    "fp64": 8,
+    "fp32": 4,
+    "bf16": 2,
+    "fp16": 2,
+    "fp8": 1,
+    "int8": 1,
+    "uint8": 1,
+    "int4": 0.5,
+    "nf4": 0.5,
+    "fp4": 0.5,
+}
+ALIASES = {
+    "float64": "fp64",
+    "double": "fp64",
+    "float32": "fp32",
+    "float": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float8": "fp8",
+    "fp8_e4m3": "fp8",
+    "fp8_e5m2": "fp8",
+    "float8_e4m3fn": "fp8",
+    "float8_e5m2": "fp8",
+    "i8": "int8",
+    "u8": "uint8",
+}
+TRAIN_DTYPES = ("bf16", "fp16", "fp32")
+
+QUANTIZATIONS: dict[str, str] = {
+    "none": "",
+    "nf4": "nf4",
+    "fp4": "fp4",
+    "bnb-nf4": "nf4",
+    "bnb-fp4": "fp4",
+    "4bit": "nf4",
+    "int8": "int8",
+    "bnb-int8": "int8",
+    "8bit": "int8",
+    "fp8": "fp8",
+    "fp8-block": "fp8-block",
+    "gptq": "gptq-4bit",
+    "awq": "awq-4bit",
+    "gptq-4bit": "gptq-4bit",
+    "awq-4bit": "awq-4bit",
+    "compressed-int4": "gptq-4bit",
+    "int4": "gptq-4bit",
+    "mxfp4": "mxfp4",
+    "nvfp4": "nvfp4",
+}
+
+NF4_BLOCK = 64
+"""bitsandbytes: weights that share one absmax."""
+NF4_NESTED_BLOCK = 256
+"""bitsandbytes: absmax values that share one second-level absmax."""
+NF4_TABLE_BYTES = 16 * 4
+NESTED_TABLE_BYTES = 256 * 4
+GPTQ_GROUP = 128
+FP8_BLOCK = 128
+MX_BLOCK = 32
+NVFP4_BLOCK = 16
+
+
+def normal_dtype(name: str, *, field: str = "dtype") -> str:
+    """Return the short name of a dtype; raises UsageError naming `field`."""
+    folded = name.lower().removeprefix("torch.")
+    folded = ALIASES.get(folded, folded)
+    if folded not in ELEMENT_BYTES:
+        raise UsageError(
+            f"{field}: {name[:40]!r} is not a dtype vramwise knows",
+            hint=f"one of {', '.join(ELEMENT_BYTES)}",
+        )
+    return folded
+
+
+def element_bytes(dtype: str) -> int:
+    """Return the bytes of one element of a whole-byte dtype."""
+    return int(ELEMENT_BYTES[dtype])
+
+
+def quantized_bytes(numel: int, scheme: str, *, double_quant: bool, columns: int) -> int:
+    """Return bytes of a weight tensor of `numel` elements in rows of `columns`, stored as `scheme`.
+
+    Sources: bitsandbytes 0.50 functional.py (nf4, int8), GPTQ/AWQ group size 128, OCP MX 1.0.
+    """
+    if scheme in ("nf4", "fp4"):
+        blocks = -(-numel // NF4_BLOCK)
+        if not double_quant:
+            return -(-numel // 2) + 4 * blocks + NF4_TABLE_BYTES
+        nested = 4 * -(-blocks // NF4_NESTED_BLOCK)
+        # the second level keeps an offset scalar, its own 256-entry table and the nf4 table
+        return -(-numel // 2) + blocks + nested + 4 + NESTED_TABLE_BYTES + NF4_TABLE_BYTES
+    rows = numel // max(columns, 1)
+    if scheme == "int8":
+        return numel + 4 * rows
+    if scheme == "fp8":
+        return numel + 4
+    if scheme == "fp8-block":
+        return numel + 4 * -(-rows // FP8_BLOCK) * -(-columns // FP8_BLOCK)
+    if scheme in ("gptq-4bit", "awq-4bit"):
+        groups = numel // GPTQ_GROUP
+        return numel // 2 + 2 * groups + groups // 2
+    if scheme == "mxfp4":
+        return numel // 2 + numel // MX_BLOCK
+    if scheme == "nvfp4":
+        return numel // 2 + numel // NVFP4_BLOCK + 4
+    raise UsageError(f"quantization: {scheme!r} is not known", hint=", ".join(QUANTIZATIONS))

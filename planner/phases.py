@@ -1,0 +1,199 @@
+"""Which terms live in which phase, and how large each is there."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from planner.machine import Machine
+from planner.model import ModelSpec
+from planner.recipe import EngineKind, Method, Reference, Task
+from planner.resolve import Resolved
+from planner.terms.activations import Activations, activations, dequantized
+from planner.terms.adapters import lora
+from planner.terms.engine import VLLM, engine
+from planner.terms.gradients import gradient_width, gradients
+from planner.terms.kv_cache import kv_cache
+from planner.terms.logits import logits
+from planner.terms.optimizer import optimizer
+from planner.terms.overhead import workspace
+from planner.terms.term import Term
+from planner.terms.weights import weights
+
+PHASES = ("load", "rollout", "score", "forward", "loss", "backward", "step")
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One phase and the terms alive when it is at its largest."""
+
+    name: str
+    terms: tuple[Term, ...]
+    total_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {
+            "name": self.name,
+            "total_bytes": self.total_bytes,
+            "terms": [term.to_dict() for term in self.terms],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """All phases of a run, and what the host holds meanwhile."""
+
+    phases: tuple[Phase, ...]
+    host: tuple[Term, ...]
+
+
+def _phase(name: str, *terms: Term) -> Phase:
+    alive = tuple(term for term in terms if term.bytes)
+    return Phase(name, alive, sum(term.bytes for term in alive))
+
+
+def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
+    """Return every phase of the run with its terms."""
+    base, space = weights(model, r), workspace(machine)
+    if not r.trains:
+        return _serve(model, r, machine, base, space)
+    adapter, grads, states = lora(model, r), gradients(model, r), optimizer(model, r)
+    acts, head = activations(model, r, r.tokens), logits(model, r)
+    fixed = (base, adapter, states.states, space)
+    held = grads if r.grad_accum > 1 else Term("gradients", 0)
+    resident = _resident_engine(model, r, machine)
+    phases = [_phase("load", base, adapter, _load(model, r), space)]
+    if r.task is Task.GRPO:
+        phases.append(_rollout(model, r, machine, fixed))
+        phases.append(
+            _phase("score", *fixed, _acts("score", acts.no_grad, acts), head.score, resident)
+        )
+    elif r.reference is not Reference.NONE:
+        phases.append(_phase("score", *fixed, _acts("score", acts.no_grad, acts), head.score))
+    cached = acts.kept + acts.tail + acts.autocast_cache
+    phases.append(
+        _phase(
+            "forward",
+            *fixed,
+            held,
+            _acts("forward", acts.forward + acts.autocast_cache, acts),
+            resident,
+        )
+    )
+    loss = max(
+        ((cached, head.forward), (acts.kept + acts.tail, head.backward)),
+        key=lambda pair: pair[0] + pair[1].bytes,
+    )
+    phases.append(_phase("loss", *fixed, held, _acts("loss", loss[0], acts), loss[1], resident))
+    phases.append(_phase("backward", *fixed, *_backward(model, r, acts, grads), resident))
+    step = Term(
+        "optimizer",
+        states.states.bytes + states.step.bytes,
+        "{0:,} B states + {1:,} B step temporaries",
+        (states.states.bytes, states.step.bytes),
+        states.step.source or states.states.source,
+    )
+    phases.append(_phase("step", base, adapter, grads, step, space, resident))
+    host = []
+    if acts.host:
+        host.append(
+            Term(
+                "activations",
+                acts.host,
+                "offloaded checkpoint inputs, pinned",
+                (),
+                "checkpoint offload",
+            )
+        )
+    if states.host.bytes:
+        host.append(states.host)
+    return Budget(tuple(phases), tuple(host))
+
+
+def _acts(phase: str, size: int, acts: Activations) -> Term:
+    return Term(
+        "activations",
+        size,
+        "{0}: kept {1:,} B + tail {2:,} B; a layer keeps {3:.0f} B and needs {4:.0f} B per token",
+        (phase, acts.kept, acts.tail, acts.per_token, acts.layer_per_token),
+        "operation by operation: planner/layer_program.py",
+    )
+
+
+def _backward(model: ModelSpec, r: Resolved, acts: Activations, grads: Term) -> tuple[Term, Term]:
+    """Return gradients and activations at the larger end of the backward pass."""
+    if r.grad_accum > 1:
+        return grads, _acts("backward", max(acts.backward_first, acts.backward_last), acts)
+    if r.method is not Method.FULL:
+        early = Term(
+            "gradients",
+            min(acts.layer_grads, grads.bytes),
+            "one layer's of {0:,} B",
+            (grads.bytes,),
+            grads.source,
+        )
+        late = grads
+    else:
+        head = model.head.parameters if model.head is not None and not model.tied else 0
+        share = grads.bytes / max(1, model.parameters)
+        embedded = sum(module.parameters for module in model.embeddings)
+        early = Term(
+            "gradients",
+            int(head * share) + acts.layer_grads,
+            "the head's and one layer's of {0:,} B",
+            (grads.bytes,),
+            grads.source,
+        )
+        late = Term(
+            "gradients",
+            max(0, int(grads.bytes - embedded * share)),
+            "all but the embedding's of {0:,} B",
+            (grads.bytes,),
+            grads.source,
+        )
+    at_first = (early, _acts("backward", max(0, acts.backward_first - acts.layer_grads), acts))
+    at_last = (late, _acts("backward", max(0, acts.backward_last - acts.layer_grads), acts))
+    return max(at_first, at_last, key=lambda pair: pair[0].bytes + pair[1].bytes)
+
+
+def _load(model: ModelSpec, r: Resolved) -> Term:
+    """Return what loading needs beside the weights: one 16-bit tensor while it is quantised."""
+    size = dequantized(model, r) if r.quantization in ("nf4", "fp4", "int8") else 0
+    return Term(
+        "overhead",
+        size,
+        "one 16-bit weight of {0:,} B while it is quantised",
+        (size,),
+        "bitsandbytes quantize_4bit",
+    )
+
+
+def _resident_engine(model: ModelSpec, r: Resolved, machine: Machine) -> Term:
+    """Return what a colocated engine keeps while training; asleep it keeps nothing of weight."""
+    if r.engine is not EngineKind.VLLM_PUSH or r.task is not Task.GRPO or r.sleep_level:
+        return Term("engine", 0)
+    size = max(0, int(machine.vram_bytes * r.utilization))
+    return Term(
+        "engine",
+        size,
+        "utilisation {0} x {1:,} B, awake while training",
+        (r.utilization, machine.vram_bytes),
+        "vLLM without sleep mode",
+    )
+
+
+def _rollout(model: ModelSpec, r: Resolved, machine: Machine, fixed: tuple[Term, ...]) -> Phase:
+    cache = kv_cache(model, r)
+    if r.engine in (EngineKind.NONE, EngineKind.VLLM_SERVER):
+        return _phase("rollout", *fixed)
+    return _phase("rollout", *fixed, cache, engine(model, r, machine))
+
+
+def _serve(model: ModelSpec, r: Resolved, machine: Machine, base: Term, space: Term) -> Budget:
+    if r.engine not in VLLM:
+        cache = kv_cache(model, r)
+        return Budget((_phase("load", base, space), _phase("rollout", base, cache, space)), ())
+    cache, work = kv_cache(model, r), engine(model, r, machine)
+    return Budget((_phase("load", base, space), _phase("rollout", base, cache, work, space)), ())
+
+
+_ = gradient_width

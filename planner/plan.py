@@ -1,0 +1,156 @@
+"""plan(model, recipe, machine) -> Plan: will it fit, what takes the memory, when, and why."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from planner.machine import Machine
+from planner.model import ModelSpec
+from planner.phases import Phase, budget
+from planner.recipe import Recipe, Sharding
+from planner.resolve import Resolved, resolve
+from planner.terms.overhead import slack
+from planner.terms.term import Term
+from planner.units import format_bytes
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The answer: phases x terms, and the figures drawn from them."""
+
+    model: str
+    machine: Machine
+    resolved: Resolved
+    phases: tuple[Phase, ...]
+    peak_phase: str
+    peak_bytes: int
+    """Tensors alive in the largest phase (what torch calls peak allocated)."""
+    low_bytes: int
+    high_bytes: int
+    """Between these the run's need in torch's pool lies, allocator slack included."""
+    reserved_peak_bytes: int
+    """Typical torch.cuda.max_memory_reserved."""
+    device_used_bytes: int
+    """What nvidia-smi shows: reserved and the CUDA context."""
+    capacity_bytes: int
+    """What torch sees on one GPU, less the CUDA context."""
+    host_peak_bytes: int
+    host_terms: tuple[Term, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    not_modeled: tuple[str, ...] = field(default=())
+
+    @property
+    def allocated_peak_bytes(self) -> int:
+        """Same as peak_bytes: the name published runs use."""
+        return self.peak_bytes
+
+    @property
+    def headroom_bytes(self) -> int:
+        """Capacity less the peak; negative when it does not fit."""
+        return self.capacity_bytes - self.peak_bytes
+
+    @property
+    def verdict(self) -> str:
+        """fits, tight (only if the allocator wastes little) or does not fit."""
+        if self.peak_bytes > self.capacity_bytes or not self.host_fits:
+            return "does not fit"
+        return "fits" if self.high_bytes <= self.capacity_bytes else "tight"
+
+    @property
+    def host_fits(self) -> bool:
+        """True when host RAM is enough or not stated."""
+        limit = self.machine.host_ram_bytes
+        return limit is None or self.host_peak_bytes <= limit
+
+    @property
+    def fits(self) -> bool:
+        """True for fits and tight."""
+        return self.verdict != "does not fit"
+
+    @property
+    def why(self) -> str:
+        """One sentence: the largest phase, its largest terms and the room left."""
+        phase = self.phase(self.peak_phase)
+        parts = sorted(phase.terms, key=lambda term: -term.bytes)[:3]
+        listed = ", ".join(f"{term.name} {format_bytes(term.bytes)}" for term in parts)
+        if not self.host_fits:
+            return f"host RAM: needs {format_bytes(self.host_peak_bytes)}"
+        room = (
+            f"{format_bytes(self.headroom_bytes)} left"
+            if self.headroom_bytes >= 0
+            else f"{format_bytes(-self.headroom_bytes)} too much"
+        )
+        return (
+            f"the peak is in {phase.name}: {listed}; {room} of {format_bytes(self.capacity_bytes)}"
+        )
+
+    def phase(self, name: str) -> Phase:
+        """Return the phase of that name."""
+        return next(phase for phase in self.phases if phase.name == name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON document of `vramwise plan --json`."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "model": self.model,
+            "verdict": self.verdict,
+            "fits": self.fits,
+            "why": self.why,
+            "peak_bytes": self.peak_bytes,
+            "peak_phase": self.peak_phase,
+            "low_bytes": self.low_bytes,
+            "high_bytes": self.high_bytes,
+            "allocated_peak_bytes": self.allocated_peak_bytes,
+            "reserved_peak_bytes": self.reserved_peak_bytes,
+            "device_used_bytes": self.device_used_bytes,
+            "capacity_bytes": self.capacity_bytes,
+            "headroom_bytes": self.headroom_bytes,
+            "host_peak_bytes": self.host_peak_bytes,
+            "host_terms": [term.to_dict() for term in self.host_terms],
+            "phases": [phase.to_dict() for phase in self.phases],
+            "assumptions": list(self.assumptions),
+            "not_modeled": list(self.not_modeled),
+        }
+
+
+def plan(model: ModelSpec, recipe: Recipe, machine: Machine) -> Plan:
+    """Return what `recipe` needs for `model` on `machine`, phase by phase.
+
+    Raises UsageError for contradictions in the recipe, UnsupportedError for what cannot be
+    expressed.
+    """
+    resolved = resolve(model, recipe, machine)
+    return plan_resolved(model, resolved, machine)
+
+
+def plan_resolved(model: ModelSpec, resolved: Resolved, machine: Machine) -> Plan:
+    """Return the plan of a recipe whose choices are all made."""
+    result = budget(model, resolved, machine)
+    peak = max(result.phases, key=lambda phase: phase.total_bytes)
+    low, typical, high = slack(resolved)
+    reserved = int(peak.total_bytes * typical)
+    return Plan(
+        model=model.name,
+        machine=machine,
+        resolved=resolved,
+        phases=result.phases,
+        peak_phase=peak.name,
+        peak_bytes=peak.total_bytes,
+        low_bytes=int(peak.total_bytes * low),
+        high_bytes=int(peak.total_bytes * high),
+        reserved_peak_bytes=reserved,
+        device_used_bytes=reserved + machine.context_bytes,
+        capacity_bytes=max(0, machine.vram_bytes - machine.context_bytes),
+        host_peak_bytes=sum(term.bytes for term in result.host),
+        host_terms=result.host,
+        assumptions=resolved.assumptions,
+        not_modeled=_not_modeled(resolved),
+    )
+
+
+def _not_modeled(r: Resolved) -> tuple[str, ...]:
+    notes = []
+    if r.gpus > 1 and r.sharding is not Sharding.NONE:
+        notes.append("NCCL buffers beyond the context: real use is up to 1 GiB higher")
+    return tuple(notes)

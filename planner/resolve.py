@@ -1,0 +1,317 @@
+"""Recipe + framework defaults -> Resolved: every choice made, nothing left at None."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from planner.dtypes import QUANTIZATIONS, TRAIN_DTYPES, normal_dtype
+from planner.errors import UnsupportedError, UsageError
+from planner.framework import Framework, LogitsLaw, find_framework
+from planner.machine import Machine
+from planner.model import ModelSpec
+from planner.recipe import (
+    Attention,
+    Checkpointing,
+    EngineKind,
+    Loss,
+    Method,
+    Optimizer,
+    Recipe,
+    Reference,
+    Sharding,
+    Task,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resolved:
+    """A recipe with every default filled in; what the terms read."""
+
+    task: Task
+    algorithm: str
+    method: Method
+    framework: Framework
+    trains: bool
+    dtype: str
+    """Base weights as loaded."""
+    autocast: str
+    """Autocast dtype, "" when off."""
+    quantization: str
+    double_quant: bool
+    master_weights: bool
+    gradient_dtype: str
+    adapter_dtype: str
+    lora_rank: int
+    lora_targets: str | tuple[str, ...]
+    modules_to_save: tuple[str, ...]
+    dora: bool
+    lora_dropout: float
+    optimizer: Optimizer
+    optimizer_offload: bool
+    sequences: int
+    """Sequences in one forward pass (DPO: chosen and rejected)."""
+    grad_accum: int
+    prompt_tokens: int
+    completion_tokens: int
+    num_generations: int
+    packing: bool
+    padded: bool
+    checkpointing: Checkpointing
+    checkpoint_every: int
+    keep_layers: int
+    attention: Attention
+    loss: Loss
+    law: LogitsLaw
+    loss_chunk_rows: int
+    tiled_mlp: bool
+    beta: float
+    reference: Reference
+    sharding: Sharding
+    gpus: int
+    compile: bool
+    engine: EngineKind
+    kv_dtype: str
+    kv_bytes: int
+    utilization: float
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    sleep_level: int
+    cuda_graphs: bool
+    tensor_parallel: int
+    assumptions: tuple[str, ...] = ()
+
+    @property
+    def seq_tokens(self) -> int:
+        """Tokens of one sequence."""
+        return self.prompt_tokens + self.completion_tokens
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in one forward pass on one GPU."""
+        return self.sequences * self.seq_tokens
+
+    @property
+    def compute_dtype(self) -> str:
+        """dtype inside linears and attention."""
+        return self.autocast or self.dtype
+
+    def switch(self, name: str, default: Any = None) -> Any:
+        """Return one of the framework's switches."""
+        return self.framework.switches.get(name, default)
+
+
+def _choose(value: Any, defaults: dict[str, Any], key: str, fallback: Any) -> Any:
+    return value if value is not None else defaults.get(key, fallback)
+
+
+def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
+    """Return the recipe with the framework's defaults filled in.
+
+    Raises UsageError for contradictions, UnsupportedError for what the model cannot express.
+    """
+    framework = find_framework(recipe.framework)
+    task = recipe.task
+    defaults = framework.task_defaults(task.value)
+    notes: list[str] = []
+    trains = task is not Task.SERVE
+    dtype, autocast = _dtypes(model, recipe, defaults)
+    quantization = _quantization(model, recipe, trains)
+    prompt, completion = _lengths(recipe, defaults, notes)
+    generations = _choose(recipe.num_generations, defaults, "num_generations", 1)
+    sequences = _sequences(recipe, framework, defaults, generations, notes)
+    loss = Loss(_choose(recipe.loss, defaults, "loss", "full"))
+    engine = _engine(recipe, defaults)
+    beta = _choose(recipe.beta, defaults, "beta", 0.1 if task is Task.DPO else 0.0)
+    adapter = recipe.lora.dtype or framework.switches.get(
+        "adapter_dtype_quantized" if quantization else "adapter_dtype", "fp32"
+    )
+    master = recipe.master_weights
+    if master is None:
+        master = bool(framework.switches.get("master_weights")) and trains
+    gradient = (
+        normal_dtype(recipe.gradient_dtype, field="gradient_dtype")
+        if recipe.gradient_dtype
+        else dtype
+    )
+    return Resolved(
+        task=task,
+        algorithm=recipe.algorithm or task.value,
+        method=recipe.method,
+        framework=framework,
+        trains=trains,
+        dtype=dtype,
+        autocast=autocast if trains else "",
+        quantization=quantization,
+        double_quant=bool(_choose(recipe.double_quant, defaults, "double_quant", True)),
+        master_weights=master,
+        gradient_dtype=gradient,
+        adapter_dtype=normal_dtype(adapter, field="lora.dtype"),
+        lora_rank=recipe.lora.rank,
+        lora_targets=recipe.lora.targets,
+        modules_to_save=recipe.lora.modules_to_save,
+        dora=recipe.lora.dora,
+        lora_dropout=recipe.lora.dropout,
+        optimizer=Optimizer(_choose(recipe.optimizer, defaults, "optimizer", "adamw")),
+        optimizer_offload=recipe.optimizer_offload,
+        sequences=sequences,
+        grad_accum=recipe.gradient_accumulation,
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        num_generations=generations,
+        packing=bool(recipe.packing),
+        padded=not recipe.packing and bool(framework.switches.get("padded", False)),
+        checkpointing=Checkpointing(
+            _choose(recipe.checkpointing, defaults, "checkpointing", "none")
+        ),
+        checkpoint_every=recipe.checkpoint_every,
+        keep_layers=recipe.offload_keep_layers,
+        attention=Attention(_choose(recipe.attention, defaults, "attention", "sdpa")),
+        loss=loss,
+        law=_law(framework, task, loss, autocast),
+        loss_chunk_rows=recipe.loss_chunk_rows or 0,
+        tiled_mlp=bool(recipe.tiled_mlp),
+        beta=float(beta),
+        reference=_reference(recipe, task, float(beta)),
+        sharding=recipe.sharding,
+        gpus=machine.num_gpus,
+        compile=recipe.compile,
+        engine=engine,
+        kv_dtype=recipe.engine.kv_dtype
+        or ("fp32" if dtype == "fp32" and engine is EngineKind.TRANSFORMERS else "bf16"),
+        kv_bytes=recipe.engine.kv_bytes or 0,
+        utilization=_choose(
+            recipe.engine.gpu_memory_utilization, defaults, "gpu_memory_utilization", 0.9
+        ),
+        max_num_seqs=_choose(recipe.engine.max_num_seqs, defaults, "max_num_seqs", 256),
+        max_num_batched_tokens=_choose(
+            recipe.engine.max_num_batched_tokens, defaults, "max_num_batched_tokens", 8192
+        ),
+        block_size=recipe.engine.block_size,
+        sleep_level=_choose(recipe.engine.sleep_level, defaults, "sleep_level", 0),
+        cuda_graphs=bool(_choose(recipe.engine.cuda_graphs, defaults, "cuda_graphs", True)),
+        tensor_parallel=recipe.engine.tensor_parallel,
+        assumptions=tuple(notes),
+    )
+
+
+def _dtypes(model: ModelSpec, recipe: Recipe, defaults: dict[str, Any]) -> tuple[str, str]:
+    name = _choose(recipe.dtype, defaults, "dtype", "bf16")
+    dtype = normal_dtype(model.checkpoint_dtype if name == "checkpoint" else name)
+    if dtype not in TRAIN_DTYPES:
+        if recipe.dtype is not None:
+            raise UsageError(
+                f"dtype: {recipe.dtype!r} is not a dtype weights are computed in",
+                hint=f"one of {', '.join(TRAIN_DTYPES)}; quantised bases go in quantization",
+            )
+        dtype = "bf16"
+    mixed = _choose(recipe.mixed_precision, defaults, "mixed_precision", "none")
+    autocast = "" if mixed in ("none", "no", "") else normal_dtype(mixed, field="mixed_precision")
+    if autocast not in ("", "bf16", "fp16"):
+        raise UsageError(f"mixed_precision: {mixed!r}", hint="none, bf16 or fp16")
+    return dtype, autocast
+
+
+def _quantization(model: ModelSpec, recipe: Recipe, trains: bool) -> str:
+    name = recipe.quantization
+    if name is None:
+        name = "nf4" if recipe.method is Method.QLORA and trains else model.checkpoint_quantization
+        if name == "mxfp4" and trains:
+            name = ""  # transformers dequantises MXFP4 to bf16 for training
+    folded = QUANTIZATIONS.get(name or "none")
+    if folded is None:
+        raise UsageError(f"quantization: {name!r} is not known", hint=", ".join(QUANTIZATIONS))
+    if trains and folded and recipe.method is Method.FULL:
+        if recipe.quantization is not None:
+            raise UnsupportedError(
+                f"quantization: {name} weights cannot be trained in full",
+                hint="use --method qlora, or leave quantization out",
+            )
+        return ""
+    if trains and recipe.method is Method.QLORA and not folded:
+        raise UsageError("quantization: qlora needs a quantised base", hint="leave it out for nf4")
+    return folded
+
+
+def _lengths(recipe: Recipe, defaults: dict[str, Any], notes: list[str]) -> tuple[int, int]:
+    prompt, completion, context = recipe.prompt_length, recipe.completion_length, recipe.context
+    if context is not None:
+        if prompt is not None and completion is not None and prompt + completion != context:
+            raise UsageError(
+                f"context: {context} is not prompt_length {prompt} + completion_length {completion}",
+                hint="give context or the two lengths",
+            )
+        if prompt is not None:
+            if prompt >= context:
+                raise UsageError(
+                    f"prompt_length: {prompt} leaves no completion in context {context}"
+                )
+            return prompt, context - prompt
+        if completion is not None:
+            if completion > context:
+                raise UsageError(f"completion_length: {completion} is more than context {context}")
+            return context - completion, completion
+        if recipe.task in (Task.GRPO, Task.DPO):
+            notes.append("all of the context counts as completion: the worst case for the loss")
+        return 0, context
+    if prompt is None and completion is None:
+        if "context" in defaults:
+            return 0, int(defaults["context"])
+        return int(defaults.get("prompt_length", 512)), int(defaults.get("completion_length", 512))
+    if recipe.task in (Task.SFT,) and (prompt is None or completion is None):
+        return prompt or 0, completion or 0 if completion else (0 if prompt else 1024)
+    return (
+        prompt if prompt is not None else int(defaults.get("prompt_length", 512)),
+        completion if completion is not None else int(defaults.get("completion_length", 512)),
+    )
+
+
+def _sequences(
+    recipe: Recipe,
+    framework: Framework,
+    defaults: dict[str, Any],
+    generations: int,
+    notes: list[str],
+) -> int:
+    rows: int = _choose(recipe.micro_batch_size, defaults, "micro_batch_size", 1)
+    if recipe.task is Task.DPO:
+        return 2 * rows
+    if (
+        recipe.task is Task.GRPO
+        and framework.switches.get("raise_batch_to_generations")
+        and rows % generations
+    ):
+        notes.append(f"{framework.name} raises the batch from {rows} to {generations} generations")
+        return generations
+    return rows
+
+
+def _engine(recipe: Recipe, defaults: dict[str, Any]) -> EngineKind:
+    if recipe.engine.kind is not None:
+        return recipe.engine.kind
+    if recipe.task is Task.SERVE:
+        return EngineKind.VLLM_SERVER
+    return (
+        EngineKind(defaults.get("engine", "none")) if recipe.task is Task.GRPO else EngineKind.NONE
+    )
+
+
+def _reference(recipe: Recipe, task: Task, beta: float) -> Reference:
+    if recipe.reference is not None:
+        return recipe.reference
+    if task not in (Task.GRPO, Task.DPO) or beta == 0:
+        return Reference.NONE
+    if recipe.algorithm in ("orpo", "simpo", "cpo"):
+        return Reference.NONE
+    return Reference.SEPARATE if recipe.method is Method.FULL else Reference.ADAPTER_OFF
+
+
+def _law(framework: Framework, task: Task, loss: Loss, autocast: str) -> LogitsLaw:
+    kind = loss.value
+    if autocast and framework.switches.get("fp32_outputs") and loss is Loss.FULL:
+        kind = "full-fp32"
+    return framework.law(task.value, kind)
+
+
+def with_gpus(resolved: Resolved, gpus: int) -> Resolved:
+    """Return the same choices on another number of GPUs."""
+    return replace(resolved, gpus=gpus)

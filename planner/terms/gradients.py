@@ -1,0 +1,38 @@
+"""gradients: one per trained parameter, alive from backward to the step (always with accumulation)."""
+
+from planner.dtypes import element_bytes
+from planner.model import ModelSpec
+from planner.recipe import Method, Sharding
+from planner.resolve import Resolved
+from planner.terms.adapters import trained_parameters
+from planner.terms.term import Term
+from planner.terms.weights import trained_width
+
+SHARDED = (Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP)
+
+
+def gradient_width(r: Resolved) -> int:
+    """Bytes of one gradient element."""
+    if r.method is Method.FULL:
+        return (
+            max(trained_width(r), element_bytes(r.gradient_dtype))
+            if r.gradient_dtype == r.dtype
+            else element_bytes(r.gradient_dtype)
+        )
+    return element_bytes(r.adapter_dtype)
+
+
+def gradients(model: ModelSpec, r: Resolved) -> Term:
+    """Return all gradients' bytes on one GPU."""
+    count, width = trained_parameters(model, r), gradient_width(r)
+    shards = r.gpus if r.sharding in SHARDED else 1
+    # DDP keeps its reduction buckets beside the gradients
+    copies = 2 if r.sharding is Sharding.DDP and r.gpus > 1 else 1
+    size = -(-count * width * copies // shards)
+    return Term(
+        "gradients",
+        size,
+        "{0:,} trained parameters x {1} B x {2} / {3} shard(s)",
+        (count, width, copies, shards),
+        "autograd: the parameter's dtype",
+    )

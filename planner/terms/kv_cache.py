@@ -1,0 +1,85 @@
+"""kv_cache: keys, values and states of every sequence that is generated at once, by mixer kind."""
+
+from planner.dtypes import ELEMENT_BYTES, normal_dtype
+from planner.model import LayerSpec, MixerKind, ModelSpec
+from planner.recipe import EngineKind
+from planner.resolve import Resolved
+from planner.terms.term import Term
+
+WINDOWED = (MixerKind.SLIDING, MixerKind.CHUNKED)
+STATEFUL = (MixerKind.LINEAR, MixerKind.MAMBA)
+
+
+def layer_bytes_per_token(layer: LayerSpec, element: float) -> float:
+    """Return what one layer caches for one token; 0 for layers with a fixed state."""
+    mixer = layer.mixer
+    if mixer.kind in STATEFUL or mixer.kind is MixerKind.NONE or mixer.kv_shared:
+        return 0
+    if mixer.kind is MixerKind.MLA:
+        latent = mixer.kv_lora_rank + mixer.qk_rope_head_dim
+        return (latent + mixer.index_head_dim) * element
+    heads = mixer.num_kv_heads or mixer.num_heads
+    return heads * (mixer.head_dim + (mixer.v_head_dim or mixer.head_dim)) * element
+
+
+def bytes_per_token(model: ModelSpec, kv_dtype: str = "bf16") -> int:
+    """Return cache bytes for one more token while no window is full."""
+    element = ELEMENT_BYTES[normal_dtype(kv_dtype, field="kv_dtype")]
+    return int(sum(layer.count * layer_bytes_per_token(layer, element) for layer in model.layers))
+
+
+def state_bytes(model: ModelSpec, kv_dtype: str = "bf16") -> int:
+    """Return the fixed-size state of one sequence (mamba, linear attention)."""
+    element = ELEMENT_BYTES[normal_dtype(kv_dtype, field="kv_dtype")]
+    total = 0.0
+    for layer in model.layers:
+        shapes = layer.mixer.state_shapes
+        for index, shape in enumerate(shapes):
+            size = 1
+            for axis in shape:
+                size *= axis
+            wide = layer.mixer.state_fp32 and index == len(shapes) - 1
+            total += layer.count * size * (4 if wide else element)
+    return int(total)
+
+
+def sequence_bytes(
+    model: ModelSpec, tokens: int, kv_dtype: str = "bf16", *, capped: bool = True, block: int = 1
+) -> int:
+    """Return the cache of one sequence of `tokens` tokens.
+
+    `capped`: sliding layers keep only their window; False for engines that reserve full pages.
+    `block`: tokens are rounded up to whole blocks.
+    """
+    element = ELEMENT_BYTES[normal_dtype(kv_dtype, field="kv_dtype")]
+    total = 0.0
+    for layer in model.layers:
+        seen = tokens
+        if capped and layer.mixer.kind in WINDOWED and layer.mixer.window:
+            seen = min(tokens, layer.mixer.window)
+        seen = -(-seen // block) * block
+        total += layer.count * seen * layer_bytes_per_token(layer, element)
+    return int(total) + state_bytes(model, kv_dtype)
+
+
+def rollout_sequences(r: Resolved) -> int:
+    """Return how many sequences are generated at once."""
+    if r.engine is EngineKind.NONE:
+        return 0
+    return max(r.sequences, r.num_generations)
+
+
+def kv_cache(model: ModelSpec, r: Resolved) -> Term:
+    """Return the cache that the rollout needs (not the engine's whole pool)."""
+    count = rollout_sequences(r)
+    if r.engine is EngineKind.TRANSFORMERS or r.engine is EngineKind.NONE:
+        each = sequence_bytes(model, r.seq_tokens, r.kv_dtype)
+    else:
+        each = sequence_bytes(model, r.seq_tokens, r.kv_dtype, block=r.block_size)
+    return Term(
+        "kv_cache",
+        count * each,
+        "{0:,} sequences x {1:,} B ({2:,} tokens, {3})",
+        (count, each, r.seq_tokens, r.kv_dtype),
+        "trainer-facts 4.5; exact per architecture",
+    )

@@ -1,0 +1,91 @@
+"""logits: everything of vocabulary width while log-probabilities are made, by the framework's law."""
+
+from typing import NamedTuple
+
+from planner.dtypes import element_bytes
+from planner.framework import LogitsLaw, width
+from planner.model import ModelSpec
+from planner.recipe import Method
+from planner.resolve import Resolved
+from planner.terms.term import Term
+
+
+class Logits(NamedTuple):
+    """Largest in the forward of the loss, in its backward, and without gradients."""
+
+    forward: Term
+    backward: Term
+    score: Term
+
+
+def scored_rows(r: Resolved, law: LogitsLaw) -> int:
+    """Return how many rows of hidden states meet the vocabulary."""
+    if law.rows == "completion":
+        return r.sequences * r.completion_tokens
+    return r.tokens
+
+
+def logits(model: ModelSpec, r: Resolved) -> Logits:
+    """Return the loss head's bytes for one micro-batch."""
+    law, act = r.law, element_bytes(r.compute_dtype)
+    rows = scored_rows(r, law)
+    if law.kind == "full":
+        return Logits(
+            _full(rows, model.vocab, law.forward, act, law.source),
+            _full(rows, model.vocab, law.backward, act, law.source),
+            _full(rows, model.vocab, law.forward, act, law.source),
+        )
+    term = _chunked(model, r, law, rows, act)
+    return Logits(term, term, term)
+
+
+def _full(
+    rows: int, vocab: int, tensors: tuple[tuple[str, str], ...], act: int, source: str
+) -> Term:
+    sizes = [(name, width(dtype, act)) for name, dtype in tensors]
+    per_element = sum(size for _, size in sizes)
+    return Term(
+        "logits",
+        rows * vocab * per_element,
+        "{0:,} rows x {1:,} vocabulary x {2} B ({3})",
+        (rows, vocab, per_element, _Names(tuple(sizes))),
+        source,
+    )
+
+
+class _Names(tuple[tuple[str, int], ...]):
+    """Pairs of tensor and bytes, put into words only when printed."""
+
+    __slots__ = ()
+
+    def __format__(self, spec: str) -> str:
+        return ", ".join(f"{name} {size}" for name, size in self if size)
+
+
+def chunk_rows(model: ModelSpec, r: Resolved, law: LogitsLaw, rows: int, act: int) -> int:
+    """Return the rows of one chunk."""
+    if r.loss_chunk_rows:
+        return min(rows, r.loss_chunk_rows)
+    if law.chunk_rows:
+        return min(rows, law.chunk_rows)
+    if law.chunk_count:
+        return -(-rows // law.chunk_count)
+    element = sum(width(dtype, act) for _, dtype in law.chunk)
+    return min(rows, max(1, law.max_chunk_bytes // (element * model.vocab)))
+
+
+def _chunked(model: ModelSpec, r: Resolved, law: LogitsLaw, rows: int, act: int) -> Term:
+    chunk = chunk_rows(model, r, law, rows, act)
+    vocab = min(model.vocab, law.chunk_vocab or model.vocab)
+    element = sum(width(dtype, act) for _, dtype in law.chunk)
+    per_row = model.hidden * sum(width(dtype, act) for _, dtype in law.hidden)
+    head = 0
+    if r.method is Method.FULL and r.trains:
+        head = model.vocab * model.hidden * sum(width(dtype, act) for _, dtype in law.head_grad)
+    return Term(
+        "logits",
+        chunk * vocab * element + rows * per_row + head,
+        "chunk {0:,} x {1:,} x {2} B + {3:,} rows x {4:,} B + head {5:,} B",
+        (chunk, vocab, element, rows, per_row, head),
+        law.source,
+    )

@@ -1,0 +1,126 @@
+"""optimizer: states between steps, and the temporaries of the step itself."""
+
+from typing import NamedTuple
+
+from planner.dtypes import element_bytes
+from planner.model import ModelSpec
+from planner.recipe import Method, Optimizer, Sharding
+from planner.resolve import Resolved
+from planner.terms.adapters import trained_parameters
+from planner.terms.counts import adapters
+from planner.terms.term import Term
+from planner.terms.weights import trained_width
+
+SHARDED = (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP)
+EIGHT_BIT = frozenset({Optimizer.ADAMW_8BIT, Optimizer.PAGED_ADAMW_8BIT, Optimizer.LION_8BIT})
+PAGED = frozenset({Optimizer.PAGED_ADAMW, Optimizer.PAGED_ADAMW_8BIT})
+STATES = {
+    Optimizer.ADAMW: 2,
+    Optimizer.ADAMW_FUSED: 2,
+    Optimizer.ADAMW_8BIT: 2,
+    Optimizer.PAGED_ADAMW: 2,
+    Optimizer.PAGED_ADAMW_8BIT: 2,
+    Optimizer.LION: 1,
+    Optimizer.LION_8BIT: 1,
+    Optimizer.SGD: 0,
+    Optimizer.SGD_MOMENTUM: 1,
+    Optimizer.MUON: 1,
+    Optimizer.ADAFACTOR: 0,
+}
+BLOCK_8BIT = 256
+"""bitsandbytes: elements that share one fp32 scale."""
+
+
+class OptimizerCosts(NamedTuple):
+    """States, host states and the step's temporaries."""
+
+    states: Term
+    host: Term
+    step: Term
+
+
+def optimizer(model: ModelSpec, r: Resolved) -> OptimizerCosts:
+    """Return the optimizer's bytes on one GPU."""
+    count = trained_parameters(model, r)
+    shards = r.gpus if r.sharding in SHARDED else 1
+    width = trained_width(r) if r.method is Method.FULL else element_bytes(r.adapter_dtype)
+    master = 4 if r.master_weights and width < 4 else 0
+    state_width: float = 4 if master else width
+    states = STATES[r.optimizer]
+    if r.optimizer in EIGHT_BIT:
+        small = _small(model, r)
+        size = int((count - small) * states * (1 + 4 / BLOCK_8BIT)) + small * states * 4
+    elif r.optimizer is Optimizer.ADAFACTOR:
+        size = _factored(model, r)
+    else:
+        size = int(count * states * state_width)
+    size = -(-(size + count * master) // shards)
+    template = "{0:,} trained parameters: {1} state(s), master copy {2} B, / {3} shard(s)"
+    term = Term(
+        "optimizer",
+        size,
+        template,
+        (count, states, master, shards),
+        f"{r.optimizer} states follow the parameter's dtype",
+    )
+    nothing = Term("optimizer", 0)
+    if r.optimizer_offload:
+        return OptimizerCosts(nothing, term, nothing)
+    # foreach AdamW holds sqrt(exp_avg_sq) of every parameter at once
+    step = int(count * state_width) // shards if r.optimizer is Optimizer.ADAMW else 0
+    return OptimizerCosts(
+        term,
+        nothing,
+        Term(
+            "optimizer",
+            step,
+            "{0:,} x {1} B: foreach sqrt of the second moment",
+            (count // shards, state_width),
+            "torch.optim.adamw _multi_tensor_adamw",
+        ),
+    )
+
+
+def _small(model: ModelSpec, r: Resolved) -> int:
+    """Parameters 8-bit optimizers keep in 32 bit: tensors under 4096 elements, HF's embeddings."""
+    if r.method is not Method.FULL:
+        return adapters(model, r).small
+    small = sum(
+        layer.count * module.parameters
+        for layer in model.layers
+        for module in layer.modules
+        if module.parameters < 4096
+    )
+    if r.switch("embeddings_32bit_state"):
+        small += sum(module.parameters for module in model.embeddings)
+    return small
+
+
+def _factored(model: ModelSpec, r: Resolved) -> int:
+    """Adafactor: a row and a column statistic in fp32 for every matrix."""
+    if r.method is not Method.FULL:
+        counts = adapters(model, r)
+        return 4 * (counts.parameters // max(r.lora_rank, 1) + counts.modules * 2 * r.lora_rank)
+    total = 0
+    for module, times in _modules(model):
+        for shape in module.shapes:
+            factored = sum(shape[-2:]) * max(1, _leading(shape)) if len(shape) >= 2 else shape[0]
+            total += 4 * times * module.count * factored
+    return total
+
+
+def _leading(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape[:-2]:
+        product *= size
+    return product
+
+
+def _modules(model: ModelSpec):  # type: ignore[no-untyped-def]
+    for module in (*model.embeddings, *model.final, *model.towers):
+        yield module, 1
+    if model.head is not None and not model.tied:
+        yield model.head, 1
+    for layer in model.layers:
+        for module in layer.modules:
+            yield module, layer.count

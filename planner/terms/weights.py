@@ -1,0 +1,54 @@
+"""weights: the base model on one GPU, a separate reference copy, and what sharding gathers."""
+
+from planner.dtypes import element_bytes
+from planner.model import ModelSpec
+from planner.recipe import Method, Reference, Sharding
+from planner.resolve import Resolved
+from planner.terms.counts import base_weights
+from planner.terms.term import Term
+
+SHARDED = (Sharding.ZERO3, Sharding.FSDP)
+
+
+def weights(model: ModelSpec, r: Resolved) -> Term:
+    """Return the base weights of one GPU."""
+    base = base_weights(model, r)
+    shards = r.gpus if r.sharding in SHARDED else 1
+    width = trained_width(r) if r.method is Method.FULL and r.trains else element_bytes(r.dtype)
+    if base.quantized:
+        size = -(-base.total // shards)
+        template = (
+            "{0:,} parameters as {1} with constants = {2:,} B, the rest {3:,} B, over {4} shard(s)"
+        )
+        args: tuple[object, ...] = (
+            base.quantized_parameters,
+            r.quantization,
+            base.quantized,
+            base.rest,
+            shards,
+        )
+    else:
+        size = -(-model.parameters * width // shards)
+        template, args = (
+            "{0:,} parameters x {1} B / {2} shard(s)",
+            (model.parameters, width, shards),
+        )
+    if r.reference is Reference.SEPARATE and r.trains:
+        reference = -(-model.parameters * element_bytes(r.dtype) // shards)
+        return Term(
+            "weights",
+            size + reference,
+            template + " + reference copy {5:,} B"
+            if base.quantized
+            else template + " + reference copy {3:,} B",
+            (*args, reference),
+            "config.json, module by module",
+        )
+    return Term("weights", size, template, args, "config.json, module by module")
+
+
+def trained_width(r: Resolved) -> int:
+    """Bytes of a trained base parameter: FSDP under mixed precision holds fp32 shards."""
+    if r.sharding is Sharding.FSDP and r.autocast and r.gpus > 1:
+        return 4
+    return element_bytes(r.dtype)
