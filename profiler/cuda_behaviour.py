@@ -1,0 +1,216 @@
+"""Where CUDA allocates or saves differently from the CPU that the trace runs on.
+
+The trace's tensors say "cpu", because a CPU build of torch has no CUDA autograd queue. These cases
+would follow the CPU; `CudaBehaviour` (a torch function mode) turns each to CUDA's:
+
+* `F.scaled_dot_product_attention`: CUDA's choice of backend and what it saves (cuda_attention).
+* dropout: one fused kernel that keeps a 1-byte mask (ATen/native/Dropout.cpp), not a mask in
+  the input's dtype.
+* autocast: `torch.autocast("cuda")` runs as the CPU's, whose half-precision list is the same for
+  every op a transformer uses; CUDA's longer fp32 list (ATen/autocast_mode.h, AT_FORALL_FP32 and
+  AT_FORALL_FP32_SET_OPT_DTYPE) is applied here.
+* `F.rms_norm`: CUDA has one fused kernel that saves the input and 1/rms.
+* optimizers: foreach is CUDA's default, not the CPU's; subjects pass `foreach=True` or `fused=True`.
+* placement: `.cpu()`, `.to("cpu")` and pinned memory copy to the host, where they do not count as
+  device memory; `.to("cuda")` or `.to(device)` brings a fresh device copy.
+
+`workspaces()` states what kernels take inside themselves.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from profiler import cuda_attention
+from profiler.storages import HOST, StorageTracker, Workspace
+
+_F = torch.nn.functional
+_FP32_FUNCTIONS: frozenset[Any] = frozenset(
+    getattr(owner, name)
+    for owner, names in (
+        (
+            torch,
+            "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow layer_norm "
+            "rms_norm group_norm cosine_similarity kl_div dist renorm logsumexp prod softmax log_softmax "
+            "cumprod cumsum sum norm",
+        ),
+        (
+            torch.Tensor,
+            "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ "
+            "logsumexp prod softmax log_softmax cumprod cumsum sum norm",
+        ),
+        (
+            _F,
+            "softplus layer_norm rms_norm group_norm cosine_similarity nll_loss cross_entropy l1_loss smooth_l1_loss "
+            "huber_loss mse_loss binary_cross_entropy_with_logits kl_div",
+        ),
+        (torch.linalg, "vector_norm matrix_norm"),
+    )
+    for name in names.split()
+)
+_CPU_DEVICES = ("cpu", torch.device("cpu"))
+
+
+def _is_cuda(device: Any) -> bool:
+    return device is not None and str(device).split(":")[0] == "cuda"
+
+
+class CudaBehaviour(TorchFunctionMode):
+    """Make what runs inside allocate as on CUDA; `tracker` learns what goes to the host."""
+
+    def __init__(self, tracker: StorageTracker) -> None:
+        super().__init__()
+        self._tracker = tracker
+        self._saved: list[tuple[Any, str, Any]] = []
+        self._special: dict[Any, Callable[..., Any]] = {
+            _F.scaled_dot_product_attention: cuda_attention.attention,
+            _F.dropout: _dropout,
+            _F.rms_norm: _rms_norm,
+            torch.rms_norm: _rms_norm,
+            torch.Tensor.cpu: self._to_host,
+            torch.Tensor.cuda: self._to_device,
+            torch.Tensor.pin_memory: self._to_host,
+            torch.Tensor.to: self._to,
+        }
+
+    def __enter__(self) -> Any:
+        """Also answer "is autocast on?" as CUDA would: code asks without naming a device."""
+        asked, run = torch.is_autocast_enabled, torch.autograd._engine_run_backward
+        for owner, name, value in (
+            (torch, "is_autocast_enabled", lambda *_: asked("cpu")),
+            (torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype("cpu")),
+            (torch.autograd, "_engine_run_backward", partial(self._engine, run)),
+        ):
+            self._saved.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, value)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        """Restore torch's own answers."""
+        while self._saved:
+            setattr(*self._saved.pop())
+        super().__exit__(*error)
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call CUDA's counterpart of `func`."""
+        kwargs = kwargs or {}
+        if kwargs:
+            if kwargs.get("pin_memory"):
+                with self._tracker.on_host():
+                    return func(*args, **{**kwargs, "pin_memory": False})
+            if func is not torch.Tensor.to and _is_cuda(kwargs.get("device")):
+                kwargs = {**kwargs, "device": "cpu"}
+        if func in _FP32_FUNCTIONS and torch.is_autocast_enabled("cpu"):
+            args = tuple(_as_fp32(argument) for argument in args)
+        special = self._special.get(func)
+        return (special or func)(*args, **kwargs)
+
+    def _engine(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # A mode is off inside its own handler, but checkpoints run forward code in backward.
+        super().__enter__()
+        try:
+            return run(*args, **kwargs)
+        finally:
+            super().__exit__(None, None, None)
+
+    def _to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        target = kwargs.get("device", args[0] if args else None)
+        if isinstance(target, torch.Tensor):
+            target = self._place(target)
+        elif target in _CPU_DEVICES:
+            # Modules that ask for "their" device say cpu here; only a literal copy asks for a string.
+            target = HOST if isinstance(target, str) else self._place(tensor)
+        if target == HOST:
+            return self._to_host(tensor)
+        if _is_cuda(target):
+            rest = {name: value for name, value in kwargs.items() if name != "device"}
+            moved = self._to_device(tensor)
+            return moved.to(*args[1:], **rest) if args[1:] or rest else moved
+        return tensor.to(*args, **kwargs)
+
+    def _place(self, tensor: torch.Tensor) -> str:
+        block = self._tracker.block_of(tensor)
+        return block.place if block is not None else ""
+
+    def _to_host(self, tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        if self._place(tensor) == HOST:
+            return tensor
+        with self._tracker.on_host():
+            return tensor.clone()
+
+    def _to_device(self, tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return tensor.clone() if self._place(tensor) == HOST else tensor
+
+
+def _as_fp32(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor) and argument.dtype in (torch.bfloat16, torch.float16):
+        return argument.float()
+    return argument
+
+
+def _dropout(
+    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
+    if not training or p == 0:
+        return input
+    return torch.native_dropout(input, p, True)[0]
+
+
+def _rms_norm(
+    input: torch.Tensor,
+    normalized_shape: Any,
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    return torch.ops.aten._fused_rms_norm(input, list(normalized_shape), weight, eps)[0]
+
+
+CUBLAS_WORKSPACE_BYTES = {8: 8_519_680, 9: 33_554_432}
+"""By compute capability: 4096 KiB x 2 + 16 KiB x 8 (cuBLAS's own default); 32 MiB on Hopper
+(aten/src/ATen/cuda/CublasHandlePool.cpp, getChosenWorkspaceSize)."""
+
+
+def workspaces() -> dict[str, Workspace]:
+    """Return, by op, the temporaries its CUDA kernel allocates and frees inside itself."""
+    return {
+        "aten.embedding_dense_backward.default": _embedding_backward,
+        "bitsandbytes.gemm_4bit.default": _gemm_4bit,
+        "bitsandbytes.dequantize_4bit.default": lambda args, kwargs, result: (),
+    }
+
+
+def _embedding_backward(
+    args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
+) -> tuple[int, ...]:
+    """Over 3,072 tokens CUDA sorts: two int64 index arrays and fp32 partial rows, ten tokens each.
+
+    ATen/native/cuda/Embedding.cu and EmbeddingBackwardKernel.cu; at most one partial row per token.
+    """
+    tokens = args[1].numel()
+    if tokens <= 3072:
+        return ()
+    rows = min(tokens, tokens // 10 + min(tokens, result.shape[0]))
+    return 8 * tokens, 8 * tokens, 4 * rows * result.shape[1]
+
+
+def _gemm_4bit(
+    args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
+) -> tuple[int, ...]:
+    """With more than 1,536 rows bitsandbytes dequantises the weight, then calls F.linear.
+
+    bitsandbytes/backends/cuda/ops.py: the weight [N, K] in the input's dtype and, double quantised,
+    its fp32 block maxima (one for 64 weights).
+    """
+    activations, _, (rows, columns) = args[:3]
+    elements = rows * columns
+    nested = kwargs.get("absmax_8bit") is not None
+    return elements * activations.element_size(), 4 * elements // 64 if nested else 0

@@ -1,0 +1,1 @@
+"""Reference steps of other code bases, as the trace runs them."""

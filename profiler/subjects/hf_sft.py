@@ -1,0 +1,127 @@
+"""The SFT step of the Hugging Face Trainer.
+
+transformers/trainer.py, `training_step`: inputs go to the device, the forward pass runs under
+accelerate's autocast and its conversion of the outputs to fp32, `compute_loss` returns the loss and
+drops the outputs, then backward; after the last micro-batch clipping, `optimizer.step`, `zero_grad`.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from profiler.cuda_behaviour import CUBLAS_WORKSPACE_BYTES
+from profiler.storages import StorageTracker
+from profiler.subjects.autocast import FakeScaler, autocast
+from profiler.subjects.build import build
+from profiler.subjects.optimizers import make_optimizer, tag_states
+from profiler.subjects.options import StepOptions
+
+
+class HfSft:
+    """Supervised fine-tuning as the HF Trainer runs it."""
+
+    name = "hf-sft"
+
+    def __init__(self, options: StepOptions) -> None:
+        self.options = options
+        self.notes: tuple[str, ...] = (
+            ("outputs kept alive through backward",) if options.keep_outputs else ()
+        )
+        config = options.config.get("text_config") or options.config
+        self.vocab = int(config.get("vocab_size", 0))
+        self.standing_bytes = CUBLAS_WORKSPACE_BYTES.get(options.compute_capability, 0)
+
+    def build(self) -> torch.nn.Module:
+        """Return the model on the meta device."""
+        model = build(self.options)
+        self.vocab = int(model.config.get_text_config().vocab_size)
+        return model
+
+    def run(self, model: torch.nn.Module, tracker: StorageTracker) -> None:
+        """Run the optimizer steps."""
+        options = self.options
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = make_optimizer(options.optimizer, trained, tracker)
+        scaler = FakeScaler() if options.autocast == "fp16" else None
+        with loss_phase(model, tracker):
+            for _ in range(options.steps):
+                for _ in range(options.gradient_accumulation):
+                    self.micro_step(model, tracker, scaler)
+                finish_step(options, trained, optimizer, scaler, tracker)
+
+    def micro_step(self, model: Any, tracker: StorageTracker, scaler: FakeScaler | None) -> None:
+        """Run forward and backward of one micro-batch."""
+        options = self.options
+        tracker.phase = "forward"
+        shape = (options.micro_batch, options.length)
+        inputs = {
+            "input_ids": torch.zeros(shape, dtype=torch.long),
+            "labels": torch.zeros(shape, dtype=torch.long),
+        }
+        mask = torch.ones(shape, dtype=torch.long)
+        with autocast(options):
+            outputs = model(**inputs)
+        if options.converts_outputs:
+            outputs.logits = outputs.logits.float()
+        loss = outputs.loss
+        if not options.keep_outputs:
+            del outputs
+        del inputs, mask
+        loss = loss / options.gradient_accumulation
+        if scaler is not None:
+            loss = scaler.scale(loss)
+        loss.backward()
+
+
+def finish_step(
+    options: StepOptions,
+    trained: list[torch.nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    scaler: FakeScaler | None,
+    tracker: StorageTracker,
+) -> None:
+    """Clip, step and drop the gradients, as the Trainer does."""
+    with tracker.in_phase("step"):
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        if options.max_grad_norm > 0:
+            torch.nn.utils.clip_grad_norm_(trained, options.max_grad_norm, foreach=True)
+        if scaler is not None:
+            scaler.step(optimizer)
+        else:
+            optimizer.step()
+        tag_states(optimizer, tracker)
+        optimizer.zero_grad(set_to_none=True)
+
+
+@contextlib.contextmanager
+def loss_phase(model: Any, tracker: StorageTracker) -> Iterator[None]:
+    """Make the phase "loss" once the decoder has returned, "backward" once its gradient arrives.
+
+    So the loss phase holds the head and the loss, forward and backward: where logits are alive.
+    """
+    decoder = decoder_of(model)
+
+    def after(_module: Any, _inputs: Any, output: Any) -> None:
+        hidden = output[0]
+        if not hidden.requires_grad:
+            return
+        tracker.phase = "loss"
+        hidden.register_hook(lambda _grad: setattr(tracker, "phase", "backward"))
+
+    handle = decoder.register_forward_hook(after)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def decoder_of(model: Any) -> torch.nn.Module:
+    """Return the decoder stack under adapters and head."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    decoder = getattr(inner, inner.base_model_prefix, None)
+    if decoder is None:
+        decoder = inner.get_decoder()
+    return decoder

@@ -1,0 +1,70 @@
+"""The optimizers of a recipe, with the implementation CUDA uses by default."""
+
+from typing import Any
+
+import torch
+
+from planner.errors import UnsupportedError
+from planner.recipe import Optimizer
+from profiler.storages import StorageTracker
+
+PAGED_ELEMENTS = 100_000
+"""bitsandbytes pages states of at least this many elements (optim/optimizer.py, get_state_buffer)."""
+
+
+def make_optimizer(
+    kind: Optimizer, parameters: list[torch.nn.Parameter], tracker: StorageTracker
+) -> torch.optim.Optimizer:
+    """Return the optimizer; raises UnsupportedError for one that cannot be traced."""
+    if kind in (Optimizer.ADAMW, Optimizer.ADAMW_FUSED):
+        fused = kind is Optimizer.ADAMW_FUSED
+        return torch.optim.AdamW(parameters, lr=1e-4, foreach=not fused, fused=fused)
+    if kind in (Optimizer.SGD, Optimizer.SGD_MOMENTUM):
+        momentum = 0.9 if kind is Optimizer.SGD_MOMENTUM else 0.0
+        return torch.optim.SGD(parameters, lr=1e-4, momentum=momentum, foreach=True)
+    if kind is Optimizer.ADAFACTOR:
+        from transformers import Adafactor
+
+        return Adafactor(parameters, scale_parameter=False, relative_step=False, lr=1e-4)
+    if kind is Optimizer.MUON:
+        raise UnsupportedError(
+            "optimizer muon cannot be traced: its parameter split is the trainer's"
+        )
+    return _bitsandbytes(kind, parameters, tracker)
+
+
+def _bitsandbytes(
+    kind: Optimizer, parameters: list[torch.nn.Parameter], tracker: StorageTracker
+) -> torch.optim.Optimizer:
+    import bitsandbytes as bnb
+
+    base: Any = {
+        Optimizer.ADAMW_8BIT: bnb.optim.AdamW8bit,
+        Optimizer.PAGED_ADAMW_8BIT: bnb.optim.AdamW8bit,
+        Optimizer.PAGED_ADAMW: bnb.optim.AdamW,
+        Optimizer.LION: bnb.optim.Lion,
+        Optimizer.LION_8BIT: bnb.optim.Lion8bit,
+    }[kind]
+    if kind not in (Optimizer.PAGED_ADAMW, Optimizer.PAGED_ADAMW_8BIT):
+        return base(parameters, lr=1e-4)
+
+    class Paged(base):
+        """Large states live in managed memory, outside torch's allocator."""
+
+        def get_state_buffer(self, p: torch.Tensor, dtype: torch.dtype = torch.float32) -> Any:
+            if p.numel() < PAGED_ELEMENTS:
+                return super().get_state_buffer(p, dtype=dtype)
+            with tracker.on_host():
+                return super().get_state_buffer(p, dtype=dtype)
+
+    return Paged(parameters, lr=1e-4)
+
+
+def tag_states(optimizer: torch.optim.Optimizer, tracker: StorageTracker) -> None:
+    """Tag the optimizer's state tensors."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                block = tracker.block_of(value)
+                if block is not None:
+                    block.term = "optimizer"

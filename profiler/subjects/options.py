@@ -1,0 +1,53 @@
+"""What a traced step is: every choice that changes an allocation. No torch here."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from planner.recipe import Attention, Checkpointing, Method, Optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """One training step of a transformers model."""
+
+    config: dict[str, Any]
+    """The model's config.json."""
+    method: Method = Method.LORA
+    dtype: str = "bf16"
+    """dtype of the base weights: bf16, fp16, fp32."""
+    autocast: str = "none"
+    """none, bf16 or fp16 (fp16 brings a gradient scaler)."""
+    lora_rank: int = 16
+    lora_targets: tuple[str, ...] | str = "all-linear"
+    lora_dropout: float = 0.0
+    adapter_dtype: str = "fp32"
+    """PEFT upcasts 16-bit adapters to fp32 unless autocast_adapter_dtype=False."""
+    double_quant: bool = True
+    prepare_kbit: bool = True
+    """QLoRA: prepare_model_for_kbit_training upcasts what stays in 16 bits to fp32."""
+    checkpointing: Checkpointing = Checkpointing.FULL
+    attention: Attention = Attention.SDPA
+    optimizer: Optimizer = Optimizer.ADAMW
+    micro_batch: int = 1
+    length: int = 512
+    """Tokens of one sequence: prompt and completion."""
+    completion: int = 0
+    """GRPO: scored tokens of one sequence; 0 = all but one."""
+    gradient_accumulation: int = 1
+    steps: int = 2
+    """Optimizer steps: the second sees the optimizer's state."""
+    layers: int | None = None
+    """Trace only this many decoder layers."""
+    keep_outputs: bool = False
+    """Hold the model's outputs through backward, as a hand-written loop does."""
+    fp32_outputs: bool | None = None
+    """accelerate's conversion of the outputs to fp32; None = with autocast, as accelerate does."""
+    max_grad_norm: float = 1.0
+    """0 = no clipping."""
+    compute_capability: int = 8
+    """Major CUDA compute capability: decides cuBLAS' workspace."""
+
+    @property
+    def converts_outputs(self) -> bool:
+        """Whether the logits are copied to fp32 on their way out of the model."""
+        return self.autocast != "none" if self.fp32_outputs is None else self.fp32_outputs

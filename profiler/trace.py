@@ -1,0 +1,152 @@
+"""Runs a training step on fake tensors and records every allocation: no GPU, no memory, seconds.
+
+The step is real code (transformers, PEFT, TRL, this project's trainer) run by torch on FakeTensors:
+shapes and dtypes without data. `StorageTracker` follows the storages, `CudaBehaviour` makes
+allocations those of CUDA, `attribute` turns the events into phases x terms.
+"""
+
+import platform
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from planner.errors import UnsupportedError, VramwiseError
+from profiler.attribute import assign_terms, summarise, to_events
+from profiler.cuda_behaviour import CudaBehaviour, workspaces
+from profiler.materialise import materialise
+from profiler.recording import Recording
+from profiler.storages import StorageTracker
+
+DEFAULT_TIME_LIMIT_S = 600.0
+
+
+class Subject(Protocol):
+    """A step that can be traced."""
+
+    name: str
+    notes: tuple[str, ...]
+    vocab: int
+    standing_bytes: int
+    """What CUDA libraries take through torch's allocator for good: cuBLAS' workspace."""
+
+    def build(self) -> torch.nn.Module:
+        """Return the model on the meta device."""
+        ...
+
+    def run(self, model: torch.nn.Module, tracker: StorageTracker) -> None:
+        """Run the steps on the materialised model."""
+        ...
+
+
+def trace(
+    subject: Subject,
+    *,
+    time_limit_s: float = DEFAULT_TIME_LIMIT_S,
+    progress: Callable[[int, str], None] | None = None,
+) -> Recording:
+    """Return the Recording of `subject` run on fake tensors.
+
+    Raises TraceTimeoutError at `time_limit_s`, UnsupportedError naming op and module when the
+    model cannot run on fake tensors.
+    """
+    started = time.monotonic()
+    tracker = run_subject(subject, time_limit_s=time_limit_s, progress=progress)
+    assign_terms(tracker.events, vocab=subject.vocab)
+    summary = summarise(tracker.events)
+    return Recording(
+        source="trace",
+        subject=subject.name,
+        environment=environment(seconds=time.monotonic() - started, operators=tracker.ops),
+        phases=summary.phases,
+        peak_bytes=summary.peak_bytes,
+        peak_phase=summary.peak_phase,
+        host_peak_bytes=summary.host_peak_bytes,
+        peak_op=summary.peak_op,
+        peak_module=summary.peak_module,
+        largest=summary.largest,
+        events=to_events(tracker.events),
+        notes=subject.notes,
+    )
+
+
+def run_subject(
+    subject: Subject,
+    *,
+    time_limit_s: float = DEFAULT_TIME_LIMIT_S,
+    progress: Callable[[int, str], None] | None = None,
+    fake: bool = True,
+) -> StorageTracker:
+    """Run `subject` and return the tracker; `fake=False` runs it on real CPU memory."""
+    tracker = StorageTracker(workspaces=workspaces(), deadline_s=time.monotonic() + time_limit_s)
+    if progress is not None:
+        tracker.on_op = progress
+    model = subject.build()
+    with ExitStack() as stack:
+        if fake:
+            stack.enter_context(FakeTensorMode())
+        stack.enter_context(tracker)
+        stack.enter_context(CudaBehaviour(tracker))
+        try:
+            materialise(model, tracker)
+            if subject.standing_bytes:
+                tracker.standing(subject.standing_bytes, op="cublasCreate", term="overhead")
+            stack.enter_context(tracker.module_names(model))
+            watch_gradients(model, tracker)
+            subject.run(model, tracker)
+        except VramwiseError:
+            raise
+        except Exception as error:
+            raise explain(error, subject=subject, tracker=tracker) from error
+    return tracker
+
+
+def watch_gradients(model: torch.nn.Module, tracker: StorageTracker) -> None:
+    """Tag every `.grad` as a gradient when autograd sets it."""
+    for path, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            module = path.rpartition(".")[0]
+
+            def tag(updated: torch.Tensor, module: str = module) -> None:
+                if updated.grad is not None:
+                    tracker.adopt(updated.grad, term="gradients", module=module)
+
+            parameter.register_post_accumulate_grad_hook(tag)
+
+
+def explain(error: Exception, *, subject: Subject, tracker: StorageTracker) -> VramwiseError:
+    """Return one line that says which op of which module cannot be traced, and why."""
+    where = (
+        f"operator {tracker.last_op or '?'}, module {tracker.where() or '?'}, phase {tracker.phase}"
+    )
+    kind = type(error).__name__
+    if kind in ("DataDependentOutputException", "DynamicOutputShapeException"):
+        return UnsupportedError(
+            f"{subject.name} cannot be traced: data-dependent control flow at {where} ({error})",
+            hint="the code branches on tensor values, which fake tensors do not have",
+        )
+    lines = str(error).strip().splitlines()
+    first = next((line for line in lines if line.strip()), kind)
+    return UnsupportedError(f"{subject.name} cannot be traced: {kind} at {where}: {first[:240]}")
+
+
+def environment(*, seconds: float, operators: int) -> dict[str, Any]:
+    """Return what the trace ran on."""
+    versions: dict[str, Any] = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "seconds": round(seconds, 2),
+        "operators": operators,
+    }
+    from importlib.metadata import PackageNotFoundError, version
+
+    for package in ("transformers", "peft", "bitsandbytes", "trl"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions
