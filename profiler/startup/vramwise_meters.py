@@ -1,0 +1,204 @@
+"""How much memory torch holds in this process: allocated, reserved, and the peak since last asked.
+
+Standard library only at import, Python 3.9 or newer; see vramwise_phases. A reading that is not
+available is None, never 0.
+"""
+
+import ctypes
+import time
+from typing import Any, Set  # noqa: UP035 (Python 3.9)
+
+
+class CudaMeter:
+    """torch's CUDA (or ROCm) caching allocator. `allocated_bytes` of the fullest device."""
+
+    kind = "cuda"
+
+    def __init__(self, torch):
+        self._torch = torch
+        self._memory = torch.cuda.memory
+        self._seen = {}  # device -> {statistic: largest value that the program may still ask for}
+        self._undo = []
+        self._keep_peaks_for_the_program()
+
+    def read(self):
+        """Return (allocated_bytes, reserved_bytes) now."""
+        stats = self._fullest("allocated_bytes.all.current")
+        return stats["allocated_bytes.all.current"], stats["reserved_bytes.all.current"]
+
+    def take_peak(self):
+        """Return (allocated, reserved) peaks since the last call and start again."""
+        stats = self._fullest("allocated_bytes.all.peak")
+        for device in range(self._torch.cuda.device_count()):
+            raw = self._raw_stats(device)
+            seen = self._seen.setdefault(device, {})
+            for key in raw:
+                if key.endswith(".peak"):
+                    seen[key] = max(seen.get(key, 0), raw[key])
+            self._raw_reset(device)
+        return stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
+
+    def close(self):
+        """Give the program its own functions back."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _fullest(self, key):
+        readings = [self._raw_stats(d) for d in range(self._torch.cuda.device_count())]
+        return max(readings, key=lambda stats: stats.get(key, 0))
+
+    def _keep_peaks_for_the_program(self):
+        """Make our resets invisible: max_memory_allocated() still answers for the program."""
+        memory, cuda = self._memory, self._torch.cuda
+        self._raw_stats, self._raw_reset = memory.memory_stats, memory.reset_peak_memory_stats
+        raw_stats, raw_reset, seen = self._raw_stats, self._raw_reset, self._seen
+
+        def index(device):
+            if device is None:
+                return cuda.current_device()
+            return self._torch.device(device).index if not isinstance(device, int) else device
+
+        def memory_stats(device=None):
+            stats = raw_stats(device)
+            for key, value in seen.get(index(device), {}).items():
+                stats[key] = max(stats.get(key, 0), value)
+            return stats
+
+        def reset_peak_memory_stats(device=None):
+            seen.pop(index(device), None)
+            raw_reset(device)
+
+        for name, function in (
+            ("memory_stats", memory_stats),
+            ("reset_peak_memory_stats", reset_peak_memory_stats),
+        ):
+            for owner in (memory, cuda):
+                original = getattr(owner, name)
+                setattr(owner, name, function)
+                self._undo.append(lambda o=owner, n=name, f=original: setattr(o, n, f))
+
+
+class _MallInfo(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            [
+                "arena",
+                "ordblks",
+                "smblks",
+                "hblks",
+                "hblkhd",
+                "usmblks",
+                "fsmblks",
+                "uordblks",
+                "fordblks",
+                "keepcost",
+            ]
+        )
+    ]
+
+
+class CpuMeter:
+    """The C heap, where torch keeps CPU tensors: bytes in use since the meter was made.
+
+    glibc walks its free lists to answer, up to tens of milliseconds in a fragmented heap, so
+    asking is held to 1% of the time: between two askings the last answer stands.
+    """
+
+    kind = "cpu"
+
+    def __init__(self, torch=None):
+        try:
+            self._mallinfo: Any = ctypes.CDLL(None).mallinfo2
+            self._mallinfo.restype = _MallInfo
+        except (AttributeError, OSError):  # not glibc 2.33 or newer
+            self._mallinfo = None
+        self._next_s = 0.0
+        self._now = self._base = self._peak = 0
+        self._base = self._ask() or 0
+        self._peak = self._now = 0
+
+    def read(self):
+        """Return (bytes in use, None): a C heap has no pool of its own to report."""
+        if self._mallinfo is None:
+            return None, None
+        now_s = time.perf_counter()
+        if now_s >= self._next_s:
+            self._now = max(0, self._ask() - self._base)
+            self._peak = max(self._peak, self._now)
+            cost_s = time.perf_counter() - now_s
+            self._next_s = now_s + (100 * cost_s if cost_s > 2e-4 else 0)
+        return self._now, None
+
+    def take_peak(self):
+        """Return the largest reading since the last call, and start again."""
+        now, _ = self.read()
+        if now is None:
+            return None, None
+        peak, self._peak = max(self._peak, now), now
+        return peak, None
+
+    def close(self):
+        """Nothing to undo."""
+
+    def _ask(self):
+        if self._mallinfo is None:
+            return None
+        info = self._mallinfo()
+        return info.uordblks + info.hblkhd
+
+
+def meter_for(torch):
+    """Return the meter of the device that this process works on right now."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return CudaMeter(torch)
+    return CpuMeter(torch)
+
+
+def tensor_bytes(tensors, seen):
+    """Sum the storages of `tensors` that are not in `seen` (a set of addresses, extended)."""
+    total = 0
+    for tensor in tensors:
+        try:
+            storage = tensor.untyped_storage()
+            address, size = storage.data_ptr(), storage.nbytes()
+        except (AttributeError, NotImplementedError, RuntimeError):
+            continue  # a wrapper without a storage of its own (DTensor, functional tensors)
+        if address and address not in seen:
+            seen.add(address)
+            total += size
+    return total
+
+
+def static_terms(models, optimizers):
+    """Bytes of weights, adapters, gradients and optimizer state that exist now.
+
+    Quantised weights are counted by the storage they really have; their absmax tables hang off
+    `quant_state` and count as weights too.
+    """
+    seen: Set[int] = set()
+    named = [(n, p) for model in models for n, p in model.named_parameters()]
+    buffers = [b for model in models for b in model.buffers()]
+    adapters = [p for n, p in named if "lora_" in n or "modules_to_save" in n]
+    weights = [p for n, p in named if not ("lora_" in n or "modules_to_save" in n)]
+    tables = []
+    for _, parameter in named:
+        state = getattr(parameter, "quant_state", None)
+        if state is not None:
+            for holder in (state, getattr(state, "state2", None)):
+                tables += [t for t in vars(holder).values() if _is_tensor(t)] if holder else []
+    terms = {
+        "adapters": tensor_bytes(adapters, seen),
+        "weights": tensor_bytes(weights + buffers + tables, seen),
+        "gradients": tensor_bytes([p.grad for _, p in named if p.grad is not None], seen),
+        "optimizer": 0,
+    }
+    for optimizer in optimizers:
+        states = list(optimizer.state.values())
+        tensors = [t for s in states if isinstance(s, dict) for t in s.values() if _is_tensor(t)]
+        terms["optimizer"] += tensor_bytes(tensors, seen)
+    return {name: size for name, size in terms.items() if size}
+
+
+def _is_tensor(value):
+    return hasattr(value, "untyped_storage")

@@ -1,0 +1,153 @@
+"""Phases of a training loop, told by torch's global module and optimizer hooks.
+
+Standard library only at import, Python 3.9 or newer: it is loaded both by vramwise itself and,
+by file path, inside any program that `profile run` starts. `torch` is handed in.
+
+  rollout   inside generate()               (see `wrap_generate`)
+  score     an outermost forward without gradients
+  forward   an outermost forward with gradients
+  loss      after that forward, until backward starts
+  backward  inside torch.autograd.backward, recomputed forwards included
+  step      inside optimizer.step
+  load      before the first of these
+  other     between them: data, rewards, zero_grad, logging, saving
+"""
+
+import functools
+import importlib
+import threading
+import weakref
+from typing import Any
+
+BETWEEN = "other"
+
+
+class PhaseTracker:
+    """Follows one process through its phases and reports every change."""
+
+    def __init__(self, on_change):
+        """`on_change(old, new)` is called when a phase ends; it must not raise."""
+        self.phase = "load"
+        self.steps = 0
+        self._on_change = on_change
+        self._local = threading.local()
+        self._held = []  # phases that cover what happens inside: rollout, backward, step
+        self._roots: Any = weakref.WeakSet()
+        self._optimizers: Any = weakref.WeakSet()
+        self._undo = []
+        self._torch: Any = None
+
+    def install(self, torch):
+        """Register the global hooks; `remove` takes them away."""
+        self._torch = torch
+        module = torch.nn.modules.module
+        optimizer = importlib.import_module("torch.optim.optimizer")
+        compiler = getattr(torch, "compiler", None)
+        self._is_compiling = getattr(compiler, "is_compiling", None) or (lambda: False)
+        self._undo += [
+            module.register_module_forward_pre_hook(self._before_forward).remove,
+            module.register_module_forward_hook(self._after_forward, always_call=True).remove,
+            optimizer.register_optimizer_step_pre_hook(self._before_step).remove,
+            optimizer.register_optimizer_step_post_hook(self._after_step).remove,
+        ]
+        self._patch(torch.autograd, "backward", "backward", after=BETWEEN)
+
+    def remove(self):
+        """Take every hook and patch away."""
+        while self._undo:
+            self._undo.pop()()
+
+    def wrap_generate(self, owner, name="generate"):
+        """Count everything inside `owner.name(...)` as rollout."""
+        if name in vars(owner):
+            self._patch(owner, name, "rollout", after=BETWEEN)
+
+    def models(self):
+        """Outermost modules seen so far that hold parameters."""
+        return list(self._roots)
+
+    def optimizers(self):
+        """Optimizers that have stepped."""
+        return list(self._optimizers)
+
+    def change(self, new):
+        """Enter phase `new`."""
+        old = self.phase
+        if new != old:
+            self.phase = new
+            self._on_change(old, new)
+
+    def hold(self, phase):
+        """Enter `phase` and stay in it whatever runs inside, until `let_go`."""
+        self._held.append(phase)
+        if len(self._held) == 1:
+            self.change(phase)
+
+    def let_go(self, after=None):
+        """Leave the phase of the matching `hold`; the outermost one goes on to `after`."""
+        if self._held:
+            self._held.pop()
+        if not self._held and after:
+            self.change(after)
+
+    def _patch(self, owner, name, phase, after):
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def wrapper(*args, **kwargs):
+            self.hold(phase)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.let_go(after)
+
+        setattr(owner, name, wrapper)
+
+        def undo():
+            # someone may have wrapped ours meanwhile: then theirs stays
+            if getattr(owner, name) is wrapper:
+                setattr(owner, name, original)
+
+        self._undo.append(undo)
+
+    def _before_forward(self, module, args):
+        if self._is_compiling():
+            return
+        local = self._local
+        depth = getattr(local, "depth", 0)
+        local.depth = depth + 1
+        if depth == 0 and not self._held:
+            self._enter(module)
+
+    def _after_forward(self, module, args, output):
+        if self._is_compiling():
+            return
+        local = self._local
+        depth = getattr(local, "depth", 1) - 1
+        local.depth = max(0, depth)
+        if depth <= 0 and not self._held:
+            if self.phase == "forward":
+                self.change("loss")
+            elif self.phase == "score":
+                self.change(BETWEEN)
+
+    def _enter(self, module):
+        if module not in self._roots:
+            # a loss module has no parameters: it is not a pass of a model
+            if next(module.parameters(), None) is None:
+                return
+            self._roots.add(module)
+        torch = self._torch
+        if torch.is_grad_enabled():
+            self.change("forward")
+        else:
+            self.change("score")
+
+    def _before_step(self, optimizer, args, kwargs):
+        self._optimizers.add(optimizer)
+        self.hold("step")
+
+    def _after_step(self, optimizer, args, kwargs):
+        self.steps += 1
+        # left at once: gradients are still there, so what the step held is told apart exactly
+        self.let_go(BETWEEN)
