@@ -42,7 +42,7 @@ def logprob_head(
     *,
     bias: Tensor | None = None,
     temperature: float = 1.0,
-    softcap: float = 0.0,
+    softcap: float | None = 0.0,
     logit_scale: float = 1.0,
     chunk_rows: int | None = None,
     entropy: bool = False,
@@ -51,12 +51,13 @@ def logprob_head(
     """Return log p(target) of softmax(softcap(logit_scale * (hidden W^T + bias)) / temperature).
 
     hidden [N, H], weight [V, H] (fp32, bf16, fp16; they may differ), target [N] integers in
-    [0, V), bias [V]. softcap 0 = off. `chunk_rows` C bounds the scratch: a tile has at most C * V
+    [0, V), bias [V]. softcap 0 or None = off. `chunk_rows` C bounds the scratch: a tile has at most C * V
     logits (6 bytes each in half precision); None = chosen from the sizes. `direct_grad`: a
     trainable leaf weight gets its gradient added straight into weight.grad tile by tile (no second
     [V, H]); False, hooks on the weight or torch.autograd.grad return it through autograd.
     Raises ValueError naming the argument for shapes or settings that don't match.
     """
+    softcap = softcap or 0.0
     _check(hidden, weight, target, bias, temperature, softcap, chunk_rows)
     if chunk_rows is None:
         chunk_rows = default_chunk_rows(hidden, weight)
@@ -392,7 +393,7 @@ class _TrainableHead(torch.autograd.Function):
                 grad_weight,
                 grad_bias,
             )
-            if grad_hidden is not None:
+            if grad_hidden is not None and block is not None:
                 grad_hidden[rows] = block
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)

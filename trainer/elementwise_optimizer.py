@@ -1,0 +1,348 @@
+"""Optimizers that are exact in low precision and bounded in memory.
+
+One class, `ElementwiseOptimizer`, does AdamW, Lion and SGD. Every tensor is stepped in chunks: a
+chunk of weights and state is widened to fp32, updated, and written back, so a step's scratch is
+about 64 MiB however large the model is (torch's foreach AdamW takes 2 bytes a parameter more).
+
+Where the exact weights live:
+* fp32 weights: in the parameter.
+* master_weights: an fp32 copy in the optimizer state; the bf16 or fp16 parameter is its rounding.
+  Right for adapters: small, and they learn through changes far below bf16's 8 bits.
+* bf16 without master: stochastic rounding. Rounding to nearest loses every change under 0.2-0.4 %
+  of a weight, which at RL learning rates is almost all of them; rounding up with probability
+  proportional to the remainder is right on average. No extra memory.
+
+State is fp32, bf16 (stochastically rounded too: with beta2 = 0.999 a bf16 second moment would
+otherwise stand still) or int8 in blocks of 256 with bitsandbytes' kernels (2.03 bytes a
+parameter). `offload` keeps state in pinned host memory and streams it through chunk by chunk.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planner.errors import MissingExtraError, UsageError
+
+CHUNK_ELEMENTS = 2**22
+"""16 MiB in fp32: a handful of these is a step's scratch. A multiple of BLOCK."""
+BLOCK = 256
+"""Elements that share one scale in int8 state (bitsandbytes' block)."""
+MIN_INT8_ELEMENTS = 4096
+"""Smaller tensors keep fp32 state, as in bitsandbytes: norms and biases are sensitive."""
+
+
+class Rule(StrEnum):
+    """The update."""
+
+    ADAMW = "adamw"
+    LION = "lion"
+    SGD = "sgd"
+    SGD_MOMENTUM = "sgd-momentum"
+
+    @property
+    def num_states(self) -> int:
+        """State tensors a parameter has, without the master."""
+        return {"adamw": 2, "lion": 1, "sgd": 0, "sgd-momentum": 1}[self.value]
+
+
+class StateFormat(StrEnum):
+    """dtype of the moments."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    INT8 = "int8"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerSettings:
+    """Everything but the parameters and the rule's learning rate schedule."""
+
+    rule: Rule = Rule.ADAMW
+    lr: float = 1e-5
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Lion uses (0.9, 0.99) customarily; sgd-momentum takes its momentum from the first."""
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    """Decoupled; not applied to tensors of one dimension (norms, biases)."""
+    master_weights: bool = False
+    state_format: StateFormat = StateFormat.FP32
+    offload: bool = False
+    seed: int = 0
+    """Of the stochastic rounding."""
+
+
+class ElementwiseOptimizer(torch.optim.Optimizer):
+    """AdamW, Lion or SGD, chunk by chunk; see the module's docstring.
+
+    `grad_factor` multiplies every gradient in fp32 inside the step: 1 / loss scale times the clip
+    coefficient goes there, instead of rounding low-precision gradients once more in place.
+    """
+
+    def __init__(self, params: Iterable[Any], settings: OptimizerSettings) -> None:
+        self.settings = settings
+        self.grad_factor = 1.0
+        super().__init__(params, {"lr": settings.lr, "weight_decay": settings.weight_decay})
+        self._generators: dict[torch.device, torch.Generator] = {}
+        for parameter in self._parameters():
+            half = parameter.dtype in (torch.bfloat16, torch.float16)
+            if parameter.dtype == torch.float16 and not settings.master_weights:
+                raise UsageError(
+                    "optimizer: fp16 weights need master_weights (fp16 has too little range to "
+                    "add small updates in place)",
+                    hint="set recipe.master_weights: true, or dtype: bf16",
+                )
+            if not half and parameter.dtype != torch.float32:
+                raise UsageError(f"optimizer: cannot train {parameter.dtype} weights", hint="fp32")
+            if not parameter.is_contiguous():
+                raise UsageError("optimizer: a trained weight is not contiguous in memory")
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_one(parameter, group)
+        return loss
+
+    def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state.update(self._new_state(parameter))
+        state["step"] += 1
+        weights, grads = parameter.view(-1), parameter.grad.reshape(-1)  # type: ignore[union-attr]
+        for start in range(0, parameter.numel(), CHUNK_ELEMENTS):
+            chunk = slice(start, min(start + CHUNK_ELEMENTS, parameter.numel()))
+            exact = self._exact(weights, state, chunk)
+            grad = grads[chunk].float() * self.grad_factor
+            self._update(exact, grad, state, chunk, group)
+            if "master" in state:
+                self._store(state["master"][chunk], exact)
+                weights[chunk].copy_(exact)
+            else:
+                self._store(weights[chunk], exact)
+
+    def _exact(self, weights: Tensor, state: dict[str, Any], chunk: slice) -> Tensor:
+        """Return the chunk's weights in fp32 on the parameter's device: a view where possible."""
+        source = state.get("master", weights)
+        return source[chunk].to(weights.device, torch.float32)
+
+    def _new_state(self, parameter: Tensor) -> dict[str, Any]:
+        settings = self.settings
+        device = torch.device("cpu") if settings.offload else parameter.device
+        pin = settings.offload and parameter.is_cuda
+        state: dict[str, Any] = {"step": 0}
+        if settings.master_weights and parameter.dtype != torch.float32:
+            master = torch.empty(
+                parameter.numel(), dtype=torch.float32, device=device, pin_memory=pin
+            )
+            state["master"] = master.copy_(parameter.detach().view(-1))
+        int8 = settings.state_format is StateFormat.INT8 and parameter.numel() >= MIN_INT8_ELEMENTS
+        dtype = torch.float32
+        if int8:
+            dtype = torch.uint8
+        elif settings.state_format is StateFormat.BF16:
+            dtype = torch.bfloat16
+        for number in range(1, settings.rule.num_states + 1):
+            moment = torch.zeros(parameter.numel(), dtype=dtype, device=device, pin_memory=pin)
+            if int8:
+                # scale 0: whatever the codes are, they mean 0.0
+                blocks = -(-parameter.numel() // BLOCK)
+                state[f"absmax{number}"] = torch.zeros(blocks, dtype=torch.float32, device=device)
+            state[f"moment{number}"] = moment
+        return state
+
+    def _update(
+        self,
+        exact: Tensor,
+        grad: Tensor,
+        state: dict[str, Any],
+        chunk: slice,
+        group: dict[str, Any],
+    ) -> None:
+        """Update `exact` fp32 in place, and the chunk's state."""
+        numbers = range(1, self.settings.rule.num_states + 1)
+        moments = [_widen(state, number, chunk, exact.device) for number in numbers]
+        _RULES[self.settings.rule](self.settings, exact, grad, moments, state["step"], group)
+        for number, moment in zip(numbers, moments, strict=True):
+            if f"absmax{number}" in state:
+                _quantise(state, number, chunk, moment)
+            else:
+                self._store(state[f"moment{number}"][chunk], moment)
+
+    def _store(self, target: Tensor, exact: Tensor) -> None:
+        """Write fp32 values into their place: exactly, or rounded stochastically to bf16."""
+        if target.dtype == torch.bfloat16:
+            copy_stochastic_(target, exact, generator=self._generator(exact.device))
+        elif target.data_ptr() != exact.data_ptr():
+            target.copy_(exact)
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            generator = torch.Generator(device=device).manual_seed(self.settings.seed)
+            self._generators[device] = generator
+        return self._generators[device]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's state dict plus the rounding's random state, by device."""
+        document = super().state_dict()
+        document["generators"] = {
+            str(device): generator.get_state() for device, generator in self._generators.items()
+        }
+        return document
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what state_dict returned: the next step is bit for bit the one it would have been.
+
+        torch's own version casts state to the parameter's dtype: a bf16 master would be the end of
+        exactness. Raises UsageError if the parameters differ in number.
+        """
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        parameters = self._parameters()
+        if len(saved) != len(parameters):
+            raise UsageError(
+                f"optimizer state: for {len(saved)} parameters, the model trains {len(parameters)}",
+                hint="resume with the recipe that the checkpoint was made with",
+            )
+        for group, old in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in old.items() if key != "params"})
+        self.state.clear()
+        for index, parameter in zip(saved, parameters, strict=True):
+            if index in state_dict["state"]:
+                template = self._new_state(parameter)
+                self.state[parameter] = _restored(template, state_dict["state"][index])
+        self._generators.clear()
+        for name, random_state in state_dict.get("generators", {}).items():
+            self._generator(torch.device(name)).set_state(random_state.cpu())
+
+
+def _restored(template: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """Return `template` filled with saved values; UsageError if they are another optimizer's."""
+    same = template.keys() == saved.keys() and all(
+        not isinstance(value, Tensor)
+        or (value.shape == saved[key].shape and value.dtype == saved[key].dtype)
+        for key, value in template.items()
+    )
+    if not same:
+        raise UsageError(
+            "optimizer state: made by another optimizer or for other weights",
+            hint="resume with the recipe that the checkpoint was made with",
+        )
+    return {
+        key: value.copy_(saved[key]) if isinstance(value, Tensor) else saved[key]
+        for key, value in template.items()
+    }
+
+
+def copy_stochastic_(target: Tensor, source: Tensor, *, generator: torch.Generator) -> None:
+    """Round fp32 `source` into bf16 `target` at random, right on average.
+
+    bf16 is the upper half of fp32's bits: adding a uniform 16-bit number to the lower half carries
+    into the upper with probability remainder / 2^16. Infinities stay (their lower half is 0).
+    """
+    noise = torch.randint(
+        0, 2**16, source.shape, dtype=torch.int32, device=source.device, generator=generator
+    )
+    noise.add_(source.view(torch.int32)).bitwise_and_(-(2**16))
+    target.copy_(noise.view(torch.float32))
+
+
+def _adamw(
+    settings: OptimizerSettings,
+    exact: Tensor,
+    grad: Tensor,
+    moments: Sequence[Tensor],
+    step: int,
+    group: dict[str, Any],
+) -> None:
+    beta1, beta2 = settings.betas
+    mean, square = moments
+    mean.lerp_(grad, 1 - beta1)
+    square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    exact.mul_(1 - group["lr"] * group["weight_decay"])
+    denominator = square.sqrt().div_((1 - beta2**step) ** 0.5).add_(settings.eps)
+    exact.addcdiv_(mean, denominator, value=-group["lr"] / (1 - beta1**step))
+
+
+def _lion(
+    settings: OptimizerSettings,
+    exact: Tensor,
+    grad: Tensor,
+    moments: Sequence[Tensor],
+    step: int,
+    group: dict[str, Any],
+) -> None:
+    beta1, beta2 = settings.betas
+    (mean,) = moments
+    exact.mul_(1 - group["lr"] * group["weight_decay"])
+    exact.add_(torch.lerp(mean, grad, 1 - beta1).sign_(), alpha=-group["lr"])
+    mean.lerp_(grad, 1 - beta2)
+
+
+def _sgd(
+    settings: OptimizerSettings,
+    exact: Tensor,
+    grad: Tensor,
+    moments: Sequence[Tensor],
+    step: int,
+    group: dict[str, Any],
+) -> None:
+    exact.mul_(1 - group["lr"] * group["weight_decay"])
+    if moments:
+        grad = moments[0].mul_(settings.betas[0]).add_(grad)
+    exact.add_(grad, alpha=-group["lr"])
+
+
+_RULES = {Rule.ADAMW: _adamw, Rule.LION: _lion, Rule.SGD: _sgd, Rule.SGD_MOMENTUM: _sgd}
+
+
+def _widen(state: dict[str, Any], number: int, chunk: slice, device: torch.device) -> Tensor:
+    """Return one moment of a chunk in fp32: a view if it is kept so, on `device`."""
+    stored = state[f"moment{number}"][chunk].to(device)
+    if f"absmax{number}" not in state:
+        return stored.float()
+    scale = state[f"absmax{number}"][_blocks(chunk)].to(device)
+    code = _int8_map(number == 1, device)
+    return _bitsandbytes().dequantize_blockwise(stored, absmax=scale, code=code, blocksize=BLOCK)
+
+
+def _quantise(state: dict[str, Any], number: int, chunk: slice, moment: Tensor) -> None:
+    """Write fp32 values back as int8 codes and scales; the first moment is signed."""
+    code = _int8_map(number == 1, moment.device)
+    stored, made = _bitsandbytes().quantize_blockwise(moment, code=code, blocksize=BLOCK)
+    state[f"moment{number}"][chunk].copy_(stored)
+    state[f"absmax{number}"][_blocks(chunk)].copy_(made.absmax)
+
+
+def _blocks(chunk: slice) -> slice:
+    return slice(chunk.start // BLOCK, -(-chunk.stop // BLOCK))
+
+
+_MAPS: dict[tuple[bool, torch.device], Tensor] = {}
+
+
+def _int8_map(signed: bool, device: torch.device) -> Tensor:
+    key = (signed, device)
+    if key not in _MAPS:
+        _MAPS[key] = _bitsandbytes().create_dynamic_map(signed=signed).to(device)
+    return _MAPS[key]
+
+
+def _bitsandbytes() -> Any:
+    try:
+        import bitsandbytes.functional
+    except ImportError:
+        raise MissingExtraError("an 8-bit optimizer", "train") from None
+    return bitsandbytes.functional
