@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 
-class NotCovered(Exception):  # noqa: N818 - an answer, not an error
+class NotCovered(Exception):
     """The row cannot be expressed; the message is the reason, for people."""
 
 

@@ -1,0 +1,177 @@
+"""Names as sources print them -> models and GPUs that the planner knows; never over the network."""
+
+import json
+import re
+from functools import cache
+from typing import Any
+
+from planner.accuracy.prediction import NotCovered
+from planner.datafiles import data_dir
+from planner.errors import VramwiseError
+from planner.families import model_spec_from_config
+from planner.hub import catalogue_model, load_catalogue
+from planner.machine import Machine, find_gpu, make_machine
+from planner.model import ModelSpec
+from planner.units import GiB
+
+_SUFFIXES = [
+    "instruct",
+    "chat",
+    "it",
+    "base",
+    "hf",
+    "bf16",
+    "fp16",
+    "fp8",
+    "nvfp4",
+    "gptq",
+    "awq",
+    "gguf",
+    "int4",
+    "int8",
+    "bnb",
+    "4bit",
+    "unsloth",
+    "dynamic",
+    "preview",
+    "thinking",
+    "qat",
+    "text",
+    "q8_0",
+    "q4_k_m",
+    "q4_0",
+    "merged",
+    "2507",
+    "2506",
+    "0528",
+    "0324",
+    "v10.1",
+    "v1.0",
+    "v0.1",
+    "128k",
+    "4k",
+    "1m",
+]
+_SPELLINGS = (
+    (r"^meta-llama", "llama"),
+    (r"^llama(\d)", r"llama-\1"),
+    (r"^llama-(\d)-(\d)-", r"llama-\1.\2-"),
+    (r"^qwen(\d)-(\d)-", r"qwen\1.\2-"),
+    (r"^qwen25-", "qwen2.5-"),
+    (r"^qwen1half", "qwen1.5"),
+    (r"^qwq-32b", "qwen2.5-32b"),
+    (r"^tiny-?llama.*", "tinyllama-1.1b"),
+    (r"^dolphin-.*mistral-7b|^cognitivecomputations_dolphin-.*mistral-7b", "mistral-7b-v0.1"),
+    (r"^mistral-7b(-v0.2)?$|^mistral-7b-instruct$|^llava-v?1.6-mistral-7b$", "mistral-7b-v0.1"),
+    (r"^mixtral$", "mixtral-8x7b"),
+    (r"^deepseek-r1-0528-qwen3-8b", "qwen3-8b"),
+    (r"^deepseek-coder-v2-lite", "deepseek-v2-lite"),
+    (r"^llama-3.1-storm-8b|^final_dpo", "llama-3.1-8b"),
+    (r"^kimi-k2-think.*", "kimi-k2"),
+    (r"^nvidia-nemotron-nano", "nemotron-nano"),
+    (r"^granite-3.0-3b-a800m", "powermoe-3b"),
+    (r"^llama-4-maverick.*", "llama-4-maverick"),
+    (r"^llama-4-scout.*", "llama-4-scout"),
+    (r"^gpt-neo-x", "gpt-neox"),
+    (r"^falcon-(\d+)b.*", r"falcon-\1b"),
+)
+
+
+def squash(text: str) -> str:
+    """Fold a name to lower-case letters and digits."""
+    return re.sub(r"[^a-z0-9]", "", text.lower())
+
+
+@cache
+def _measured() -> dict[str, dict[str, Any]]:
+    """Models that only published rows use, by short name."""
+    text = (data_dir() / "models" / "measured.jsonl").read_text(encoding="utf-8")
+    return {entry["name"]: entry for entry in map(json.loads, text.splitlines())}
+
+
+@cache
+def _index() -> dict[str, tuple[str, bool]]:
+    """Folded spelling -> (short name, whether it is in the catalogue)."""
+    index: dict[str, tuple[str, bool]] = {}
+    for in_catalogue, entries in ((False, _measured()), (True, load_catalogue())):
+        for name, entry in entries.items():
+            hub_name = str(entry.get("hub_id", "")).rsplit("/", 1)[-1]
+            for spelling in (*entry.get("aliases", ()), hub_name):
+                index.setdefault(squash(spelling.rsplit("/", 1)[-1]), (name, in_catalogue))
+    for in_catalogue, entries in ((False, _measured()), (True, load_catalogue())):
+        index |= {squash(name): (name, in_catalogue) for name in entries}
+    return index
+
+
+@cache
+def model_named(text: str) -> ModelSpec:
+    """Return the model a row names; raises NotCovered when no size or family is known."""
+    for candidate in _candidates(text):
+        found = _index().get(squash(candidate))
+        if found:
+            name, in_catalogue = found
+            if in_catalogue:
+                return catalogue_model(name)
+            entry = _measured()[name]
+            return model_spec_from_config(entry["config"], name=name, source="measured models")
+    raise NotCovered(f"the model {text[:60]!r} is not known or not named")
+
+
+def _candidates(text: str) -> list[str]:
+    """Return spellings from the most to the least exact."""
+    plain = re.sub(r"\s*--.*$|\s+\+ .*$|\s+\S+ fine-tune.*$", "", text)
+    plain = re.sub(r"\(.*?\)", "", plain).strip() or text.strip("()")
+    plain = re.sub(r"^.*[;:,] *| class.*$", "", plain)
+    name = plain.rsplit("/", 1)[-1].lower().strip()
+    name = re.sub(r"(\d) b\b", r"\1b", name)
+    name = re.sub(r"[ _]+", "-", name)
+    found = [name]
+    for pattern, replacement in _SPELLINGS:
+        changed = re.sub(pattern, replacement, name)
+        if changed != name:
+            found.append(changed)
+            name = changed
+    while True:
+        shorter = re.sub(rf"[-_.]({'|'.join(map(re.escape, _SUFFIXES))})$", "", name)
+        if shorter == name:
+            break
+        name = shorter
+        found.append(name)
+        for pattern, replacement in _SPELLINGS:
+            changed = re.sub(pattern, replacement, name)
+            if changed != name:
+                found.append(changed)
+    return found
+
+
+_GPU_SPELLINGS = (
+    (r"v100.*32", "v100-32gb"),
+    (r"v100", "v100-16gb"),
+    (r"a100.*40", "a100-40gb"),
+    (r"a100.*80|a800", "a100-80gb"),
+    (r"h100.*nvl", "h100-nvl"),
+    (r"h100|h800", "h100"),
+    (r"h200", "h200"),
+    (r"\bt4\b", "t4"),
+    (r"a10g", "a10g"),
+    (r"l40s", "l40s"),
+    (r"\bl4\b", "l4"),
+    (r"3080 ti laptop", "rtx-3080-ti-laptop"),
+    (r"3070 laptop", "rtx-3070-laptop"),
+)
+
+
+@cache
+def machine_named(text: str, num_gpus: int = 1, total_gib: float = 0.0) -> Machine:
+    """Return the machine a row names, or a card of the printed total; 80 GiB when unknown."""
+    name = re.sub(r"^\d+x ", "", text.lower())
+    choices = [alias for pattern, alias in _GPU_SPELLINGS if re.search(pattern, name)][:1]
+    for choice in (*choices, re.sub(r"\(.*|,.*", "", name).strip()):
+        try:
+            spec = find_gpu(choice)
+            known = spec.torch_total_bytes or 80 * GiB
+            total = int(total_gib * GiB) if total_gib else known
+            return make_machine(spec.id, gpus=num_gpus, vram=total)
+        except VramwiseError:
+            continue
+    return make_machine(gpus=num_gpus, vram=int((total_gib or 80) * GiB))

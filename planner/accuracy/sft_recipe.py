@@ -1,0 +1,216 @@
+"""Fine-tuning columns -> Recipe: what each cell means, whichever source wrote it."""
+
+import re
+from typing import Any
+
+from planner.accuracy.lora_targets import lora_targets
+from planner.accuracy.prediction import NotCovered
+from planner.accuracy.rows import Row
+from planner.accuracy.sft_frameworks import framework_of
+from planner.model import ModelSpec
+from planner.recipe import (
+    Attention,
+    Checkpointing,
+    LoraSection,
+    Loss,
+    Method,
+    Optimizer,
+    Recipe,
+    Sharding,
+    Task,
+)
+
+_DTYPES = {
+    "bfloat16": "bf16",
+    "bf16": "bf16",
+    "float16": "fp16",
+    "fp16": "fp16",
+    "float32": "fp32",
+    "fp32": "fp32",
+}
+_SMALL_STATE = frozenset(
+    [
+        "adapter",
+        "adapter_v2",
+        "adaption_prompt",
+        "boft",
+        "c3a",
+        "deft",
+        "fourierft",
+        "frod",
+        "glora",
+        "hira",
+        "ia3",
+        "lily",
+        "miss",
+        "oft",
+        "peanut",
+        "prefix_tuning",
+        "prompt_tuning",
+        "psoft",
+        "pvera",
+        "randlora",
+        "road",
+        "tinylora",
+        "trainable_tokens",
+        "unilora",
+        "vblora",
+        "vera",
+        "waveft",
+        "adalora",
+        "loha",
+        "lokr",
+        "ln_tuning",
+        "bone",
+        "shira",
+        "delora",
+        "cartridges",
+        "gralora",
+        "osf",
+    ]
+)
+"""PEFT methods whose trained state is at most a few million parameters: planned as a LoRA of the
+same targets, since weights, saved activations and logits are what counts."""
+
+
+def recipe_of(row: Row, model: ModelSpec, *, length_matters: bool = True) -> Recipe:
+    """Return the recipe of a fine-tuning row; raises NotCovered with the reason."""
+    method = method_of(row)
+    batch, length = row.integer("micro_batch"), row.integer("seq_len")
+    if length is None and length_matters:
+        raise NotCovered("the row does not state the sequence length")
+    values: dict[str, Any] = {
+        "task": Task.SFT,
+        "method": method,
+        "framework": framework_of(row),
+        "dtype": _DTYPES.get(row["weights_dtype"]),
+        "mixed_precision": _mixed_precision(row),
+        "quantization": quantization_of(row["base_quant"]),
+        "double_quant": _double_quant(row),
+        "optimizer": _optimizer(row["optimizer"]),
+        "micro_batch_size": batch or 1,
+        "gradient_accumulation": row.integer("grad_accum") or 1,
+        "context": length or 1,
+        "packing": _flag(row["packing"]),
+        "checkpointing": _checkpointing(row["grad_ckpt"], row["parallelism"]),
+        "attention": _attention(row["attn"]),
+        "loss": _loss(row),
+        "sharding": _sharding(row),
+        "compile": row["compile"] == "yes",
+    }
+    if method is not Method.FULL:
+        values["lora"] = LoraSection(
+            rank=row.integer("lora_rank") or _default_rank(row),
+            targets=lora_targets(row["lora_targets"], model),
+        )
+    return Recipe(**values)
+
+
+def method_of(row: Row) -> Method:
+    """Return the training method; raises NotCovered for what is no fine-tuning."""
+    text = row["method"].lower()
+    if text.startswith("qlora"):
+        return Method.QLORA
+    name = re.split(r"[ +(-]", text)[0]
+    if name == "lora" or name in _SMALL_STATE:
+        return Method.QLORA if row["base_quant"] else Method.LORA
+    if name == "full":
+        return Method.FULL
+    raise NotCovered(f"method {text[:40]!r} is not a fine-tuning method that the planner knows")
+
+
+def _default_rank(row: Row) -> int:
+    return 32 if "litgpt" in row["framework"].lower() else 8
+
+
+def quantization_of(text: str) -> str | None:
+    """Return the planner's word for a quantised base, or None."""
+    folded = text.lower()
+    if not folded:
+        return None
+    bits = "8bit" if "8" in folded else "4bit"
+    if "gptq" in folded:
+        return f"gptq-{bits}"
+    if "awq" in folded:
+        return "awq-4bit"
+    return "int8" if bits == "8bit" else "nf4"
+
+
+def _double_quant(row: Row) -> bool | None:
+    if not row["base_quant"] or "gptq" in row["base_quant"]:
+        return None
+    if "litgpt" in row["framework"].lower():
+        return row["base_quant"].endswith("-dq")
+    return True  # fms-hf-tuning, ms-swift and torchtune nest the constants
+
+
+def _mixed_precision(row: Row) -> str | None:
+    text = row["mixed_precision"].lower()
+    if text.startswith("none"):
+        return "none"
+    if "bf16" in text:
+        return "bf16"
+    return "fp16" if "fp16" in text else None
+
+
+def _optimizer(text: str) -> Optimizer | None:
+    folded = text.lower()
+    if "paged" in folded:
+        return Optimizer.PAGED_ADAMW_8BIT if "8bit" in folded else Optimizer.PAGED_ADAMW
+    if "8bit" in folded:
+        return Optimizer.ADAMW_8BIT
+    if "fused" in folded:
+        return Optimizer.ADAMW_FUSED
+    return Optimizer.ADAMW if "adam" in folded else None
+
+
+def _checkpointing(text: str, parallelism: str) -> Checkpointing | None:
+    folded = text.lower()
+    if folded.startswith("selective"):
+        raise NotCovered("selective activation checkpointing by operation is not modelled")
+    if "offload" in folded or "unsloth" in folded:
+        return Checkpointing.OFFLOAD
+    if folded.startswith(("full", "true", "on", "hf")):
+        return Checkpointing.FULL
+    if folded.startswith(("none", "false", "unknown")):
+        return Checkpointing.NONE
+    return None
+
+
+def _attention(text: str) -> Attention | None:
+    folded = text.lower()
+    if "flash" in folded:
+        return Attention.FLASH
+    if "sdpa" in folded:
+        return Attention.SDPA
+    return Attention.EAGER if "eager" in folded else None
+
+
+def _loss(row: Row) -> Loss | None:
+    kernels = row["kernels"].lower()
+    if "liger" in kernels or "chunked" in kernels:
+        return Loss.CHUNKED
+    return None
+
+
+def _sharding(row: Row) -> Sharding:
+    text, gpus = row["parallelism"].lower(), row.integer("n_gpus") or 1
+    if "single-gpu" in text:
+        return Sharding.NONE
+    for word in ("tp", "tensor", "pp ", "pipeline", "cp ", "expert"):
+        if re.search(rf"\b{word}", text) and gpus > 1:
+            raise NotCovered("tensor, pipeline or context parallel training is not modelled")
+    if "device_map" in text:
+        raise NotCovered("layers split over GPUs by device_map are not modelled")
+    if "fsdp" in text:
+        return Sharding.FSDP
+    stage = re.search(r"zero-?(\d)", text)
+    if stage:
+        return Sharding(f"zero{stage[1]}")
+    if gpus > 1 and "single" not in text:
+        return Sharding.DDP
+    return Sharding.NONE
+
+
+def _flag(text: str) -> bool | None:
+    return {"true": True, "false": False}.get(text.lower())

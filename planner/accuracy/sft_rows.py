@@ -1,0 +1,88 @@
+"""Fine-tuning rows: one plan a run, and which of its figures the row is."""
+
+import re
+
+from planner.accuracy.names import machine_named, model_named
+from planner.accuracy.prediction import NotCovered, Prediction, around
+from planner.accuracy.rows import Row
+from planner.accuracy.sft_recipe import recipe_of
+from planner.plan import Plan, plan
+from planner.recipe import Recipe, Sharding
+
+ALLOCATED = (0.92, 1.08)
+"""Tensors are counted one by one; what the interval covers is dataset padding and library versions."""
+STATIC_SLACK = (0.97, 1.03)
+"""Weights, adapters and states are counted exactly; blocks round up to 512 bytes or 2 MiB."""
+
+
+def predict_sft(row: Row) -> Prediction:
+    """Return what the plan of the row's run says about the row's figure."""
+    if row["per_gpu_or_total"].startswith("total"):
+        raise NotCovered("the figure is a sum over GPUs")
+    if "inference" in row["method"] or row["method"] == "load":
+        from planner.accuracy.inference_rows import predict_inference
+
+        return predict_inference(row)
+    quantity = canonical(row.quantity)
+    model = model_named(row["model"])
+    recipe = recipe_of(row, model, length_matters=not quantity.startswith("static"))
+    machine = machine_named(row["gpu"], gpus_of(row, recipe))
+    return figure(quantity, plan(model, recipe, machine), recipe)
+
+
+def gpus_of(row: Row, recipe: Recipe) -> int:
+    """Return the GPUs the training state is divided over."""
+    return 1 if recipe.sharding is Sharding.NONE else row.integer("n_gpus") or 1
+
+
+def canonical(quantity: str) -> str:
+    """Return the canonical name of a fine-tuning figure; raises NotCovered for unknown kinds."""
+    text = re.sub(r"\s+", "_", quantity.lower())
+    for pattern, name in (
+        (r"^allocated_stage", "static_allocated"),
+        (r"^peak_allocated_model_init|^allocated_after_load", "static_load_allocated"),
+        (r"^peak_reserved_model_init|^reserved_before", "static_load_reserved"),
+        (r"^peak_allocated", "peak_allocated"),
+        (r"^peak_active", "peak_active"),
+        (r"^peak_reserved", "peak_reserved"),
+        (r"^reserved_max_over_training", "reserved_max_over_training"),
+        (r"^reserved_mean", "reserved_mean_over_steps"),
+        (r"^nvidia_smi_used_peak", "nvidia_smi_used_peak"),
+    ):
+        if re.search(pattern, text):
+            return name
+    raise NotCovered(f"the figure {quantity[:50]!r} is not one that the planner states")
+
+
+def figure(quantity: str, result: Plan, recipe: Recipe) -> Prediction:
+    """Return one figure of a plan with its interval."""
+    allocated = result.allocated_peak_bytes
+    if quantity in {"peak_allocated", "peak_active"}:
+        return Prediction(quantity, allocated, ALLOCATED[0] * allocated, ALLOCATED[1] * allocated)
+    if quantity == "static_allocated":
+        return around(quantity, static_bytes(result), *STATIC_SLACK)
+    if quantity.startswith("static_load"):
+        return around(quantity, load_bytes(result), *STATIC_SLACK)
+    low, high = result.low_bytes, result.high_bytes
+    if quantity == "nvidia_smi_used_peak":
+        context = result.machine.context_bytes
+        return Prediction(quantity, result.device_used_bytes, low + context, high + context)
+    return Prediction(quantity, result.reserved_peak_bytes, low, high)
+
+
+def static_bytes(result: Plan) -> int:
+    """Return what stays between two steps: weights, adapters, states; FSDP1 keeps gradients."""
+    sizes = {term.name: term.bytes for term in result.phase("forward").terms}
+    kept = sum(sizes.get(name, 0) for name in ("weights", "adapters", "optimizer"))
+    if result.resolved.sharding is Sharding.FSDP and result.resolved.gpus > 1:
+        kept += max(
+            (term.bytes for term in result.phase("step").terms if term.name == "gradients"),
+            default=0,
+        )
+    return kept
+
+
+def load_bytes(result: Plan) -> int:
+    """Return what is there before the first step: weights and adapters."""
+    terms = result.phase("load").terms
+    return sum(term.bytes for term in terms if term.name in {"weights", "adapters"})
