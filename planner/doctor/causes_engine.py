@@ -1,0 +1,251 @@
+"""Rules for vLLM's start-up, sleep mode and host memory."""
+
+from collections.abc import Callable
+
+from planner.doctor.cause import Cause, Certainty, Signals, weights_bytes
+from planner.units import GiB, format_bytes
+
+Rule = Callable[[Signals], Cause | None]
+
+
+def kv_too_small(signals: Signals) -> Cause | None:
+    """One request of max_model_len needs more KV cache than the budget leaves."""
+    event = signals.event
+    if event is None or event.kind != "vllm_kv_len":
+        return None
+    facts = event.facts
+    length = int(facts["max_seq_len"])
+    if "needed_bytes" in facts:
+        need, have = int(facts["needed_bytes"]), int(facts["available_bytes"])
+        per_token = need / length
+        formula = (
+            f"{format_bytes(need)} / {length:,} tokens = {per_token:,.0f} B a token;"
+            f" {format_bytes(have)} holds {max(0, int(have / per_token)):,} tokens"
+        )
+        proven = need > have
+    else:
+        tokens = int(facts["kv_tokens"])
+        formula = f"{length:,} tokens wanted, {tokens:,} fit"
+        proven = length > tokens
+    return Cause(
+        category="vllm_kv_too_small",
+        certainty=Certainty.PROVEN if proven else Certainty.CONSISTENT,
+        explanation=f"vLLM must be able to hold one request of max_model_len ({length:,} tokens); "
+        "what weights, activation peak and the rest leave of the budget is too small for it.",
+        formula=formula,
+    )
+
+
+def no_cache_blocks(signals: Signals) -> Cause | None:
+    """Weights and the profile run use up the whole budget."""
+    event = signals.event
+    if event is None or event.kind != "vllm_no_blocks":
+        return None
+    weights, card, util = (
+        weights_bytes(signals.context),
+        signals.card_bytes,
+        signals.context.utilization,
+    )
+    formula, certainty = "", Certainty.CONSISTENT
+    if weights and card:
+        share = weights // (signals.context.number("tp") or 1)
+        budget = int((util or 0.9) * card)
+        formula = f"budget {util or 0.9:g} * {format_bytes(card)} = {format_bytes(budget)}; weights {format_bytes(share)}"
+        if share > 0.9 * budget:
+            certainty = Certainty.PROVEN
+    return Cause(
+        category="vllm_no_cache_blocks",
+        certainty=certainty,
+        explanation="utilisation * total - weights - activation peak - non-torch is zero or less: nothing is left for the KV cache."
+        + (
+            f" At utilisation {util:g} the activation peak of the profile run is what can shrink."
+            if util and util >= 0.93
+            else ""
+        ),
+        formula=formula,
+    )
+
+
+def startup_free_check(signals: Signals) -> Cause | None:
+    """Less memory is free at start than the budget asks for."""
+    event = signals.event
+    if event is None or event.kind not in ("vllm_free_memory", "vllm_profile_race"):
+        return None
+    if event.kind == "vllm_profile_race":
+        return Cause(
+            category="other_process",
+            certainty=Certainty.PROVEN,
+            explanation="another process freed or took memory on this card while vLLM was profiling",
+            formula=f"free before {format_bytes(int(event.facts['initial_free_bytes']))}, after {format_bytes(int(event.facts['free_bytes']))}",
+        )
+    free, total, wanted = (
+        int(event.facts[key]) for key in ("free_bytes", "total_bytes", "wanted_bytes")
+    )
+    util = float(event.facts["gpu_memory_utilization"])
+    closes = abs(util * total - wanted) <= 0.011 * GiB and free < wanted
+    return Cause(
+        category="vllm_startup_free_check",
+        certainty=Certainty.PROVEN if closes else Certainty.CONSISTENT,
+        explanation=f"{format_bytes(total - free)} of the card are in use before vLLM starts: another process, "
+        "a leftover of an earlier run, a desktop, or the trainer beside it.",
+        formula=f"{util:g} * {format_bytes(total)} = {format_bytes(int(util * total))} wanted > {format_bytes(free)} free",
+    )
+
+
+def sampler_warmup(signals: Signals) -> Cause | None:
+    """The sampler's warm-up with max_num_seqs rows runs after the KV cache took the budget."""
+    event = signals.event
+    said = event is not None and event.kind == "vllm_sampler"
+    if not said and not signals.first("sampler_warmup"):
+        return None
+    rows = int(event.facts.get("max_num_seqs", 0)) if event else 0
+    rows = rows or signals.context.number("max_num_seqs") or 0
+    vocab = signals.context.vocab
+    found = signals.candidate("sampler")
+    formula = found.formula if found else ""
+    if rows and vocab and not formula:
+        formula = f"about 28 B * {rows:,} sequences * {vocab:,} = {format_bytes(28 * rows * vocab)} outside the budget"
+    return Cause(
+        category="vllm_sampler_warmup",
+        certainty=Certainty.PROVEN
+        if said or (found and not found.free_parameter)
+        else Certainty.CONSISTENT,
+        explanation="warming up the sampler sorts max_num_seqs x vocabulary logits; in this release that memory is outside gpu_memory_utilization.",
+        formula=formula,
+    )
+
+
+def graph_capture(signals: Signals) -> Cause | None:
+    """CUDA graphs come out of what the budget left free."""
+    if not signals.first("graph_capture"):
+        return None
+    formula = ""
+    card, util = signals.card_bytes, signals.context.utilization
+    if card and util:
+        formula = f"outside the budget: (1 - {util:g}) * {format_bytes(card)} = {format_bytes(int((1 - util) * card))}"
+    if signals.budget and signals.budget.tiny_request:
+        formula = (
+            "a request of at most 1 MiB prints 2.00 MiB (at most 10 MiB: 20.00 MiB): the card is full, the tensor says nothing"
+            + (f"; {formula}" if formula else "")
+        )
+    return Cause(
+        category="vllm_cuda_graphs",
+        certainty=Certainty.CONSISTENT,
+        explanation="the card filled up while CUDA graphs were captured; before vLLM 0.21 their pool is not inside gpu_memory_utilization.",
+        formula=formula,
+    )
+
+
+def multimodal_profile(signals: Signals) -> Cause | None:
+    """The profile run encodes the largest allowed images at once."""
+    if not signals.first("mm_profile"):
+        return None
+    return Cause(
+        category="vllm_mm_profile",
+        certainty=Certainty.CONSISTENT,
+        explanation="vLLM's profile run encodes every image and video that one batch may hold, at the largest allowed resolution.",
+        formula="images a prompt * sequences * tokens an image, through the vision tower at once",
+    )
+
+
+def prompt_logprobs(signals: Signals) -> Cause | None:
+    """prompt_logprobs makes logits for every prompt token of a chunk."""
+    if not signals.first("prompt_logprobs"):
+        return None
+    found = signals.candidate("logits", "sampler")
+    return Cause(
+        category="vllm_prompt_logprobs",
+        certainty=Certainty.PROVEN if found else Certainty.CONSISTENT,
+        explanation="prompt_logprobs needs logits for every prompt token, not only the last: a whole chunk x vocabulary.",
+        formula=found.formula if found else "",
+    )
+
+
+def sleeping_engine(signals: Signals) -> Cause | None:
+    """Sleep mode leaves memory behind, or waking needs more than the trainer left."""
+    event = signals.event
+    lines = [notice for notice in signals.notices if notice.kind == "sleep_line"]
+    waking = signals.first("wake_up") or (event is not None and event.kind == "cumem_oom")
+    reports = event is not None and event.kind == "sleep_line"
+    if not (waking or reports):
+        return None
+    if lines:
+        used = int(lines[-1].facts["still_in_use_bytes"])
+        return Cause(
+            category="sleep_leftover",
+            certainty=Certainty.CONSISTENT,
+            explanation=f"after sleeping {format_bytes(used)} were still in use on the device (the line counts everything on the card, "
+            "the trainer too): what the trainer adds until the wake-up must fit beside vLLM's whole pool.",
+            formula=f"freed {format_bytes(int(lines[-1].facts['freed_bytes']))}, still in use {format_bytes(used)}",
+        )
+    if "resume" in signals.context.text and waking:
+        return Cause(
+            category="sleep_leftover",
+            certainty=Certainty.CONSISTENT,
+            explanation="resuming puts the optimizer state on the GPU before the engine wakes: its pool no longer fits beside it.",
+        )
+    return Cause(
+        category="wake_up_order",
+        certainty=Certainty.CONSISTENT,
+        explanation="waking maps weights and KV cache back while the trainer (gathered new weights, gradients, optimizer) still holds its memory.",
+        formula="peak = gathered new weights + engine weights + KV cache",
+    )
+
+
+def host_memory(signals: Signals) -> Cause | None:
+    """The host ran out: a whole copy per rank, or pinned swap."""
+    event = signals.event
+    context = signals.context
+    text = context.text
+    killed = event is not None and event.kind in ("host_killed", "host_alloc")
+    loading_many = (
+        event is None
+        and signals.has("load")
+        and context.sharding in ("fsdp", "zero3")
+        and "from_pretrained" in text
+    )
+    pinned = "swap_space" in text or (event is None and "sleep" in text and signals.has("wake_up"))
+    if pinned and (killed or event is None or event.kind == "sleep_line"):
+        return Cause(
+            category="host_pinned_swap",
+            certainty=Certainty.CONSISTENT,
+            explanation="vLLM pins host memory on every worker: swap_space, or the copy of the weights that sleep level 1 keeps.",
+            formula="workers * swap_space (or weight bytes)",
+        )
+    if not (killed or loading_many):
+        return None
+    ranks = context.gpus
+    if not (signals.has("load", "host_load") or loading_many or ranks > 1):
+        return Cause(
+            category="unknown",
+            certainty=Certainty.UNKNOWN,
+            explanation="the system killed the process for host memory; the log does not say what grew (data loading, a full copy of the weights, pinned buffers).",
+        )
+    formula, certainty = "", Certainty.CONSISTENT
+    if context.parameters:
+        one = weights_bytes(context) or 0
+        formula = (
+            f"{ranks} ranks * {format_bytes(one)} = {format_bytes(ranks * one)} of host memory"
+        )
+        host_gb = context.number("host_ram_gb")
+        if host_gb and ranks * one > host_gb * 10**9:
+            certainty = Certainty.PROVEN
+    return Cause(
+        category="host_full_copy_per_rank",
+        certainty=certainty,
+        explanation="every rank loads its own whole copy of the weights into host memory: adding GPUs adds copies.",
+        formula=formula,
+    )
+
+
+ENGINE_RULES: tuple[Rule, ...] = (
+    kv_too_small,
+    no_cache_blocks,
+    startup_free_check,
+    host_memory,
+    sampler_warmup,
+    graph_capture,
+    multimodal_profile,
+    prompt_logprobs,
+    sleeping_engine,
+)

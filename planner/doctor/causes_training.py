@@ -1,0 +1,448 @@
+"""Rules for training: budget arithmetic first, then the tensor, then what the stack says."""
+
+import re
+from collections.abc import Callable
+
+from planner.doctor.budget import foreign_bytes
+from planner.doctor.candidates import implied_tokens
+from planner.doctor.cause import Cause, Certainty, Signals, static_state, weights_bytes
+from planner.units import GiB, format_bytes
+
+Rule = Callable[[Signals], Cause | None]
+_VERSIONS = re.compile(
+    r"(\d+\.\d+(?:\.\d+)?)\s*(?:is |was )?(?:ok\b|works?\b|worked|fine)[^.\n]{0,40}?(\d+\.\d+(?:\.\d+)?)\s*(?:\w+ ){0,2}(?:OOM|fails?|out of memory)",
+    re.IGNORECASE,
+)
+_TWO_POINTS = re.compile(r"\b(\d{1,4})\s*[:=]\s*(\d+(?:\.\d+)?) ?(?:GB|GiB)\b")
+_TRAINED_HEAD = re.compile(
+    r"(?:train\w*|modules_to_save|additional_target|target\w*)[^\n]{0,60}(?:embed\w*|lm_head)",
+    re.IGNORECASE,
+)
+
+
+def shape_bug(signals: Signals) -> Cause | None:
+    """A request of several times the card is a wrong dimension, not a tuning problem."""
+    tried, card = signals.tried_bytes, signals.card_bytes
+    if not tried or not card or tried < 3 * card:
+        return None
+    return Cause(
+        category="unknown",
+        certainty=Certainty.UNKNOWN,
+        explanation=f"one tensor of {tried / card:.1f} times the card is a shape bug (a length taken from the config, a missing mask), never a matter of batch size: look at the dimensions in the innermost frame.",
+        formula=f"{format_bytes(tried)} / {format_bytes(card)} = {tried / card:.1f}",
+    )
+
+
+def other_process(signals: Signals) -> Cause | None:
+    """Somebody else's memory is what is missing."""
+    budget = signals.budget
+    if (
+        budget is None
+        or budget.total_bytes is None
+        or signals.event is None
+        or signals.event.kind != "cuda_oom"
+    ):
+        return None
+    foreign = foreign_bytes(budget)
+    needed = budget.shortfall_bytes or 0
+    if foreign < max(GiB + GiB // 2, budget.total_bytes // 12) or foreign < needed:
+        return None
+    listed = signals.event.cuda is not None and bool(signals.event.cuda.others_bytes)
+    formula = f"total - free - allocated - unused = {format_bytes(budget.unaccounted_bytes or foreign)}; {format_bytes(foreign)} are not this process's"
+    shared = signals.context.colocated or (signals.context.task == "grpo" and not listed)
+    if shared:
+        return Cause(
+            category="sleep_leftover",
+            certainty=Certainty.CONSISTENT,
+            explanation=f"{format_bytes(foreign)} on the card belong to another allocator: the colocated engine (asleep or not), or another process.",
+            formula=formula,
+        )
+    return Cause(
+        category="other_process",
+        certainty=Certainty.PROVEN,
+        explanation=f"{format_bytes(foreign)} on the card are held by other processes; without them the request would have fit.",
+        formula=formula,
+    )
+
+
+def default_changed(signals: Signals) -> Cause | None:
+    """The same file worked in another version: a default flipped."""
+    match = _VERSIONS.search(signals.context.text)
+    if match is None:
+        return None
+    return Cause(
+        category="default_changed",
+        certainty=Certainty.CONSISTENT,
+        explanation=f"{match.group(1)} worked and {match.group(2)} does not: a memory default changed between them (checkpointing, dtype, fused loss, engine share).",
+    )
+
+
+def upcast(signals: Signals) -> Cause | None:
+    """Something went to fp32: norms and embeddings, or a trained head."""
+    context = signals.context
+    head = context.model
+    if signals.first("kbit_prepare"):
+        formula = ""
+        if head:
+            matrices = 1 if head.tied else 2
+            formula = f"{matrices} * {head.vocab:,} * {head.hidden:,} * 4 B = {format_bytes(matrices * head.vocab * head.hidden * 4)}"
+        return Cause(
+            category="upcast_fp32",
+            certainty=Certainty.PROVEN if formula else Certainty.CONSISTENT,
+            explanation="prepare_model_for_kbit_training casts everything left in 16 bit to fp32: embeddings and head (the norms are about a MiB), and the residual stream with them.",
+            formula=formula,
+        )
+    if (
+        context.method in ("lora", "qlora")
+        and _TRAINED_HEAD.search(context.text)
+        and not signals.first("vocab", "load", "save")
+    ):
+        formula = ""
+        if head:
+            count = (1 if head.tied else 2) * head.vocab * head.hidden
+            formula = f"{count:,} parameters * (4 weight + 4 gradient + 8 Adam) B = {format_bytes(16 * count)}"
+        return Cause(
+            category="upcast_fp32",
+            certainty=Certainty.CONSISTENT,
+            explanation="training embed_tokens or lm_head beside the adapters makes them fp32 with gradients and Adam states.",
+            formula=formula,
+        )
+    return None
+
+
+def vocabulary(signals: Signals) -> Cause | None:
+    """A tensor of tokens x vocabulary."""
+    found = signals.candidate("logits")
+    if not signals.first("vocab") and not (
+        found
+        and found is signals.candidates[0]
+        and not found.free_parameter
+        and not signals.first("load", "save", "gather")
+    ):
+        return None
+    tried, vocab = signals.tried_bytes, signals.context.vocab
+    formula = found.formula if found else ""
+    explanation = "a tensor of tokens x vocabulary (logits, log-probs or their gradient) is what did not fit; several copies of it live at once in forward and backward."
+    proven = bool(found and not found.free_parameter)
+    if tried and vocab and tried > 20 * 2**20:
+        tokens = implied_tokens(tried, vocab)
+        implied = f"{tokens['fp32']:,} tokens in fp32 or {tokens['bf16']:,} in 16 bit at a vocabulary of {vocab:,}"
+        formula = f"{formula}; {implied}" if formula else implied
+        explanation += _token_mismatch(signals, tokens)
+    return Cause(
+        category="logits_vocab",
+        certainty=Certainty.PROVEN if proven else Certainty.CONSISTENT,
+        explanation=explanation,
+        formula=formula,
+    )
+
+
+def _token_mismatch(signals: Signals, tokens: dict[str, int]) -> str:
+    """Say so when the request holds far more tokens than the stated batch."""
+    batch, length = signals.context.number("batch"), signals.context.number("length")
+    if not length:
+        return ""
+    stated = (batch or 1) * length
+    ratio = tokens["fp32"] / stated
+    return (
+        f" It holds {ratio:.1f} times the stated {stated:,} tokens: the configured length does not bound this batch."
+        if ratio > 1.5
+        else ""
+    )
+
+
+def optimizer_temp(signals: Signals) -> Cause | None:
+    """AdamW's multi-tensor temporaries."""
+    if not signals.first("optimizer_temp"):
+        return None
+    found = signals.candidate("weight", "partition")
+    return Cause(
+        category="optimizer_temp",
+        certainty=Certainty.PROVEN if found and not found.free_parameter else Certainty.CONSISTENT,
+        explanation="the foreach AdamW makes about one extra copy of the parameters while it steps.",
+        formula=found.formula if found else "",
+    )
+
+
+def optimizer_states(signals: Signals) -> Cause | None:
+    """Adam moments, allocated at the first step or by the engine's start."""
+    if not signals.first("optimizer_init", "optimizer_states"):
+        return None
+    found, state = signals.candidate("partition"), static_state(signals.context)
+    return Cause(
+        category="optimizer_states",
+        certainty=Certainty.CONSISTENT,
+        explanation="optimizer states (and fp32 masters) are allocated here, before or at the first step: the shard of the static state does not fit, whatever the batch.",
+        formula=found.formula if found else state.formula if state else "",
+    )
+
+
+def whole_model(signals: Signals) -> Cause | None:
+    """Loading or moving a whole model to one GPU."""
+    if not signals.first("load", "module_to"):
+        return None
+    context, card = signals.context, signals.card_bytes
+    weights = weights_bytes(context)
+    exceeds = bool(weights and card and weights > card)
+    found = signals.candidate("weight")
+    parts = (
+        [f"one copy {format_bytes(weights)}, card {format_bytes(card)}"] if weights and card else []
+    )
+    parts += [found.formula] if found else []
+    many = (
+        context.gpus > 1
+        or context.sharding in ("zero3", "fsdp", "ddp")
+        or (signals.event is not None and len(signals.event.ranks) > 1)
+    )
+    many = many or bool(signals.event and signals.event.cuda and (signals.event.cuda.gpu or 0) > 0)
+    if many:
+        category = "full_copy_per_gpu"
+        explanation = "every rank puts a whole copy of the weights on its GPU: sharding was not active when the model was loaded."
+    elif (
+        weights and card and weights > 0.92 * card and context.task in ("sft", "grpo", "dpo", "ppo")
+    ):
+        category = "static_state"
+        explanation = "the base weights alone fill the card, whatever the batch or the rank: context, gradients and activations come on top."
+    else:
+        category, explanation = (
+            "weights",
+            "the weights themselves fill the card while they are placed.",
+        )
+    return Cause(
+        category=category,
+        certainty=Certainty.PROVEN if exceeds else Certainty.CONSISTENT,
+        explanation=explanation,
+        formula="; ".join(parts),
+    )
+
+
+def gathered(signals: Signals) -> Cause | None:
+    """Sharded parameters gathered in full, or one FSDP layer."""
+    context = signals.context
+    layer = signals.candidate("layer")
+    sharded = context.sharding in ("zero3", "fsdp")
+    in_generation = signals.first("generation") and context.sharding == "zero3"
+    one_layer = bool(
+        layer
+        and sharded
+        and signals.candidates[0] is layer
+        and signals.first("forward", "backward")
+    )
+    if not (signals.first("gather") or in_generation or one_layer):
+        return None
+    weights = weights_bytes(context)
+    formula = (
+        layer.formula
+        if layer and one_layer
+        else f"{format_bytes(weights)} on every GPU"
+        if weights
+        else ""
+    )
+    exceeds = bool(weights and signals.card_bytes and weights > signals.card_bytes)
+    return Cause(
+        category="gather_full_params",
+        certainty=Certainty.PROVEN if one_layer or exceeds else Certainty.CONSISTENT,
+        explanation="one sharded layer is gathered to be computed with, and there was no room for it."
+        if one_layer
+        else "all sharded parameters are gathered on every GPU for generation.",
+        formula=formula,
+    )
+
+
+def saving(signals: Signals) -> Cause | None:
+    """A full state dict on the GPU."""
+    if not signals.first("save"):
+        return None
+    found, weights = signals.candidate("weight", "layer"), weights_bytes(signals.context)
+    return Cause(
+        category="save_full_state",
+        certainty=Certainty.PROVEN if found and not found.free_parameter else Certainty.CONSISTENT,
+        explanation="saving gathers or clones the full parameters on the GPU: the peak is in the save, after hours of quiet training.",
+        formula=found.formula
+        if found
+        else f"{format_bytes(2 * weights)} in fp32"
+        if weights
+        else "",
+    )
+
+
+def evaluation(signals: Signals) -> Cause | None:
+    """The evaluation loop keeps all logits on the GPU."""
+    if not signals.first("eval_accumulate"):
+        return None
+    return Cause(
+        category="eval_accumulation",
+        certainty=Certainty.CONSISTENT,
+        explanation="the evaluation loop concatenates the logits of the whole set on the GPU: the buffer grows with the samples, not with the batch.",
+        formula="samples * sequence * vocabulary (or classes) * 4 B",
+    )
+
+
+def attention(signals: Signals) -> Cause | None:
+    """Scores or masks of length x length."""
+    found = signals.candidate("attention")
+    if not signals.first("attention"):
+        return None
+    return Cause(
+        category="attention_quadratic",
+        certainty=Certainty.PROVEN if found and not found.free_parameter else Certainty.CONSISTENT,
+        explanation="attention scores or a mask of length x length are held: eager attention, or sdpa that fell back to its math kernel (head_dim over 256, a dense mask).",
+        formula=found.formula if found else "batch * heads * length^2 * bytes",
+    )
+
+
+def kv_concat(signals: Signals) -> Cause | None:
+    """The dense KV cache grows by concatenation."""
+    if not signals.first("kv_concat"):
+        return None
+    tiny = signals.budget is not None and signals.budget.tiny_request
+    return Cause(
+        category="kv_cache",
+        certainty=Certainty.CONSISTENT,
+        explanation="the dense KV cache is copied to grow by one token; the card was full.",
+        formula="1 MiB < request < 10 MiB prints 20.00 MiB" if tiny else "",
+    )
+
+
+def does_not_fit(signals: Signals) -> Cause | None:
+    """Weights, gradients and optimizer alone exceed the card."""
+    state, card = static_state(signals.context), signals.card_bytes
+    if (
+        state is None
+        or card is None
+        or not signals.context.method
+        and signals.context.task != "ppo"
+    ):
+        return None
+    sure = state.low_bytes > card or (signals.context.mixed_fp32 and state.high_bytes > card)
+    near = state.high_bytes > card
+    if not near:
+        return None
+    return Cause(
+        category="static_state",
+        certainty=Certainty.PROVEN if sure else Certainty.CONSISTENT,
+        explanation="weights, gradients and optimizer states alone exceed the card: no batch size or length helps.",
+        formula=f"{state.formula} > {format_bytes(card)}",
+    )
+
+
+def churn(signals: Signals) -> Cause | None:
+    """Blocks that do not fit the holes left by offloading and reloading, or plain fragmentation."""
+    budget = signals.budget
+    decides = budget is not None and budget.fragmentation_decides
+    holes = (
+        budget is not None
+        and budget.unallocated_bytes
+        and budget.requested_bytes
+        and budget.unallocated_bytes > 0.8 * budget.requested_bytes
+        and budget.unallocated_bytes > 2 * GiB
+    )
+    if not (decides or holes or signals.first("reload")):
+        return None
+    return Cause(
+        category="fragmentation",
+        certainty=Certainty.PROVEN if decides else Certainty.CONSISTENT,
+        explanation="memory that PyTorch has reserved is free but in pieces too small for the request.",
+        formula=budget.fragmentation_sentence() if budget else "",
+    )
+
+
+def generation(signals: Signals) -> Cause | None:
+    """All completions of a step are generated at once."""
+    if not signals.first("generation"):
+        return None
+    return Cause(
+        category="generation_batch",
+        certainty=Certainty.CONSISTENT,
+        explanation="completions of the whole effective batch are generated at once: halving the micro-batch and doubling accumulation leaves this peak as it is.",
+        formula="rows = per-device batch * steps per generation",
+    )
+
+
+def two_points(signals: Signals) -> Cause | None:
+    """Two batch sizes with their memory give the static part and the part of a sample."""
+    points = sorted(
+        {
+            int(batch): float(used) for batch, used in _TWO_POINTS.findall(signals.context.text)
+        }.items()
+    )
+    if signals.event is not None or len(points) < 2:
+        return None
+    (first, low), (second, high) = points[0], points[-1]
+    if second <= first or high <= low:
+        return None
+    sample = (high - low) / (second - first)
+    return Cause(
+        category="activations",
+        certainty=Certainty.PROVEN if low - first * sample >= 0 else Certainty.CONSISTENT,
+        explanation=f"{sample:.1f} GB a sample over {low - first * sample:.1f} GB that do not depend on the batch.",
+        formula=f"({high:g} - {low:g}) / ({second} - {first}) = {sample:.1f} GB a sample; {low:g} - {first} * {sample:.1f} = {low - first * sample:.1f} GB static",
+    )
+
+
+def longest_sample(signals: Signals) -> Cause | None:
+    """It ran for a while, so the batch was the unlucky one."""
+    if not signals.first("late_step"):
+        return None
+    return Cause(
+        category="longest_sample",
+        certainty=Certainty.CONSISTENT,
+        explanation="steps before it ran: a longer sample came along than any before (dynamic padding follows the longest).",
+    )
+
+
+def activations(signals: Signals) -> Cause | None:
+    """Static state fits, so what grows with the batch does not."""
+    state, card = static_state(signals.context), signals.card_bytes
+    if not signals.has("backward", "forward", "mlp") and signals.candidate("activation") is None:
+        return None
+    fits = bool(state and card and state.high_bytes < card and signals.context.method)
+    found = signals.candidates[0] if signals.candidates else None
+    return Cause(
+        category="activations",
+        certainty=Certainty.CONSISTENT if fits else Certainty.UNKNOWN,
+        explanation="the static state fits; activations of the micro-batch fill the rest of the card."
+        if fits
+        else "activations are the usual growth here, but the text does not say enough to prove it.",
+        formula="; ".join(
+            filter(None, (state.formula if state and fits else "", found.formula if found else ""))
+        ),
+    )
+
+
+def large_tensor(signals: Signals) -> Cause | None:
+    """A single tensor of GiBs while training: hardly anything but the vocabulary makes one."""
+    tried, vocab = signals.tried_bytes, signals.context.vocab
+    if not tried or not vocab or tried < GiB or signals.candidate("weight", "layer", "attention"):
+        return None
+    tokens = implied_tokens(tried, vocab)
+    return Cause(
+        category="logits_vocab",
+        certainty=Certainty.CONSISTENT,
+        explanation="no weight or layer of the model has this size; a tensor of tokens x vocabulary does.",
+        formula=f"{tokens['fp32']:,} tokens in fp32 or {tokens['bf16']:,} in 16 bit at a vocabulary of {vocab:,}",
+    )
+
+
+TRAINING_RULES: tuple[Rule, ...] = (
+    shape_bug,
+    other_process,
+    default_changed,
+    upcast,
+    vocabulary,
+    optimizer_temp,
+    optimizer_states,
+    saving,
+    evaluation,
+    whole_model,
+    gathered,
+    attention,
+    kv_concat,
+    does_not_fit,
+    two_points,
+    large_tensor,
+    churn,
+    generation,
+    longest_sample,
+    activations,
+)

@@ -1,0 +1,166 @@
+"""Every form of the device out-of-memory message: torch 1.x to 2.1x, cudaMallocAsync, HIP, NPU, MPS."""
+
+import re
+from dataclasses import dataclass, field
+
+from planner.doctor.sizes import SIZE, size_bytes
+
+START = re.compile(
+    r"(?:CUDA|HIP|NPU|XPU|MUSA|MPS backend) (?:error: )?out of memory|CUDA Error: out of memory"
+    r"|Allocation on device\s?\d* would exceed allowed memory|OutOfMemoryError: Allocation on device"
+    r"|CUBLAS_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|Tried to allocate \d",
+    re.IGNORECASE,
+)
+_END = re.compile(r"Traceback \(most recent|^\s*File \"|^\s*\d+%\|")
+_FIELDS: dict[str, re.Pattern[str]] = {
+    "tried": re.compile(rf"Tried to allocate {SIZE}|Requested\s*:\s*{SIZE}"),
+    "total": re.compile(rf"total capac(?:i)?ty of {SIZE}|{SIZE} total capac(?:i)?ty"),
+    "free": re.compile(
+        rf"of which {SIZE} is free|[;,] {SIZE} free|Free \(according to CUDA\)\s*:\s*{SIZE}"
+    ),
+    "proc": re.compile(rf"this process has {SIZE} memory in use"),
+    "alloc": re.compile(
+        rf"[Oo]f the allocated memory {SIZE} is allocated by PyTorch|{SIZE} already allocated"
+    ),
+    "unalloc": re.compile(rf"{SIZE} is reserved by PyTorch but unallocated"),
+    "reserved": re.compile(rf"{SIZE} reserved in total by PyTorch"),
+    "private": re.compile(rf"with {SIZE} allocated in private pools"),
+    "allowed": re.compile(rf"{SIZE} allowed[;,]|max allowed: {SIZE}"),
+    "allocated": re.compile(rf"Currently allocated\s*:\s*{SIZE}|MPS allocated: {SIZE}"),
+    "limit": re.compile(rf"Device limit\s*:\s*{SIZE}"),
+    "fraction_limit": re.compile(rf"PyTorch limit \([^)]{{0,80}}\)\s*:\s*{SIZE}"),
+}
+_PROCESS = re.compile(rf"Process (\d+) has {SIZE} memory in use")
+_GPU = re.compile(r"\b(?:GPU|NPU|XPU) (\d+)\b|on device (\d+)")
+CONTEXT_LINES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaMessage:
+    """One message as printed. Bytes are the printed value times its unit."""
+
+    backend: str
+    """native, async (cudaMallocAsync), cumem (vLLM's sleep pool), driver (no numbers), mps."""
+    printed: dict[str, str]
+    facts: dict[str, int]
+    others_bytes: tuple[int, ...] = ()
+    """What other processes hold, as the message lists them."""
+    gpu: int | None = None
+    text: str = ""
+    contradictions: tuple[str, ...] = field(default=())
+
+    def get(self, name: str) -> int | None:
+        """Return the bytes of a field ("tried", "total", "free" ...), or None if not printed."""
+        return self.facts.get(f"{name}_bytes")
+
+
+def parse_cuda(text: str) -> CudaMessage | None:
+    """Return the message that starts in `text` (a line and what follows it), or None."""
+    start = START.search(text)
+    if start is None:
+        return None
+    body = text[start.start() :]
+    if (
+        second := START.search(body, start.end() - start.start() + 200)
+    ) and "Tried" not in second.group():
+        body = body[: second.start()]
+    shown: dict[str, str] = {}
+    facts: dict[str, int] = {}
+    for name, pattern in _FIELDS.items():
+        if match := pattern.search(body):
+            number, unit = [group for group in match.groups() if group is not None][:2]
+            shown[name] = f"{number} {unit}"
+            facts[f"{name}_bytes"] = size_bytes(number, unit)
+    named = [size_bytes(number, unit) for _, number, unit in _PROCESS.findall(body)]
+    others = _assign_processes(named, facts)
+    gpu = _GPU.search(body)
+    return CudaMessage(
+        backend=_backend(body),
+        printed=shown,
+        facts=facts,
+        others_bytes=others,
+        gpu=int(gpu.group(1) or gpu.group(2)) if gpu else None,
+        text=_shorten(body),
+        contradictions=_contradictions(facts, others),
+    )
+
+
+def _backend(body: str) -> str:
+    lowered = body.lower()
+    if "would exceed allowed memory" in lowered or "currently allocated" in lowered:
+        return "async"
+    if "cumem" in lowered or ("cuda error: out of memory at" in lowered):
+        return "cumem"
+    if "mps backend" in lowered:
+        return "mps"
+    return "native" if "tried to allocate" in lowered else "driver"
+
+
+def _assign_processes(named: list[int], facts: dict[str, int]) -> tuple[int, ...]:
+    """Split "Process N has" lines into this process and others.
+
+    Inside a container the driver's process ids differ from the program's, so torch prints
+    its own process as one of them: the smallest that can hold what torch reserved.
+    """
+    if not named or facts.get("proc_bytes"):
+        return tuple(named)
+    held = facts.get("alloc_bytes", 0) + facts.get("unalloc_bytes", 0)
+    if not held:
+        if len(named) == 1:
+            facts["proc_named_bytes"] = named.pop()
+        return tuple(named)
+    slack = held // 200
+    fitting = [size for size in named if size + slack >= held]
+    if fitting:
+        own = min(fitting)
+        facts["proc_named_bytes"] = own
+        named.remove(own)
+    return tuple(named)
+
+
+def _contradictions(facts: dict[str, int], others: tuple[int, ...]) -> tuple[str, ...]:
+    """Return sentences on numbers that cannot all be true."""
+    get = facts.get
+    total, free, tried = get("total_bytes"), get("free_bytes"), get("tried_bytes")
+    alloc, unalloc = get("alloc_bytes"), get("unalloc_bytes", 0)
+    reserved, proc = get("reserved_bytes"), get("proc_bytes") or get("proc_named_bytes")
+    found: list[str] = []
+    # printed values have two decimals, and NVML is read a moment after the allocator
+    slack = (total or 0) // 100 + 2**26
+    if total and free and free > total:
+        found.append("more memory is free than the card has")
+    if total and alloc and alloc + (unalloc or 0) > total + slack:
+        found.append("PyTorch holds more than the card has")
+    if total and proc and free is not None and proc + sum(others) + free > total + slack:
+        found.append("processes plus free memory exceed the card")
+    if reserved and alloc and reserved + slack < alloc:
+        found.append("reserved is smaller than allocated")
+    if proc and alloc and alloc + (unalloc or 0) > proc + slack:
+        found.append("PyTorch holds more than its process is said to use")
+    if (
+        tried
+        and free
+        and tried < free // 2
+        and "allowed_bytes" not in facts
+        and total
+        and tried < total
+    ):
+        found.append(
+            "the request is much smaller than the free memory: a memory fraction limit, "
+            "another GPU than the one shown, or two messages mixed up"
+        )
+    return tuple(found)
+
+
+def _shorten(body: str) -> str:
+    """Return the message without what follows it: up to its hint, else to its last number."""
+    ends = [
+        match.end() for pattern in (*_FIELDS.values(), _PROCESS) for match in pattern.finditer(body)
+    ]
+    last = max(ends, default=min(len(body), 120))
+    hint = re.search(
+        r"environment-variables\)|PYTORCH_CUDA_ALLOC_CONF\b(?!=)|avoid fragmentation\.?", body
+    )
+    sentence = re.compile(r"[.)\n]|$").search(body, last)
+    end = hint.end() if hint and hint.end() > last else sentence.end() if sentence else last
+    return " ".join(body[:end].split())[:900]

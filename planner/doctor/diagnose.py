@@ -1,0 +1,141 @@
+"""From a log to a diagnosis: every failure with its budget, candidate tensors, causes and fixes."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, BinaryIO
+
+from planner.doctor.budget import Budget, read_budget
+from planner.doctor.candidates import Candidate, find_candidates
+from planner.doctor.cause import Cause, Certainty, Signals
+from planner.doctor.causes_engine import ENGINE_RULES
+from planner.doctor.causes_training import TRAINING_RULES
+from planner.doctor.context import Context, read_context
+from planner.doctor.events import Event
+from planner.doctor.fixes import Advice, advise
+from planner.doctor.phases import phase_hints
+from planner.doctor.scan import Scan, scan
+from planner.recipe import Recipe
+
+UNKNOWN = Cause(
+    category="unknown",
+    certainty=Certainty.UNKNOWN,
+    explanation="the text does not say enough to tell: a stack trace, the full message, --config or --model would.",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """One error of a log and what is made of it."""
+
+    event: Event | None
+    budget: Budget | None
+    phases: tuple[str, ...]
+    candidates: tuple[Candidate, ...]
+    causes: tuple[Cause, ...]
+    """Most likely first; never empty."""
+    advice: Advice
+    signals: Signals
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """Everything `explain` found."""
+
+    failures: tuple[Failure, ...]
+    """First cause first; one without an event when the text only describes."""
+    context: Context
+    scan: Scan
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def parsed(self) -> dict[str, Any]:
+        """Return the numbers of the first failure, keys as in data/measurements/oom_cases.jsonl."""
+        return parsed_facts(self.failures[0], self.scan)
+
+
+def diagnose(
+    source: BinaryIO | str,
+    *,
+    model: str | None = None,
+    gpu: str | None = None,
+    recipe: Recipe | None = None,
+    config_model: str | None = None,
+    gpus: int | None = None,
+) -> Diagnosis:
+    """Read a log, a message or a description and return what it shows.
+
+    `recipe`, `config_model` and `gpus` come from an imported config; flags win over it, and
+    it wins over what the text says.
+    """
+    found = scan(source)
+    prose = found.prose
+    if found.vllm.settings:
+        prose += "\n" + "\n".join(f"{key}: {value}" for key, value in found.vllm.settings.items())
+    context = read_context(
+        prose, model=model, gpu=gpu, recipe=recipe, config_model=config_model, gpus=gpus
+    )
+    notices = tuple(event for event in found.events if not event.is_error)
+    events: list[Event | None] = list(found.errors)
+    if not events:
+        events = [notices[-1] if notices else None]
+    failures = tuple(_failure(event, context, found, notices) for event in events)
+    notes = context.notes
+    if found.dropped_events:
+        notes = (*notes, f"{found.dropped_events} further errors were not kept")
+    return Diagnosis(failures=failures, context=context, scan=found, notes=notes)
+
+
+def _failure(
+    event: Event | None, context: Context, found: Scan, notices: tuple[Event, ...]
+) -> Failure:
+    if event is not None and "max_num_seqs" in event.facts:
+        context = replace(
+            context, numbers={**context.numbers, "max_num_seqs": int(event.facts["max_num_seqs"])}
+        )
+    budget = read_budget(event) if event else None
+    phases = phase_hints(event.stack if event else (), found.prose)
+    candidates: tuple[Candidate, ...] = ()
+    if event is not None and event.cuda is not None and "tried" in event.cuda.printed:
+        rounded = event.cuda.backend == "native"
+        candidates = tuple(
+            find_candidates(event.cuda.printed["tried"], context, phases, rounded=rounded)
+        )
+    signals = Signals(
+        event=event,
+        context=context,
+        budget=budget,
+        phases=phases,
+        candidates=candidates,
+        vllm=found.vllm,
+        notices=notices,
+    )
+    causes = [cause for rule in (*ENGINE_RULES, *TRAINING_RULES) if (cause := rule(signals))]
+    unique = {cause.category: cause for cause in reversed(causes)}
+    ordered = [unique[category] for category in dict.fromkeys(cause.category for cause in causes)]
+    best = tuple(ordered) or (UNKNOWN,)
+    return Failure(
+        event=event,
+        budget=budget,
+        phases=phases,
+        candidates=candidates[:12],
+        causes=best,
+        advice=advise(best[0], signals),
+        signals=signals,
+    )
+
+
+def parsed_facts(failure: Failure, found: Scan) -> dict[str, Any]:
+    """Return the numbers of a failure and of the sleep lines around it."""
+    facts: dict[str, Any] = {}
+    for notice in found.events:
+        if notice.kind == "sleep_line":
+            facts.update(notice.facts)
+    event = failure.event
+    if event is not None:
+        facts.update(event.facts)
+        if event.cuda is not None:
+            facts["printed"] = event.cuda.printed
+            if event.cuda.others_bytes:
+                facts["others_bytes"] = list(event.cuda.others_bytes)
+            if event.cuda.gpu is not None:
+                facts["gpu"] = event.cuda.gpu
+    return facts

@@ -1,0 +1,144 @@
+"""From a log of any size to events: messages, refusals and the lines that led to them."""
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import BinaryIO
+
+from planner.doctor.cuda_message import CONTEXT_LINES, START, parse_cuda
+from planner.doctor.events import Event, match_event
+from planner.doctor.reading import Line, read_lines, redact
+from planner.doctor.vllm_log import VllmLog, read_vllm_line
+
+STACK_LINES = 160
+MAX_EVENTS = 400
+MAX_PROSE = 400_000
+"""Characters of a log's beginning that are read for settings (model, batch, lengths)."""
+
+
+@dataclass
+class Scan:
+    """Everything a log says about memory."""
+
+    events: list[Event] = field(default_factory=list)
+    vllm: VllmLog = field(default_factory=VllmLog)
+    prose: str = ""
+    """The beginning of the text: settings and description are looked for here."""
+    lines: int = 0
+    dropped_events: int = 0
+
+    @property
+    def errors(self) -> list[Event]:
+        """Events that ended the run, first cause first."""
+        return [event for event in self.events if event.is_error]
+
+
+@dataclass
+class _Pending:
+    """A message being collected: its line, what came before and what follows in its stream."""
+
+    line: Line
+    stack: tuple[str, ...]
+    body: list[str]
+
+
+def scan(source: BinaryIO | str) -> Scan:
+    """Read a log or a pasted text; memory use does not grow with its size."""
+    result = Scan()
+    history: dict[str, deque[str]] = {}
+    pending: dict[str, _Pending] = {}
+    prose: list[str] = []
+    room = MAX_PROSE
+    for line in read_lines(source):
+        result.lines = line.number
+        if room > 0:
+            prose.append(line.text)
+            room -= len(line.text) + 1
+        _take(result, line, history.setdefault(line.rank, deque(maxlen=STACK_LINES)), pending)
+        if len(history) > 512:  # a log whose every line looks like another rank
+            history.clear()
+    for waiting in pending.values():
+        _finish(result, waiting)
+    result.events.sort(key=lambda event: event.line)
+    result.prose = redact("\n".join(prose))
+    return result
+
+
+def _take(result: Scan, line: Line, past: deque[str], pending: dict[str, _Pending]) -> None:
+    waiting = pending.get(line.rank)
+    starts = START.search(line.text) is not None
+    if waiting is not None:
+        closes = (
+            starts
+            and parse_cuda(" ".join(waiting.body)) is not None
+            and "Tried" not in line.text[:8]
+        )
+        if closes or len(waiting.body) > CONTEXT_LINES or line.text.startswith("Traceback"):
+            _finish(result, pending.pop(line.rank))
+            waiting = None
+        else:
+            waiting.body.append(line.text)
+    special = match_event(line.text)
+    if special is not None:
+        kind, matched, facts = special
+        _add(
+            result,
+            Event(
+                kind=kind,
+                line=line.number,
+                rank=line.rank,
+                text=redact(matched),
+                facts=facts,
+                stack=tuple(past),
+            ),
+        )
+    elif starts and waiting is None:
+        pending[line.rank] = _Pending(line, tuple(past), [line.text])
+    result.vllm = read_vllm_line(result.vllm, line.text)
+    past.append(line.text)
+
+
+def _finish(result: Scan, waiting: _Pending) -> None:
+    message = parse_cuda(" ".join(" ".join(waiting.body).split()))
+    if message is None:
+        return
+    kind = "cumem_oom" if message.backend == "cumem" else "cuda_oom"
+    _add(
+        result,
+        Event(
+            kind=kind,
+            line=waiting.line.number,
+            rank=waiting.line.rank,
+            text=redact(message.text),
+            facts=dict(message.facts),
+            cuda=message,
+            stack=(*waiting.stack, *waiting.body[:1]),
+        ),
+    )
+
+
+def _add(result: Scan, event: Event) -> None:
+    """Keep the event, merged with an equal one of another rank or of a retry."""
+    for index in range(len(result.events) - 1, max(-1, len(result.events) - 65), -1):
+        other = result.events[index]
+        if _same(other, event):
+            first, second = (other, event) if other.line <= event.line else (event, other)
+            ranks = dict.fromkeys((*(other.ranks or (other.rank,)), event.rank))
+            result.events[index] = replace(
+                first, ranks=tuple(ranks), facts={**second.facts, **first.facts}
+            )
+            return
+    if len(result.events) >= MAX_EVENTS:
+        result.dropped_events += 1
+        return
+    result.events.append(event)
+
+
+def _same(one: Event, two: Event) -> bool:
+    if one.kind != two.kind or one.kind in ("sleep_line", "device_usage", "host_usage"):
+        return False
+    if one.kind == "host_killed":
+        return True
+    keys = ("tried_bytes", "max_seq_len", "needed_bytes", "wanted_bytes", "host_tried_bytes")
+    if any(one.facts.get(key) != two.facts.get(key) for key in keys):
+        return False
+    return one.rank != two.rank or one.facts == two.facts

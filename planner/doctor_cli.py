@@ -1,0 +1,69 @@
+"""The verb `explain`: from an error message or a log to cause and fixes."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add `explain` to the console script."""
+    app.command("explain", rich_help_panel="Explain")(explain)
+
+
+def explain(
+    file: Annotated[
+        str, typer.Argument(help="A log or a message in a file; - reads what is piped or pasted.")
+    ] = "-",
+    config: Annotated[
+        Path | None, typer.Option(help="The run's config, of any tool that can be imported.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model name, where the log does not say.")
+    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="GPU name, where the log does not say.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+) -> None:
+    """Say why it ran out of memory, how sure that is, and what to change."""
+    from planner.doctor.diagnose import diagnose
+    from planner.doctor.report import diagnosis_dict, diagnosis_text
+    from planner.errors import UsageError
+
+    imported = None
+    if config is not None:
+        from planner.importers import import_config
+
+        imported = import_config(config)
+    run = imported.run if imported else None
+    options = {
+        "model": model,
+        "gpu": gpu or (run.machine.gpu if run else None),
+        "recipe": run.recipe if run else None,
+        "config_model": run.model if run else None,
+        "gpus": run.machine.gpus if run else None,
+    }
+    if file == "-":
+        if sys.stdin.isatty():
+            typer.echo("paste the message or the log, then press Ctrl-D", err=True)
+        found = diagnose(sys.stdin.buffer, **options)  # type: ignore[arg-type]
+    else:
+        try:
+            with Path(file).open("rb") as source:
+                found = diagnose(source, **options)  # type: ignore[arg-type]
+        except OSError as error:
+            raise UsageError(
+                f"file: cannot read {file[:200]!r} ({error.strerror})",
+                hint="a log file, or - to read what is piped",
+            ) from None
+    if not found.scan.lines:
+        raise UsageError("file: nothing to read", hint="pipe or paste an error message or a log")
+    for note in found.notes:
+        typer.echo(note, err=True)
+    if as_json:
+        document = diagnosis_dict(found)
+        document["config"] = imported.to_dict() if imported else None
+        typer.echo(json.dumps(document, indent=2))
+    else:
+        typer.echo(diagnosis_text(found), nl=False)
