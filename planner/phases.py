@@ -10,7 +10,7 @@ from planner.resolve import Resolved
 from planner.terms.activations import Activations, activations, dequantized
 from planner.terms.adapters import lora
 from planner.terms.engine import VLLM, engine
-from planner.terms.gradients import gradient_width, gradients
+from planner.terms.gradients import gradients
 from planner.terms.kv_cache import kv_cache
 from planner.terms.logits import logits
 from planner.terms.optimizer import optimizer
@@ -194,6 +194,3 @@ def _serve(model: ModelSpec, r: Resolved, machine: Machine, base: Term, space: T
         return Budget((_phase("load", base, space), _phase("rollout", base, cache, space)), ())
     cache, work = kv_cache(model, r), engine(model, r, machine)
     return Budget((_phase("load", base, space), _phase("rollout", base, cache, work, space)), ())
-
-
-_ = gradient_width

@@ -1,0 +1,425 @@
+"""What to change so that it fits, what each change costs, and the largest that fits."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from planner.errors import UsageError, VramwiseError
+from planner.machine import Machine
+from planner.model import ModelSpec
+from planner.plan import Plan, plan
+from planner.recipe import MAX_TOKENS, Method, Recipe, Task
+from planner.resolve import Resolved
+
+MAX_COMBINATION = 4
+MAX_COUNT = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing to change in a recipe."""
+
+    name: str
+    """Field and new value, for example "checkpointing=full"."""
+    update: dict[str, Any]
+    price: str
+    """What it costs, in words."""
+    rank: int
+    """Order of preference: 0 is free."""
+    changes_objective: bool = False
+    """The trained result changes, not only how it is computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A change and what it does to the peak."""
+
+    change: Change
+    saved_bytes: int
+    plan: Plan
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {
+            "change": self.change.name,
+            "saved_bytes": self.saved_bytes,
+            "price": self.change.price,
+            "changes_objective": self.change.changes_objective,
+            "peak_bytes": self.plan.peak_bytes,
+            "peak_phase": self.plan.peak_phase,
+            "fits": self.plan.fits,
+            "verdict": self.plan.verdict,
+        }
+
+
+def apply(recipe: Recipe, change: Change) -> Recipe:
+    """Return the recipe with a change made; a key like "engine.kind" reaches into a section."""
+    fields = recipe.model_dump()
+    for key, value in change.update.items():
+        if "." in key:
+            section, name = key.split(".", 1)
+            fields[section][name] = value
+        else:
+            fields[key] = value
+    return Recipe.model_validate(fields)
+
+
+def changes(r: Resolved, recipe: Recipe) -> list[Change]:
+    """Return every single change that could lower the peak of this recipe."""
+    found = _computation_changes(r) + _state_changes(r) + _engine_changes(r)
+    return found + _objective_changes(r, recipe)
+
+
+def _computation_changes(r: Resolved) -> list[Change]:
+    if not r.trains:
+        return []
+    found = []
+    batch = r.sequences // 2 if r.task is Task.DPO else r.sequences
+    if batch > 1:
+        half = -(-batch // 2)
+        for size in sorted({half, 1}, reverse=True):
+            found.append(
+                Change(
+                    f"micro_batch_size={size}",
+                    {
+                        "micro_batch_size": size,
+                        "gradient_accumulation": r.grad_accum * -(-batch // size),
+                    },
+                    "same result by gradient accumulation; slower where the GPU was not full",
+                    1,
+                )
+            )
+    if r.checkpointing.value == "none":
+        found.append(
+            Change(
+                "checkpointing=full",
+                {"checkpointing": "full"},
+                "20-30% slower: one more forward",
+                2,
+            )
+        )
+    if r.checkpointing.value != "offload":
+        found.append(
+            Change(
+                "checkpointing=offload",
+                {"checkpointing": "offload"},
+                "20-30% slower, and layer inputs in host RAM",
+                3,
+            )
+        )
+    if r.loss.value == "full":
+        found.append(
+            Change(
+                "loss=chunked", {"loss": "chunked"}, "none to a few percent; needs a fused head", 0
+            )
+        )
+    if r.attention.value == "eager":
+        found.append(Change("attention=flash", {"attention": "flash"}, "none: faster", 0))
+    if not r.tiled_mlp and r.switch("tiled_mlp_available", True):
+        found.append(Change("tiled_mlp", {"tiled_mlp": True}, "a few percent slower", 2))
+    return found
+
+
+def _state_changes(r: Resolved) -> list[Change]:
+    if not r.trains:
+        return []
+    found = []
+    if r.optimizer.value in ("adamw", "paged-adamw", "adamw-fused"):
+        if r.optimizer.value == "adamw":
+            found.append(
+                Change("optimizer=adamw-fused", {"optimizer": "adamw-fused"}, "none: faster", 0)
+            )
+        found.append(
+            Change(
+                "optimizer=adamw-8bit",
+                {"optimizer": "adamw-8bit", "master_weights": False},
+                "8-bit states; no measurable loss in most fine-tunes",
+                2,
+            )
+        )
+    if not r.optimizer_offload:
+        found.append(
+            Change(
+                "optimizer_offload",
+                {"optimizer_offload": True},
+                "the step waits for the host link; states in host RAM",
+                4,
+            )
+        )
+    if r.dtype == "fp32":
+        found.append(
+            Change("dtype=bf16", {"dtype": "bf16"}, "16-bit weights: no fp32 master copy", 3)
+        )
+    if r.adapter_dtype == "fp32" and r.method is not Method.FULL:
+        found.append(Change("lora.dtype=bf16", {"lora.dtype": "bf16"}, "bf16 adapters", 2))
+    if r.reference.value == "separate":
+        found.append(
+            Change(
+                "reference=offloaded",
+                {"reference": "offloaded"},
+                "reference weights stream from host RAM",
+                4,
+            )
+        )
+    if r.gpus > 1:
+        wanted = "fsdp" if r.sharding.value in ("none", "ddp", "zero1", "zero2") else ""
+        if wanted:
+            found.append(
+                Change(
+                    f"sharding={wanted}",
+                    {"sharding": wanted},
+                    "weights travel between GPUs every layer",
+                    3,
+                )
+            )
+    return found
+
+
+def _engine_changes(r: Resolved) -> list[Change]:
+    found = []
+    if r.engine.value.startswith("vllm") and r.task is Task.GRPO:
+        if r.engine.value == "vllm-push":
+            found.append(
+                Change(
+                    "engine.kind=vllm-shared",
+                    {"engine.kind": "vllm-shared"},
+                    "one copy of the weights",
+                    1,
+                )
+            )
+        if r.sleep_level == 0 and r.engine.value != "vllm-server":
+            found.append(
+                Change(
+                    "engine.sleep_level=1",
+                    {"engine.sleep_level": 1},
+                    "wake-up time every step; host RAM",
+                    1,
+                )
+            )
+        found.append(
+            Change(
+                "engine.kind=vllm-server",
+                {"engine.kind": "vllm-server"},
+                "another GPU generates",
+                5,
+            )
+        )
+    if r.task in (Task.GRPO, Task.SERVE) and r.kv_dtype in ("bf16", "fp16", "fp32"):
+        found.append(
+            Change(
+                "engine.kv_dtype=fp8",
+                {"engine.kv_dtype": "fp8"},
+                "slightly different samples",
+                3,
+                True,
+            )
+        )
+    if r.task is Task.SERVE and not r.quantization:
+        found.append(
+            Change("quantization=fp8", {"quantization": "fp8"}, "small loss of quality", 3, True)
+        )
+        found.append(
+            Change(
+                "quantization=awq-4bit",
+                {"quantization": "awq-4bit"},
+                "some loss of quality",
+                4,
+                True,
+            )
+        )
+    return found
+
+
+def _objective_changes(r: Resolved, recipe: Recipe) -> list[Change]:
+    found = []
+    if r.trains and r.method is Method.FULL:
+        found.append(
+            Change("method=lora", {"method": "lora"}, "trains adapters, not all weights", 6, True)
+        )
+        found.append(
+            Change("method=qlora", {"method": "qlora"}, "4-bit base, adapters only", 7, True)
+        )
+    if r.trains and r.method is Method.LORA:
+        found.append(
+            Change(
+                "method=qlora",
+                {"method": "qlora", "quantization": None},
+                "4-bit base: 25-40% slower, base rounded",
+                5,
+                True,
+            )
+        )
+    if r.method is not Method.FULL and r.lora_rank > 8:
+        found.append(
+            Change(
+                f"lora.rank={r.lora_rank // 2}",
+                {"lora.rank": r.lora_rank // 2},
+                "fewer trained parameters",
+                6,
+                True,
+            )
+        )
+    if r.reference.value == "separate":
+        found.append(Change("beta=0", {"beta": 0.0, "reference": None}, "no KL term", 6, True))
+    if r.seq_tokens >= 512:
+        found.append(_half_context(r, recipe))
+    return found
+
+
+def _half_context(r: Resolved, recipe: Recipe) -> Change:
+    if (
+        recipe.prompt_length is not None
+        or recipe.completion_length is not None
+        or recipe.context is None
+    ):
+        prompt = r.prompt_tokens // 2 or None
+        update: dict[str, Any] = {
+            "prompt_length": prompt,
+            "completion_length": max(1, r.completion_tokens // 2),
+            "context": None,
+        }
+        name = f"lengths {r.prompt_tokens // 2}+{max(1, r.completion_tokens // 2)}"
+    else:
+        update = {"context": r.seq_tokens // 2}
+        name = f"context={r.seq_tokens // 2}"
+    return Change(name, update, "longer sequences are cut", 8, True)
+
+
+def levers(model: ModelSpec, recipe: Recipe, machine: Machine, base: Plan) -> list[Advice]:
+    """Return every single change that lowers the peak, the most bytes first."""
+    found = []
+    for change in changes(base.resolved, recipe):
+        try:
+            changed = plan(model, apply(recipe, change), machine)
+        except VramwiseError:
+            continue
+        saved = base.peak_bytes - changed.peak_bytes
+        host_ok = changed.host_fits
+        if saved > 0 and host_ok:
+            found.append(Advice(change, saved, changed))
+    found.sort(key=lambda advice: (-advice.saved_bytes, advice.change.rank))
+    return found
+
+
+def combination(
+    model: ModelSpec, recipe: Recipe, machine: Machine, singles: list[Advice]
+) -> tuple[list[Change], Plan] | None:
+    """Return the shortest combination that fits, the least costly among equals; None = none does."""
+    keep = sorted((advice.change for advice in singles), key=lambda change: change.rank)
+    for length in range(1, MAX_COMBINATION + 1):
+        best: tuple[int, int, list[Change], Plan] | None = None
+        for group in combinations(keep, length):
+            fields = [key for change in group for key in change.update]
+            if len(set(fields)) < len(fields):
+                continue
+            changed = recipe
+            try:
+                for change in group:
+                    changed = apply(changed, change)
+                result = plan(model, changed, machine)
+            except VramwiseError:
+                continue
+            if not result.fits:
+                continue
+            price = sum(change.rank + 10 * change.changes_objective for change in group)
+            if best is None or (price, result.peak_bytes) < best[:2]:
+                best = (price, result.peak_bytes, list(group), result)
+        if best is not None:
+            return best[2], best[3]
+    return None
+
+
+def largest(
+    make: Callable[[int], Recipe], model: ModelSpec, machine: Machine, *, limit: int, safe: bool
+) -> int:
+    """Return the largest n for which the recipe fits, exact to one; 0 = not even 1.
+
+    `safe` asks for room for the allocator's slack too (verdict "fits").
+    """
+
+    def fits(count: int) -> bool:
+        try:
+            result = plan(model, make(count), machine)
+        except UsageError:
+            return False
+        return result.verdict == "fits" if safe else result.fits
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while high <= limit and fits(high):
+        low, high = high, high * 2
+    high = min(high, limit + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def limits(model: ModelSpec, recipe: Recipe, machine: Machine, base: Plan) -> dict[str, int]:
+    """Return the largest context, batch, generations and rank, each with all else as it is."""
+    r = base.resolved
+
+    def context(n: int) -> Recipe:
+        # the prompt keeps its length while there is room for one token of completion
+        prompt = min(r.prompt_tokens, n - 1) or None
+        return recipe.model_copy(
+            update={"context": n, "prompt_length": prompt, "completion_length": None}
+        )
+
+    makers: dict[str, tuple[Callable[[int], Recipe], int]] = {
+        "context": (context, MAX_TOKENS),
+        "micro_batch_size": (
+            lambda n: recipe.model_copy(update={"micro_batch_size": n}),
+            MAX_COUNT,
+        ),
+    }
+    if r.task is Task.GRPO:
+        makers["num_generations"] = (
+            lambda n: recipe.model_copy(update={"num_generations": n}),
+            MAX_COUNT,
+        )
+    if r.trains and r.method is not Method.FULL:
+        makers["lora_rank"] = (
+            lambda n: recipe.model_copy(
+                update={"lora": recipe.lora.model_copy(update={"rank": n})}
+            ),
+            2**14,
+        )
+    found = {}
+    for name, (make, limit) in makers.items():
+        found[name] = largest(make, model, machine, limit=limit, safe=False)
+        found[f"{name}_safe"] = largest(make, model, machine, limit=limit, safe=True)
+    return found
+
+
+def advise(model: ModelSpec, recipe: Recipe, machine: Machine) -> dict[str, Any]:
+    """Return the JSON document of `vramwise advise`."""
+    base = plan(model, recipe, machine)
+    singles = levers(model, recipe, machine, base)
+    document: dict[str, Any] = {
+        "schema_version": 1,
+        "model": model.name,
+        "verdict": base.verdict,
+        "fits": base.fits,
+        "peak_bytes": base.peak_bytes,
+        "capacity_bytes": base.capacity_bytes,
+        "changes": [advice.to_dict() for advice in singles],
+        "combination": None,
+        "largest": limits(model, recipe, machine, base),
+    }
+    if not base.fits:
+        found = combination(model, recipe, machine, singles)
+        if found is not None:
+            group, result = found
+            document["combination"] = {
+                "changes": [change.name for change in group],
+                "changes_objective": any(change.changes_objective for change in group),
+                "peak_bytes": result.peak_bytes,
+                "verdict": result.verdict,
+            }
+    return document

@@ -1,0 +1,279 @@
+"""Verbs of the planner: plan, compare, advise, recommend, published, models, gpus."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from planner.cli_options import describe, with_run_options
+
+if TYPE_CHECKING:
+    from planner.plan import Plan
+
+_PLAN, _LOOK = "Plan", "Look"
+Subject = Annotated[
+    str, typer.Argument(help="Catalogue name, folder, config.json, hub id, or run.yaml.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the planner's verbs to the console script."""
+    app.command("plan", rich_help_panel=_PLAN)(with_run_options(_plan))
+    app.command("compare", rich_help_panel=_PLAN)(with_run_options(_compare))
+    app.command("advise", rich_help_panel=_PLAN)(with_run_options(_advise))
+    app.command("recommend", rich_help_panel=_PLAN)(_recommend)
+    app.command("published", rich_help_panel=_LOOK)(_published)
+    app.command("models", rich_help_panel=_LOOK)(_models)
+    app.command("gpus", rich_help_panel=_LOOK)(_gpus)
+
+
+def _print_json(document: Any) -> None:
+    import json
+
+    typer.echo(json.dumps(document, indent=2))
+
+
+def _plan(
+    subject: Subject,
+    *,
+    flags: dict[str, Any],
+    save: Annotated[Path | None, typer.Option("--save", help="Write the run as run.yaml.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit with code 3 if it does not fit.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Say whether a run fits, what takes the memory, when, and what would make it fit."""
+    from planner.advise import levers
+    from planner.errors import DoesNotFitError
+    from planner.plan import plan
+    from planner.report import text
+    from planner.runfile import save_run_file
+
+    described = describe(subject, flags)
+    recipe = described.run.recipe
+    result = plan(described.model, recipe, described.machine)
+    if save is not None:
+        save_run_file(described.run, save)
+        typer.echo(f"wrote {save}", err=True)
+    if as_json:
+        _print_json(result.to_dict())
+    else:
+        best = levers(described.model, recipe, described.machine, result)
+        typer.echo(text(result, best))
+    if check and not result.fits:
+        raise DoesNotFitError(
+            f"does not fit: {result.why}", hint="`vramwise advise` says what helps"
+        )
+
+
+def _compare(
+    subjects: Annotated[list[str], typer.Argument(help="One model, or several run.yaml files.")],
+    *,
+    flags: dict[str, Any],
+    frameworks: Annotated[
+        str, typer.Option("--frameworks", help="Names to put side by side, with commas.")
+    ] = "vramwise,trl,unsloth,hf-trainer",
+    as_json: Json = False,
+) -> None:
+    """Put frameworks or run files side by side."""
+    from planner.report import table
+    from planner.units import format_bytes
+
+    plans = _compared(subjects, flags, frameworks)
+    if as_json:
+        _print_json({"schema_version": 1, "plans": [{"name": n, **p.to_dict()} for n, p in plans]})
+        return
+    phases = list(dict.fromkeys(phase.name for _, plan in plans for phase in plan.phases))
+    rows = []
+    for name, plan in plans:
+        sizes = {phase.name: format_bytes(phase.total_bytes) for phase in plan.phases}
+        rows.append(
+            [
+                name,
+                format_bytes(plan.peak_bytes),
+                plan.peak_phase,
+                plan.verdict,
+                *(sizes.get(phase, "-") for phase in phases),
+            ]
+        )
+    typer.echo(table(["run", "peak", "in", "verdict", *phases], rows))
+
+
+def _compared(
+    subjects: list[str], flags: dict[str, Any], frameworks: str
+) -> list[tuple[str, "Plan"]]:
+    from planner.plan import plan
+
+    if len(subjects) > 1:
+        named = [(subject, describe(subject, flags)) for subject in subjects]
+    else:
+        names = [name.strip() for name in frameworks.split(",") if name.strip()]
+        named = [(name, describe(subjects[0], {**flags, "framework": name})) for name in names]
+    return [(name, plan(d.model, d.run.recipe, d.machine)) for name, d in named]
+
+
+def _advise(subject: Subject, *, flags: dict[str, Any], as_json: Json = False) -> None:
+    """Say what to change so that a run fits, and the largest that fits."""
+    from planner.advise import advise
+    from planner.report import table
+    from planner.units import format_bytes
+
+    described = describe(subject, flags)
+    document = advise(described.model, described.run.recipe, described.machine)
+    if as_json:
+        _print_json(document)
+        return
+    typer.echo(
+        f"{document['verdict'].upper()}: peak {format_bytes(document['peak_bytes'])}, "
+        f"capacity {format_bytes(document['capacity_bytes'])}\n"
+    )
+    rows = [
+        [
+            change["change"],
+            format_bytes(change["saved_bytes"]),
+            change["verdict"],
+            "yes" if change["changes_objective"] else "no",
+            change["price"],
+        ]
+        for change in document["changes"]
+    ]
+    typer.echo(table(["change", "saves", "then it", "changes the result", "price"], rows))
+    if document["combination"]:
+        names = " + ".join(document["combination"]["changes"])
+        peak = format_bytes(document["combination"]["peak_bytes"])
+        typer.echo(f"\nShortest combination that fits: {names} (peak {peak})")
+    elif not document["fits"]:
+        typer.echo("\nNo combination of up to four of these changes fits.")
+    largest = document["largest"]
+    rows = [
+        [name, f"{largest[name]:,}", f"{largest[name + '_safe']:,}"]
+        for name in largest
+        if not name.endswith("_safe")
+    ]
+    typer.echo("\nLargest that fits, all else as it is:")
+    typer.echo(table(["", "tensors fit", "with allocator slack"], rows))
+
+
+def _recommend(
+    gpu: Annotated[str | None, typer.Option("--gpu", help="GPU name.")] = None,
+    vram: Annotated[str | None, typer.Option("--vram", help="Memory torch sees: 24GiB.")] = None,
+    gpus: Annotated[int, typer.Option("--gpus", help="How many.")] = 1,
+    host_ram: Annotated[str | None, typer.Option("--host-ram", help="Host memory.")] = None,
+    task: Annotated[str, typer.Option("--task", help="sft, grpo or serve.")] = "sft",
+    context: Annotated[int, typer.Option("--context", help="Least context wanted.")] = 2048,
+    framework: Annotated[str, typer.Option("--framework", help="Framework.")] = "vramwise",
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Rows to print.")] = 40,
+    as_json: Json = False,
+) -> None:
+    """List models and methods that fit a GPU, with the best settings found."""
+    from planner.machine import make_machine
+    from planner.recommend import recommend
+    from planner.report import table
+    from planner.units import format_bytes
+
+    machine = make_machine(gpu, gpus=gpus, vram=vram, host_ram=host_ram)
+    rows = recommend(machine, task=task, least_context=context, framework=framework)
+    if as_json:
+        _print_json(
+            {"schema_version": 1, "gpu": machine.label, "rows": [r.to_dict() for r in rows]}
+        )
+        return
+    cells = [
+        [r.model, f"{r.parameters / 1e9:.2f}", r.method, f"{r.context:,}", str(r.batch), r.settings,
+         format_bytes(r.peak_bytes), r.verdict]
+        for r in rows[:limit]
+    ]  # fmt: skip
+    headers = ["model", "B params", "method", "context", "batch", "settings", "peak", "verdict"]
+    typer.echo(f"{len(rows)} model x method pairs fit {machine.label}; the largest models first\n")
+    typer.echo(table(headers, cells))
+
+
+def _published(
+    name: Annotated[str | None, typer.Argument(help="unsloth-grpo or oxen-grpo.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Reproduce a published table line by line, beside the op-level estimate."""
+    from planner.published import TABLES, published, render
+
+    if name is None:
+        if as_json:
+            _print_json({"schema_version": 1, "tables": list(TABLES)})
+        else:
+            typer.echo("\n".join(f"{key:<14} {title}" for key, title in TABLES.items()))
+        return
+    document = published(name)
+    if as_json:
+        _print_json(document)
+    else:
+        typer.echo(render(document))
+
+
+def _models(
+    name: Annotated[str | None, typer.Argument(help="Model to look at; none lists all.")] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="No network.")] = False,
+    revision: Annotated[str | None, typer.Option("--revision", help="Hub revision.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show a model's exact parameters by module, or list the catalogue."""
+    from planner.hub import catalogue_model, catalogue_names, find_model, model_facts
+    from planner.report import table
+
+    if name is None:
+        specs = [catalogue_model(entry) for entry in catalogue_names()]
+        if as_json:
+            _print_json(
+                {
+                    "schema_version": 1,
+                    "models": [
+                        {"name": s.name, "hub_id": s.hub_id, "parameters": s.parameters}
+                        for s in specs
+                    ],
+                }
+            )
+            return
+        rows = [[s.name, f"{s.parameters:,}", s.model_type, s.hub_id] for s in specs]
+        typer.echo(table(["name", "parameters", "type", "hub id"], rows))
+        return
+    facts = model_facts(find_model(name, revision=revision, offline=offline))
+    if as_json:
+        _print_json({"schema_version": 1, **facts})
+        return
+    modules = facts.pop("parameters_by_module")
+    for key, value in facts.items():
+        typer.echo(f"{key:<24} {value:,}" if isinstance(value, int) else f"{key:<24} {value}")
+    typer.echo("")
+    typer.echo(table(["module", "parameters"], [[k, f"{v:,}"] for k, v in modules.items()]))
+
+
+def _gpus(
+    name: Annotated[str | None, typer.Argument(help="GPU to look at; none lists all.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what torch sees of a GPU, or list the catalogue."""
+    from dataclasses import asdict
+
+    from planner.machine import find_gpu, gpu_catalogue
+    from planner.report import table
+    from planner.units import format_bytes
+
+    gpus = [find_gpu(name)] if name else list(gpu_catalogue().values())
+    if as_json:
+        rows = [{**asdict(gpu), "aliases": list(gpu.aliases)} for gpu in gpus]
+        _print_json({"schema_version": 1, "gpus": rows})
+        return
+    cells = [
+        [
+            gpu.id,
+            gpu.name,
+            format_bytes(gpu.torch_total_bytes) if gpu.torch_total_bytes else "?",
+            format_bytes(gpu.context_bytes) if gpu.context_bytes else "?",
+            gpu.compute_capability,
+            "yes" if gpu.bf16_native else "no",
+            "yes" if gpu.flash_attention else "no",
+        ]
+        for gpu in gpus
+    ]
+    headers = ["id", "name", "torch sees", "context", "cc", "bf16", "flash"]
+    typer.echo(table(headers, cells))

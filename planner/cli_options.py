@@ -1,0 +1,165 @@
+"""The flags that `plan`, `compare` and `advise` share, and the run they describe."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from planner.machine import Machine
+    from planner.model import ModelSpec
+    from planner.recipe import RunFile
+
+RUN_SUFFIXES = (".yaml", ".yml")
+_RUN, _SIZE, _HOW, _ENGINE = "Run", "Sizes", "How it is computed", "Generation"
+
+
+def _option(annotation: Any, flag: str, text: str, panel: str) -> Any:
+    return Annotated[annotation, typer.Option(flag, help=text, rich_help_panel=panel)]
+
+
+OPTIONS: dict[str, Any] = {
+    "gpu": _option(str | None, "--gpu", "GPU name, for example h100, rtx-4090, a100-40gb.", _RUN),
+    "gpus": _option(int | None, "--gpus", "How many of them.", _RUN),
+    "vram": _option(str | None, "--vram", "Memory torch sees, instead of or on top of --gpu: 24GiB.", _RUN),
+    "host_ram": _option(str | None, "--host-ram", "Host memory, for example 64GiB.", _RUN),
+    "task": _option(str | None, "--task", "sft, grpo, dpo or serve.", _RUN),
+    "method": _option(str | None, "--method", "full, lora or qlora.", _RUN),
+    "framework": _option(str | None, "--framework", "vramwise, trl, unsloth, hf-trainer ...", _RUN),
+    "revision": _option(str | None, "--revision", "Revision of a hub model.", _RUN),
+    "offline": _option(bool, "--offline", "Read nothing from the network.", _RUN),
+    "batch_size": _option(int | None, "--batch-size", "Sequences in one forward pass on one GPU.", _SIZE),
+    "grad_accum": _option(int | None, "--grad-accum", "Micro-batches before a step.", _SIZE),
+    "prompt_length": _option(int | None, "--prompt-length", "Tokens of a prompt.", _SIZE),
+    "completion_length": _option(int | None, "--completion-length", "Tokens of a completion.", _SIZE),
+    "context": _option(int | None, "--context", "Prompt and completion together.", _SIZE),
+    "generations": _option(int | None, "--generations", "Completions for every prompt (GRPO).", _SIZE),
+    "lora_rank": _option(int | None, "--lora-rank", "Rank of the adapters.", _HOW),
+    "lora_targets": _option(str | None, "--lora-targets", "all-linear, attention, mlp, or names: q_proj,v_proj.", _HOW),
+    "lora_dtype": _option(str | None, "--lora-dtype", "fp32 or bf16 adapters.", _HOW),
+    "dtype": _option(str | None, "--dtype", "Weights as loaded: bf16, fp16, fp32.", _HOW),
+    "mixed_precision": _option(str | None, "--mixed-precision", "Autocast: none, bf16, fp16.", _HOW),
+    "quantization": _option(str | None, "--quantization", "nf4, int8, fp8, gptq-4bit, awq-4bit ...", _HOW),
+    "optimizer": _option(str | None, "--optimizer", "adamw, adamw-fused, adamw-8bit, lion, sgd ...", _HOW),
+    "optimizer_offload": _option(bool | None, "--optimizer-offload/--no-optimizer-offload", "States in host RAM.", _HOW),
+    "checkpointing": _option(str | None, "--checkpointing", "none, full, every-k or offload.", _HOW),
+    "attention": _option(str | None, "--attention", "eager, sdpa or flash.", _HOW),
+    "loss": _option(str | None, "--loss", "full or chunked logits.", _HOW),
+    "beta": _option(float | None, "--beta", "KL weight; 0 = no reference.", _HOW),
+    "reference": _option(str | None, "--reference", "none, adapter-off, separate, offloaded.", _HOW),
+    "packing": _option(bool | None, "--packing/--no-packing", "Sequences joined without padding.", _HOW),
+    "shard": _option(str | None, "--shard", "none, ddp, zero1, zero2, zero3 or fsdp.", _HOW),
+    "engine": _option(str | None, "--engine", "none, transformers, vllm-shared, vllm-push, vllm-server.", _ENGINE),
+    "kv_dtype": _option(str | None, "--kv-dtype", "bf16, fp16, fp32 or fp8.", _ENGINE),
+    "gpu_memory_utilization": _option(float | None, "--gpu-memory-utilization", "vLLM's share of the GPU.", _ENGINE),
+    "max_num_seqs": _option(int | None, "--max-num-seqs", "Sequences vLLM runs at once.", _ENGINE),
+    "sleep_level": _option(int | None, "--sleep-level", "0, 1 or 2: what vLLM gives back while training.", _ENGINE),
+}  # fmt: skip
+RECIPE_FIELDS = {
+    "batch_size": "micro_batch_size",
+    "grad_accum": "gradient_accumulation",
+    "generations": "num_generations",
+    "shard": "sharding",
+    "lora_rank": "lora.rank",
+    "lora_dtype": "lora.dtype",
+    "engine": "engine.kind",
+    "kv_dtype": "engine.kv_dtype",
+    "gpu_memory_utilization": "engine.gpu_memory_utilization",
+    "max_num_seqs": "engine.max_num_seqs",
+    "sleep_level": "engine.sleep_level",
+}
+MACHINE_FIELDS = ("gpu", "gpus", "vram", "host_ram")
+OTHER_FIELDS = ("revision", "offline")
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What the command line describes."""
+
+    run: "RunFile"
+    model: "ModelSpec"
+    machine: "Machine"
+
+
+def with_run_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command every shared flag; it receives them as one dict named `flags`."""
+
+    @wraps(command)
+    def wrapper(**kwargs: Any) -> None:
+        flags = {name: kwargs.pop(name) for name in OPTIONS}
+        command(flags=flags, **kwargs)
+
+    own = [p for p in inspect.signature(command).parameters.values() if p.name != "flags"]
+    shared = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=False if name == "offline" else None,
+            annotation=annotation,
+        )
+        for name, annotation in OPTIONS.items()
+    ]
+    positional = [p for p in own if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+    keyword = [p for p in own if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    parameters = [*positional, *keyword, *shared]
+    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+    return wrapper
+
+
+def describe(subject: str, flags: dict[str, Any]) -> Described:
+    """Return the run that a model name or run.yaml and the flags describe; flags win."""
+    from planner.hub import find_model
+    from planner.runfile import load_run_file, machine_of, validate
+
+    if subject.endswith(RUN_SUFFIXES):
+        document = load_run_file(Path(subject)).model_dump(exclude_unset=True)
+    else:
+        document = {"model": subject}
+    run = _with_flags(document, flags, validate)
+    model = find_model(run.model, revision=run.revision, offline=bool(flags["offline"]))
+    return Described(run, model, machine_of(run.machine))
+
+
+def _with_flags(
+    document: dict[str, Any], flags: dict[str, Any], validate: Callable[..., Any]
+) -> "RunFile":
+    from planner.recipe import RunFile
+
+    recipe = dict(document.get("recipe") or {})
+    machine = dict(document.get("machine") or {})
+    for name, value in flags.items():
+        if value is None or name == "offline":
+            continue
+        if name == "revision":
+            document["revision"] = value
+        elif name in MACHINE_FIELDS:
+            machine[name] = value
+        elif name == "lora_targets":
+            _nest(recipe, "lora.targets", _targets(value))
+        else:
+            _nest(recipe, RECIPE_FIELDS.get(name, name), value)
+    if flags.get("context") is not None:  # a new context replaces the lengths it summed up
+        for length in ("prompt_length", "completion_length"):
+            if flags.get(length) is None:
+                recipe.pop(length, None)
+    run: RunFile = validate(RunFile, {**document, "recipe": recipe, "machine": machine})
+    return run
+
+
+def _targets(text: str) -> str | tuple[str, ...]:
+    if text in ("all-linear", "attention", "mlp"):
+        return text
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _nest(recipe: dict[str, Any], name: str, value: Any) -> None:
+    if "." not in name:
+        recipe[name] = value
+        return
+    section, field = name.split(".", 1)
+    recipe[section] = {**(recipe.get(section) or {}), field: value}

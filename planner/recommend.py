@@ -1,0 +1,92 @@
+"""Models and methods that fit a GPU, each with the best settings found."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from planner.errors import VramwiseError
+from planner.hub import catalogue_model, catalogue_names
+from planner.machine import Machine
+from planner.model import ModelSpec
+from planner.plan import Plan, plan
+from planner.recipe import Recipe
+from planner.runfile import make_recipe
+
+CONTEXTS = tuple(2**power for power in range(9, 21))
+BATCHES = (2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """One model and method that fits."""
+
+    model: str
+    parameters: int
+    method: str
+    context: int
+    batch: int
+    settings: str
+    peak_bytes: int
+    verdict: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return asdict(self)
+
+
+def recommend(
+    machine: Machine, *, task: str = "sft", least_context: int = 2048, framework: str = "vramwise"
+) -> list[Recommendation]:
+    """Return every catalogue model and method that fits with room for the allocator's slack.
+
+    The largest models first; for each the longest context in powers of two up to the model's own,
+    then the largest batch at `least_context`.
+    """
+    methods = ("full", "lora", "qlora") if task != "serve" else ("lora",)
+    found = []
+    for name in catalogue_names():
+        model = catalogue_model(name)
+        for method in methods:
+            best = _best(model, machine, task, method, least_context, framework)
+            if best is not None:
+                found.append(best)
+    found.sort(key=lambda row: (-row.parameters, methods.index(row.method)))
+    return found
+
+
+def _best(
+    model: ModelSpec, machine: Machine, task: str, method: str, least: int, framework: str
+) -> Recommendation | None:
+    base = make_recipe(task=task, method=method, framework=framework, micro_batch_size=1)
+    reached: tuple[int, Plan] | None = None
+    for context in (least, *(c for c in CONTEXTS if c > least)):
+        if context > max(least, model.max_position):
+            break
+        result = _try(model, base.model_copy(update={"context": context}), machine)
+        if result is None:
+            break
+        reached = context, result
+    if reached is None:
+        return None
+    context, result = reached
+    batch = 1
+    for size in BATCHES:
+        update = {"context": least, "micro_batch_size": size}
+        if _try(model, base.model_copy(update=update), machine) is None:
+            break
+        batch = size
+    r = result.resolved
+    settings = (
+        f"{r.checkpointing.value} checkpointing, {r.optimizer.value}" if r.trains else r.kv_dtype
+    )
+    return Recommendation(
+        model.name, model.parameters, method if r.trains else "serve", context, batch, settings,
+        result.peak_bytes, result.verdict,
+    )  # fmt: skip
+
+
+def _try(model: ModelSpec, recipe: Recipe, machine: Machine) -> Plan | None:
+    try:
+        result = plan(model, recipe, machine)
+    except VramwiseError:
+        return None
+    return result if result.verdict == "fits" else None

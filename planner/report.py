@@ -1,0 +1,119 @@
+"""Plan -> text for people: a verdict, a bar for every phase, the peak's terms, the best levers."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from planner.units import format_bytes
+
+if TYPE_CHECKING:
+    from planner.advise import Advice
+    from planner.plan import Plan
+
+BAR_WIDTH = 40
+BLOCK, REST = "#", "."
+STYLES = {"fits": "bold green", "tight": "bold yellow", "does not fit": "bold red"}
+
+
+def verdict_line(plan: "Plan") -> str:
+    """Return the first line: verdict, peak, capacity and machine."""
+    return (
+        f"{plan.verdict.upper()}: peak {format_bytes(plan.peak_bytes)} in {plan.peak_phase} "
+        f"(likely {format_bytes(plan.low_bytes)} to {format_bytes(plan.high_bytes)}), "
+        f"capacity {format_bytes(plan.capacity_bytes)} on {plan.machine.label}"
+    )
+
+
+def bar(size: int, full: int) -> str:
+    """Return a bar of `size` against `full`; what is over is marked with '!'."""
+    if full <= 0:
+        return "!" * BAR_WIDTH
+    filled = round(BAR_WIDTH * min(size, full) / full)
+    over = min(10, round(BAR_WIDTH * max(0, size - full) / full)) if size > full else 0
+    return BLOCK * filled + REST * (BAR_WIDTH - filled) + "!" * max(over, int(size > full))
+
+
+def text(plan: "Plan", levers: Sequence["Advice"] = ()) -> str:
+    """Return the whole answer as plain text."""
+    r = plan.resolved
+    lines = [verdict_line(plan), summary(plan), ""]
+    for phase in plan.phases:
+        mark = " <- peak" if phase.name == plan.peak_phase else ""
+        lines.append(
+            f"  {phase.name:<9}{bar(phase.total_bytes, plan.capacity_bytes)} "
+            f"{format_bytes(phase.total_bytes):>11}{mark}"
+        )
+    lines += ["", f"What is alive at the peak ({plan.peak_phase}):"]
+    for term in sorted(plan.phase(plan.peak_phase).terms, key=lambda item: -item.bytes):
+        lines.append(f"  {term.name:<12}{format_bytes(term.bytes):>11}  {term.formula}")
+    if plan.host_terms:
+        lines += ["", f"Host RAM: {format_bytes(plan.host_peak_bytes)}"]
+        for term in plan.host_terms:
+            lines.append(f"  {term.name:<12}{format_bytes(term.bytes):>11}  {term.formula}")
+    if levers:
+        lines += ["", "Best levers:"]
+        for advice in levers[:3]:
+            lines.append(
+                f"  {advice.change.name:<34} saves {format_bytes(advice.saved_bytes):>10}"
+                f"  {advice.change.price}"
+            )
+    notes = [f"  assumed: {note}" for note in plan.assumptions]
+    notes += [f"  not modelled: {note}" for note in plan.not_modeled]
+    if notes:
+        lines += ["", *notes]
+    lines.append(f"  framework: {r.framework.title} ({r.framework.versions})")
+    return "\n".join(lines)
+
+
+def summary(plan: "Plan") -> str:
+    """Return the run in one line."""
+    r = plan.resolved
+    parts = [plan.model, r.task.value, r.method.value]
+    if r.trains:
+        parts.append(f"{r.sequences} x {r.seq_tokens:,} tokens a micro-batch")
+        parts.append(f"{r.dtype} weights" + (f" + {r.autocast} autocast" if r.autocast else ""))
+        parts.append(f"checkpointing {r.checkpointing.value}")
+        parts.append(f"{r.loss.value} loss")
+    if r.quantization:
+        parts.append(r.quantization)
+    if r.engine.value != "none":
+        parts.append(f"engine {r.engine.value}")
+    return ", ".join(parts)
+
+
+def markdown(plan: "Plan") -> str:
+    """Return a Markdown table of phases by terms, in GiB."""
+    names = sorted({term.name for phase in plan.phases for term in phase.terms})
+    lines = [
+        f"**{verdict_line(plan)}**",
+        "",
+        "| term | " + " | ".join(phase.name for phase in plan.phases) + " |",
+        "|---" * (len(plan.phases) + 1) + "|",
+    ]
+    for name in names:
+        cells = [
+            format_bytes(sum(term.bytes for term in phase.terms if term.name == name))
+            for phase in plan.phases
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    totals = " | ".join(format_bytes(phase.total_bytes) for phase in plan.phases)
+    return "\n".join([*lines, f"| **total** | {totals} |"])
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a plain table; columns that hold numbers are aligned right."""
+    columns = list(zip(headers, *rows, strict=True)) if rows else [(head,) for head in headers]
+    widths = [max(len(cell) for cell in column) for column in columns]
+    numeric = [
+        bool(rows)
+        and all(cell[:1].isdigit() or cell[:1] in "-+ " or not cell for cell in column[1:])
+        for column in columns
+    ]
+
+    def line(cells: Sequence[str]) -> str:
+        parts = [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(cells, widths, numeric, strict=True)
+        ]
+        return "  ".join(parts).rstrip()
+
+    return "\n".join([line(headers), line(["-" * width for width in widths]), *map(line, rows)])
