@@ -3,7 +3,7 @@
 import difflib
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
@@ -14,17 +14,6 @@ from planner.recipe import Method, RunFile, Section, Task
 Positive = Annotated[float, Field(gt=0)]
 Steps = Annotated[int, Field(ge=1, le=10**9, strict=True)]
 M = TypeVar("M", bound=BaseModel)
-
-
-class LossType(StrEnum):
-    """Policy losses; `trainer.losses` holds their formulas."""
-
-    GRPO = "grpo"
-    DR_GRPO = "dr_grpo"
-    BNPO = "bnpo"
-    DAPO = "dapo"
-    CISPO = "cispo"
-    GSPO = "gspo"
 
 
 class Schedule(StrEnum):
@@ -78,18 +67,18 @@ class SamplingSection(Section):
 class LossSection(Section):
     """Policy loss. The KL weight is `recipe.beta`: it moves memory."""
 
-    type: LossType = LossType.DAPO
+    type: Literal["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo"] = "dapo"
     epsilon: Positive = 0.2
     epsilon_high: Positive | None = None
     delta: Positive | None = None
-    scale_rewards: Annotated[str, Field(pattern="^(group|batch|none)$")] = "group"
+    scale_rewards: Literal["group", "batch", "none"] = "group"
     mask_truncated: bool = False
     """Completions cut at the length limit get no gradient."""
-    is_correction: Annotated[str, Field(pattern="^(none|token|sequence)$")] = "token"
+    is_correction: Literal["none", "token", "sequence"] = "token"
     """Weight by pi_scorer / pi_sampler; a no-op where the policy itself samples."""
-    is_mode: Annotated[str, Field(pattern="^(truncate|mask)$")] = "truncate"
+    is_mode: Literal["truncate", "mask"] = "truncate"
     is_cap: Positive = 3.0
-    kl: Annotated[str, Field(pattern="^(k3|full-reverse|forward)$")] = "k3"
+    kl: Literal["k3", "k3-ratio", "full-reverse", "forward"] = "k3"
     detach: bool = True
     """False reruns the seed's experiment: no gradient reaches the policy where old is new."""
 
@@ -118,7 +107,7 @@ class TrainSection(Section):
     """GRPO: passes over one rollout."""
     sampling: SamplingSection = SamplingSection()
     loss: LossSection = LossSection()
-    loss_on: Annotated[str, Field(pattern="^(completion|all)$")] = "completion"
+    loss_on: Literal["completion", "all"] = "completion"
     """SFT: tokens that are trained on."""
     share_prefix: bool | None = None
     """GRPO: run a group's prompt once instead of G times; None = where the model allows it."""

@@ -37,7 +37,9 @@ class TransformersEngine:
 
     def __init__(self, policy: Policy, *, recipe: Recipe, plan: Any = None) -> None:
         self._policy = policy
-        self._max_rows = recipe.engine.max_num_seqs
+        # the planner's own rule for how many sequences are generated at once
+        rows = max(recipe.micro_batch_size or 1, recipe.num_generations or 1)
+        self._wave = recipe.engine.max_num_seqs or rows
         self._kv_bytes = 0
 
     @torch.no_grad()
@@ -53,10 +55,9 @@ class TransformersEngine:
         generator = None
         if settings.seed is not None:
             generator = torch.Generator(self._policy.device).manual_seed(settings.seed)
-        wave = self._max_rows or len(rows)
         self._kv_bytes = 0
-        for start in range(0, len(rows), wave):
-            self._run(rows[start : start + wave], prompts, settings, generator)
+        for start in range(0, len(rows), self._wave):
+            self._run(rows[start : start + self._wave], prompts, settings, generator)
         return [
             Completion(
                 prompt_index=row.prompt_index,
@@ -104,9 +105,7 @@ class TransformersEngine:
         self, rows: list[_Row], prompts: Sequence[Sequence[int]]
     ) -> tuple[Tensor, Tensor, Any]:
         """Return (logits [B, V] of the first new token, mask [B, P], cache) of `rows`."""
-        from transformers import DynamicCache
-
-        cache = DynamicCache(config=self._policy.base.config)
+        cache = self._new_cache()
         unique = list(dict.fromkeys(row.prompt_index for row in rows))
         if not _selectable(cache):
             unique = [row.prompt_index for row in rows]
@@ -126,6 +125,11 @@ class TransformersEngine:
             logits, mask = logits[chosen], mask[chosen]
         return logits, mask, cache
 
+    def _new_cache(self) -> Any:
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self._policy.base.config)
+
     def _forward(self, ids: Tensor, mask: Tensor, cache: Any) -> Tensor:
         """Return logits [B, V] of the token after `ids` [B, t]; positions skip the left padding."""
         positions = (mask.cumsum(dim=1) - 1).clamp_(min=0)[:, -ids.shape[1] :]
@@ -138,6 +142,29 @@ class TransformersEngine:
             logits_to_keep=1,
         )
         return output.logits[:, -1]
+
+    def max_rows(self, wanted: int) -> int:
+        """Return how many of `wanted` completions are under way at once."""
+        return min(wanted, self._wave)
+
+    @torch.no_grad()
+    def rehearse(
+        self, rows: int, *, num_prompts: int, prompt_tokens: int, completion_tokens: int
+    ) -> None:
+        """Hold what the last token of a rollout at full length holds: all prompts, then a full cache."""
+        ids = torch.zeros(num_prompts, prompt_tokens, dtype=torch.long, device=self._policy.device)
+        cache = self._new_cache()
+        logits = self._forward(ids, torch.ones_like(ids), cache)
+        if _selectable(cache):
+            chosen = torch.arange(rows, device=ids.device) % num_prompts
+            cache.batch_select_indices(chosen)
+            for layer in cache.layers:
+                full = prompt_tokens + completion_tokens - 1 - layer.keys.shape[-2]
+                layer.keys = torch.nn.functional.pad(layer.keys, (0, 0, 0, full))
+                layer.values = torch.nn.functional.pad(layer.values, (0, 0, 0, full))
+            mask = ids.new_ones(rows, prompt_tokens + completion_tokens)
+            logits = self._forward(ids.new_zeros(rows, 1), mask, cache)
+        draw(shape_logits(logits, temperature=1.0, top_k=0, top_p=1.0), generator=None)
 
     def update_weights(self) -> None:
         """Do nothing: the weights are the policy's own."""

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -47,6 +47,8 @@ class VllmSettings:
     revision: str | None = None
     generation_timeout_s: float = 1800.0
     """A rollout that takes longer is aborted with an error."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """More arguments of vllm.LLM, as they are."""
 
 
 def installed_version() -> tuple[int, ...]:
@@ -107,7 +109,7 @@ def start_llm(settings: VllmSettings) -> Any:
             "max_lora_rank": _allowed_rank(settings.lora_rank),
         }
     try:
-        return LLM(**arguments)
+        return LLM(**arguments | settings.extra)
     except torch.OutOfMemoryError as error:
         raise VramwiseError(
             f"vLLM ran out of memory while starting: {_first_line(error)}",

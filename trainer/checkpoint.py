@@ -1,0 +1,248 @@
+"""Checkpoints that are whole or absent: written aside, flushed to disk, then renamed.
+
+OUTPUT/checkpoints/step-00000100/
+  adapter_model.safetensors adapter_config.json   PEFT's format (LoRA, QLoRA)
+  model*.safetensors config.json tokenizer*       full training
+  training.pt                                     optimizer and RNG state (tensors only)
+  state.json                                      step, data order, counters
+"""
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from planner.errors import UsageError, VramwiseError
+from planner.recipe import Method
+from planner.units import MiB, format_bytes
+from trainer.model import Policy
+
+FOLDER = "checkpoints"
+PARTIAL = ".partial-"
+SMALL_FILES_BYTES = 16 * MiB
+"""Tokenizer, configs and slack on top of the tensors, for the check of free space."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """One complete checkpoint on disk."""
+
+    path: Path
+    step: int
+
+    def state(self) -> dict[str, Any]:
+        """Return state.json."""
+        return json.loads((self.path / "state.json").read_text(encoding="utf-8"))
+
+
+def checkpoints(output: Path) -> list[Checkpoint]:
+    """Return the complete checkpoints under `output`, oldest first; partial ones don't count."""
+    found = [
+        Checkpoint(path=path, step=int(path.name.removeprefix("step-")))
+        for path in (output / FOLDER).glob("step-*")
+        if path.name.removeprefix("step-").isdigit() and (path / "state.json").exists()
+    ]
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def latest(output: Path) -> Checkpoint:
+    """Return the newest checkpoint; raises UsageError when there is none."""
+    found = checkpoints(output)
+    if not found:
+        raise UsageError(f"nothing to resume: {output} has no complete checkpoint")
+    return found[-1]
+
+
+def save(
+    output: Path,
+    *,
+    step: int,
+    policy: Policy,
+    optimizer: Any,
+    state: Mapping[str, Any],
+    keep: int = 2,
+) -> Checkpoint:
+    """Write the checkpoint of `step` and drop all but the newest `keep`.
+
+    `state` must be JSON: data order, counters. Raises VramwiseError when it cannot be written; the
+    checkpoints before it are untouched then.
+    """
+    folder = output / FOLDER
+    partial = folder / f"{PARTIAL}{step}-{os.getpid()}"
+    final = folder / f"step-{step:08d}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _sweep(folder)
+        training = {"optimizer": optimizer.state_dict(), "rng": rng_state()}
+        _check_space(folder, policy, training)
+        partial.mkdir()
+        write_weights(policy, partial)
+        torch.save(training, partial / "training.pt")
+        document = json.dumps({"step": step, **state}, indent=1)
+        (partial / "state.json").write_text(document, encoding="utf-8")
+        _flush(partial)
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        _flush_folder(folder)
+    except Exception as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError) or _is_write_error(error):
+            raise _not_written(output, step, error) from None
+        raise
+    for old in checkpoints(output)[:-keep]:
+        shutil.rmtree(old.path, ignore_errors=True)
+    return Checkpoint(path=final, step=step)
+
+
+def restore(checkpoint: Checkpoint, *, policy: Policy, optimizer: Any) -> dict[str, Any]:
+    """Put weights, optimizer and RNG back as they were; return the state that `save` was given."""
+    try:
+        read_weights(policy, checkpoint.path)
+        training = torch.load(
+            checkpoint.path / "training.pt", map_location="cpu", weights_only=True
+        )
+        optimizer.load_state_dict(training["optimizer"])
+    except (OSError, KeyError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"cannot resume from {checkpoint.path}: {str(error).splitlines()[0][:200]}",
+            hint="was the recipe changed since?",
+        ) from None
+    set_rng_state(training["rng"])
+    return checkpoint.state()
+
+
+def write_weights(policy: Policy, folder: Path) -> None:
+    """Write adapters in PEFT's format, or the whole model in safetensors, and the tokenizer."""
+    if policy.method is Method.FULL:
+        policy.model.save_pretrained(folder)
+        policy.tokenizer.save_pretrained(folder)
+        return
+    # save_embedding_layers="auto" would ask the hub whether the vocabulary was resized
+    policy.model.save_pretrained(folder, save_embedding_layers=False)
+    (folder / "README.md").unlink(missing_ok=True)
+
+
+def read_weights(policy: Policy, folder: Path) -> None:
+    """Copy the weights in `folder` into the policy's own parameters."""
+    from safetensors.torch import load_file
+
+    if policy.method is not Method.FULL:
+        from peft import set_peft_model_state_dict
+
+        tensors = load_file(folder / "adapter_model.safetensors")
+        result = set_peft_model_state_dict(policy.model, tensors)
+        if result.unexpected_keys:
+            raise ValueError(f"unknown adapter weight {result.unexpected_keys[0]}")
+        return
+    own = dict(policy.model.state_dict(keep_vars=True))
+    with torch.no_grad():
+        for file in sorted(folder.glob("*.safetensors")):
+            for name, tensor in load_file(file).items():
+                if own[name].shape != tensor.shape:
+                    raise ValueError(f"{name} has shape {tuple(tensor.shape)}")
+                own[name].copy_(tensor)
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the state of torch's generators."""
+    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Restore what `rng_state` returned."""
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+class StopSignal:
+    """Notes SIGTERM and SIGINT, so that the loop can save at the end of the step under way."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignal":
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            # asked twice: the user doesn't want to wait for the step
+            raise KeyboardInterrupt
+        self.received = number
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what killed runs left half written."""
+    for path in folder.glob(f"{PARTIAL}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _check_space(folder: Path, policy: Policy, training: Mapping[str, Any]) -> None:
+    parameters = [parameter for _, parameter in policy.trainable()]
+    needed = sum(parameter.nbytes for parameter in parameters) + _tensor_bytes(training)
+    free = shutil.disk_usage(folder).free
+    if free < needed + SMALL_FILES_BYTES:
+        raise OSError(f"needs {format_bytes(needed)}, the disk has {format_bytes(free)} free")
+
+
+def _tensor_bytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(_tensor_bytes(item) for item in value.values())
+    if isinstance(value, list | tuple):
+        return sum(_tensor_bytes(item) for item in value)
+    return 0
+
+
+def _flush(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    _flush_folder(folder)
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_write_error(error: Exception) -> bool:
+    """Return whether torch.save or safetensors failed to write: they don't raise OSError."""
+    text = str(error)
+    return type(error).__name__ == "SafetensorError" or (
+        isinstance(error, RuntimeError)
+        and any(part in text for part in ("PytorchStreamWriter", "unexpected pos", "file write"))
+    )
+
+
+def _not_written(output: Path, step: int, error: Exception) -> VramwiseError:
+    kept = checkpoints(output)
+    before = f"step {kept[-1].step} is intact" if kept else "there is none before it"
+    reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+    return VramwiseError(
+        f"checkpoint of step {step} not written to {output}: {reason}; {before}",
+        hint="free some space, then go on with: vramwise train RUN.yaml --resume",
+    )

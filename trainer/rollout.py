@@ -1,0 +1,182 @@
+"""From prompts to scored sequences: sampling, masks, micro-batches, correction for the sampler.
+
+Shapes: N scored tokens of a micro-batch, S its sequences.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.batching import Layout, MicroBatch, ScoredSequence, collate, micro_batches
+from trainer.config import LossSection, SamplingSection
+from trainer.data import Prompt
+from trainer.engines.protocol import Completion, Engine, SamplingSettings
+from trainer.model import Policy
+from trainer.sampling import stop_tokens
+from trainer.shared_prefix import can_share, collate_shared, shared_tokens, worth_sharing
+
+MAX_LOG_WEIGHT = 20.0
+"""exp(20) is far over any cap; beyond it a sequence's product would overflow fp32."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rollout:
+    """Completions of one step, grouped by prompt, and what the loss needs of them."""
+
+    prompts: list[Prompt]
+    """One a completion: a prompt is repeated for its group."""
+    completions: list[Completion]
+    texts: list[str]
+    """Without special tokens."""
+    num_generations: int
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every completion."""
+        return [len(completion.token_ids) for completion in self.completions]
+
+    def sequence(self, index: int) -> ScoredSequence:
+        """Return completion `index` behind its prompt; only the completion is scored."""
+        prompt, completion = self.prompts[index].token_ids, self.completions[index].token_ids
+        return ScoredSequence(
+            token_ids=prompt + completion,
+            scored=(False,) * len(prompt) + (True,) * len(completion),
+        )
+
+    def usable(self, *, mask_truncated: bool) -> list[bool]:
+        """Return which completions may teach: not the empty ones, nor the cut ones if asked."""
+        return [
+            bool(completion.token_ids) and (completion.finished or not mask_truncated)
+            for completion in self.completions
+        ]
+
+
+def sampling_settings(
+    section: SamplingSection, tokenizer: Any, *, num_generations: int, max_new_tokens: int
+) -> SamplingSettings:
+    """Return the engine's settings; stop strings become the tokens that hold them."""
+    return SamplingSettings(
+        num_generations=num_generations,
+        max_new_tokens=max_new_tokens,
+        temperature=section.temperature,
+        top_p=section.top_p,
+        top_k=section.top_k,
+        stop_token_ids=stop_tokens(tokenizer, section.stop),
+    )
+
+
+def sample(
+    engine: Engine, prompts: Sequence[Prompt], settings: SamplingSettings, *, tokenizer: Any
+) -> Rollout:
+    """Return the completions of `prompts` under the engine's current weights."""
+    completions = engine.generate([prompt.token_ids for prompt in prompts], settings)
+    texts = tokenizer.batch_decode(
+        [list(completion.token_ids) for completion in completions], skip_special_tokens=True
+    )
+    return Rollout(
+        prompts=[prompts[completion.prompt_index] for completion in completions],
+        completions=completions,
+        texts=texts,
+        num_generations=settings.num_generations,
+    )
+
+
+def split(
+    rollout: Rollout,
+    chosen: Sequence[int],
+    *,
+    policy: Policy,
+    budget_tokens: int,
+    layout: Layout,
+    share_prefix: bool | None,
+) -> list[MicroBatch]:
+    """Return micro-batches of the completions `chosen`, each at most `budget_tokens` tokens.
+
+    A group shares one row where the model allows it and it is cheaper (`share_prefix` None), always
+    (True) or never (False); MicroBatch.indices count in the rollout.
+    """
+    pad = policy.tokenizer.pad_token_id or 0
+    sequences = {index: rollout.sequence(index) for index in chosen}
+    shared, single = _shared_groups(rollout, sequences, policy, budget_tokens, share_prefix)
+    batches = []
+    eager = policy.base.config._attn_implementation == "eager"
+    sizes = [shared_tokens([sequences[index] for index in group]) for group in shared]
+    for picks in micro_batches(sizes, budget_tokens=budget_tokens, layout=Layout.SORTED):
+        batches.append(
+            collate_shared(
+                [[sequences[index] for index in shared[pick]] for pick in picks],
+                [index for pick in picks for index in shared[pick]],
+                pad_id=pad,
+                float_mask=policy.dtype if eager else None,
+            )
+        )
+    own = [sequences[index] for index in single]
+    lengths = [len(sequence.token_ids) for sequence in own]
+    for picks in micro_batches(lengths, budget_tokens=budget_tokens, layout=layout):
+        batch = collate(own, picks, layout=layout, pad_id=pad)
+        batches.append(_renamed(batch, [single[pick] for pick in picks]))
+    return [batch.to(policy.device) for batch in batches]
+
+
+def importance_weights(
+    logp: Tensor, sampler_logp: Tensor, sequence_ids: Tensor, *, section: LossSection
+) -> Tensor | None:
+    """Return the weight [N] of every token for pi_scorer / pi_sampler, without gradient.
+
+    Engines that compute in other kernels or dtypes sample from a slightly different policy. Token
+    level weighs each token by its own ratio, sequence level by the product over its sequence;
+    truncate caps the weight at `is_cap`, mask drops what lies above it (Yao et al. 2025, truncated
+    importance sampling; masked: IcePop). None = off.
+    """
+    if section.is_correction == "none":
+        return None
+    log_weight = (logp.detach() - sampler_logp).float()
+    if section.is_correction == "sequence" and log_weight.numel():
+        sums = log_weight.new_zeros(int(sequence_ids.max()) + 1)
+        log_weight = sums.index_add(0, sequence_ids, log_weight)[sequence_ids]
+    weight = log_weight.clamp(max=MAX_LOG_WEIGHT).exp()
+    if section.is_mode == "truncate":
+        return weight.clamp(max=section.is_cap)
+    return torch.where(weight > section.is_cap, 0.0, weight)
+
+
+def sampler_log_probs(rollout: Rollout, batch: MicroBatch) -> Tensor | None:
+    """Return the sampler's own log-probabilities [N] in the batch's order; None if one is unknown."""
+    values: list[float] = []
+    for index in batch.indices:
+        known = rollout.completions[index].logprobs
+        if known is None:
+            return None
+        values += known
+    return torch.tensor(values, device=batch.rows.device)
+
+
+def _shared_groups(
+    rollout: Rollout,
+    sequences: dict[int, ScoredSequence],
+    policy: Policy,
+    budget_tokens: int,
+    share_prefix: bool | None,
+) -> tuple[list[list[int]], list[int]]:
+    """Return (groups that share their prompt, the other sequences), as indices of the rollout."""
+    if share_prefix is False or not can_share(policy.base):
+        return [], list(sequences)
+    by_prompt: dict[int, list[int]] = {}
+    for index in sequences:
+        by_prompt.setdefault(index // rollout.num_generations, []).append(index)
+    shared, single = [], []
+    for group in by_prompt.values():
+        members = [sequences[index] for index in group]
+        fits = len(group) > 1 and shared_tokens(members) <= budget_tokens
+        if fits and (share_prefix or worth_sharing(members)):
+            shared.append(group)
+        else:
+            single += group
+    return shared, single
+
+
+def _renamed(batch: MicroBatch, indices: list[int]) -> MicroBatch:
+    return replace(batch, indices=tuple(indices))

@@ -1,0 +1,175 @@
+"""What both algorithms share around their steps: output folder, log, checkpoints, stopping."""
+
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from planner.errors import UsageError, VramwiseError
+from planner.recipe import RunFile
+from trainer import checkpoint as checkpoints
+from trainer.config import TrainSection
+from trainer.data import Order
+from trainer.metrics import COMPLETIONS_FOLDER, METRICS_FILE, MetricsLog, Progress
+from trainer.model import Policy
+from trainer.stepping import Stepper
+
+RUN_FILE = "run.yaml"
+OWN_NAMES = (checkpoints.FOLDER, COMPLETIONS_FOLDER, METRICS_FILE, RUN_FILE, "tensorboard", "final")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """How a run ended."""
+
+    output: Path
+    steps: int
+    """Steps done, those before a resume included."""
+    stopped_by: int | None
+    """Signal number; None = ran to its end."""
+    bad_steps: int
+    seconds: float
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    """Of the steps done in this process."""
+
+
+def prepare_output(run: RunFile, train: TrainSection, *, resume: bool) -> Path:
+    """Make the output folder and put run.yaml there; refuses a used folder unless told what to do."""
+    import yaml
+
+    output = Path(train.output)
+    if output.exists() and not output.is_dir():
+        raise UsageError(f"train.output: {output} is a file")
+    if not resume and output.exists() and any(output.iterdir()):
+        if not train.overwrite:
+            raise UsageError(
+                f"train.output: {output} exists and is not empty",
+                hint="--resume continues it; overwrite: true starts anew; or name another folder",
+            )
+        foreign = sorted(path.name for path in output.iterdir() if path.name not in OWN_NAMES)
+        if foreign:
+            raise UsageError(
+                f"train.overwrite: {output} holds what no run made ({foreign[0]}); not deleting it"
+            )
+        shutil.rmtree(output)
+    if resume:
+        checkpoints.latest(output)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"train.output: cannot make {output}: {error.strerror}") from None
+    document = run.model_dump(mode="json", exclude_unset=True)
+    (output / RUN_FILE).write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
+    return output
+
+
+class Session:
+    """Iterates over the run's steps; saves at the end of one when it is time, asked or over.
+
+    Use as a context manager. `steps()` yields the step to do; `log` or `skip` ends it.
+    """
+
+    def __init__(
+        self, train: TrainSection, *, output: Path, policy: Policy, stepper: Stepper, order: Order
+    ) -> None:
+        self.output = output
+        self.first_step = 0
+        self.bad_steps = 0
+        self.metrics: list[dict[str, Any]] = []
+        self._train = train
+        self._policy = policy
+        self._stepper = stepper
+        self._order = order
+        self._done = 0
+        self._bad_in_a_row = 0
+        self._saved_step = -1
+        self._started = time.monotonic()
+        self._stop = checkpoints.StopSignal()
+
+    def resume(self) -> None:
+        """Restore the newest checkpoint in the output folder."""
+        newest = checkpoints.latest(self.output)
+        state = checkpoints.restore(newest, policy=self._policy, optimizer=self._stepper.optimizer)
+        self._order.restore(state["order"])
+        self._stepper.restore(state["stepper"])
+        self.bad_steps = state["bad_steps"]
+        self.first_step = self._done = self._saved_step = state["step"]
+
+    def __enter__(self) -> "Session":
+        self.log_file = MetricsLog(
+            self.output, first_step=self.first_step, tensorboard=self._train.tensorboard
+        )
+        self.progress = Progress(self._train.steps, done=self.first_step)
+        self.progress.__enter__()
+        self._stop.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.__exit__(*error)
+        self.progress.__exit__(*error)
+        self.log_file.close()
+
+    def steps(self) -> Iterator[int]:
+        """Yield the steps to do, from 0; ends early on a signal, with everything saved."""
+        for step in range(self.first_step, self._train.steps):
+            yield step
+            self._done = step + 1
+            due = self._train.save_every and self._done % self._train.save_every == 0
+            if due or self._stop.received is not None or self._done == self._train.steps:
+                self.save()
+            if self._stop.received is not None:
+                return
+            if self._bad_in_a_row >= self._train.max_bad_steps:
+                self.save()
+                raise VramwiseError(
+                    f"stopped at step {step}: {self._bad_in_a_row} steps in a row had a NaN reward or loss",
+                    hint=f"state is saved in {self.output}; look at {METRICS_FILE} and the rewards",
+                )
+
+    def log(self, step: int, metrics: Mapping[str, Any], *, line: str) -> None:
+        """Record a step that went well."""
+        self._bad_in_a_row = 0
+        self._write(step, metrics, line)
+
+    def skip(self, step: int, reason: str, metrics: Mapping[str, Any]) -> None:
+        """Record a step that changed nothing because of a NaN."""
+        self._bad_in_a_row += 1
+        self.bad_steps += 1
+        self._write(step, {**metrics, "skipped": reason}, f"skipped: {reason}")
+
+    def save(self) -> None:
+        """Write a checkpoint of the steps done, unless it is there."""
+        if self._saved_step == self._done:
+            return
+        state = {
+            "order": self._order.state(),
+            "stepper": self._stepper.state(),
+            "bad_steps": self.bad_steps,
+        }
+        checkpoints.save(
+            self.output,
+            step=self._done,
+            policy=self._policy,
+            optimizer=self._stepper.optimizer,
+            state=state,
+            keep=self._train.keep_checkpoints,
+        )
+        self._saved_step = self._done
+
+    def result(self) -> Result:
+        """Return how the run ended."""
+        return Result(
+            output=self.output,
+            steps=self._done,
+            stopped_by=self._stop.received,
+            bad_steps=self.bad_steps,
+            seconds=time.monotonic() - self._started,
+            metrics=self.metrics,
+        )
+
+    def _write(self, step: int, metrics: Mapping[str, Any], line: str) -> None:
+        self.log_file.write(step, metrics)
+        self.metrics.append({"step": step, **metrics})
+        self.progress.step(step + 1, line)
