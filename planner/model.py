@@ -80,6 +80,8 @@ class MixerKind(StrEnum):
     LINEAR = "linear"
     """Gated delta net, KDA, lightning attention: a fixed-size state."""
     MAMBA = "mamba"
+    CROSS = "cross"
+    """Attends to image states, not to the text: no cache that grows with the text (Llama 3.2 Vision)."""
     NONE = "none"
     """An MLP-only layer (Nemotron-H)."""
 
@@ -113,6 +115,8 @@ class MixerSpec:
     index_heads: int = 0
     index_head_dim: int = 0
     """Sparse indexer of DeepSeek-V3.2: its own key cache, one head of this width."""
+    compress_ratio: int = 0
+    """Beyond the window, one cached entry (and one indexer key) for every so many tokens (DeepSeek-V4)."""
     # recurrent mixers
     state_shapes: tuple[tuple[int, ...], ...] = ()
     """Shape of every state tensor per sequence: conv state [channels, kernel - 1] first (as vLLM
@@ -219,6 +223,8 @@ class ModelSpec:
     quantization_config: dict[str, object] = field(default_factory=dict)
     embedding_scale_copy: bool = False
     """Embeddings are multiplied by a factor, one extra [tokens, hidden] tensor (Gemma, Granite)."""
+    residual_streams: int = 1
+    """Copies of the residual stream between layers (DeepSeek-V4's hyper-connections)."""
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
     source: str = ""

@@ -17,7 +17,8 @@ from planner.model import ModelSpec
 _FAMILIES: dict[str, str] = {
     "dense": (
         "llama mistral ministral ministral3 qwen2 qwen3 gemma gemma2 gemma3_text phi phi3 "
-        "starcoder2 granite smollm3 olmo olmo2 olmo3 glm glm4 seed_oss"
+        "starcoder2 granite smollm3 olmo olmo2 olmo3 glm glm4 seed_oss qwen2_vl_text "
+        "qwen2_5_vl_text qwen3_vl_text"
     ),
     "experts": (
         "mixtral qwen2_moe qwen3_moe qwen3_vl_moe_text olmoe granitemoe granitemoeshared gpt_oss "
@@ -26,6 +27,15 @@ _FAMILIES: dict[str, str] = {
     "mamba": "mamba mamba2",
     "hybrid": "jamba falcon_h1 granitemoehybrid nemotron_h",
     "gated_delta": "qwen3_next qwen3_5_text qwen3_5_moe_text",
+    "classic": "gpt2 gpt_bigcode gptj gpt_neox opt bloom falcon stablelm",
+    "gemma_next": "gemma3n_text gemma4_text",
+    "llama_next": "llama4_text mllama_text_model",
+    "multimodal": (
+        "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe mistral3 gemma3 gemma3n gemma4 "
+        "llama4 mllama kimi_k25"
+    ),
+    "remote": "internlm2 baichuan",
+    "sparse": "deepseek_v4 minimax_m3 minimax_m3_vl_text",
     "mla": "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 glm4_moe_lite glm_moe_dsa",
 }
 _MODULE_OF = {kind: module for module, kinds in _FAMILIES.items() for kind in kinds.split()}

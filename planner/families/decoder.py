@@ -232,7 +232,7 @@ def finish(
 ) -> ModelSpec:
     """Return a ModelSpec with what every language model has: vocabulary, embedding and head."""
     vocab = fields.integer("vocab_size")
-    tied = fields.flag("tie_word_embeddings", fields.defaults.get("tie_word_embeddings", True))
+    tied = fields.flag("tie_word_embeddings", fields.defaults.get("tie_word_embeddings", False))
     softcap = fields.defaults.get("final_logit_softcapping")
     more.setdefault("softcap", fields.number("final_logit_softcapping", softcap))
     more.setdefault("attention_dropout", fields.number("attention_dropout", 0.0))

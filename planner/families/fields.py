@@ -87,14 +87,15 @@ class ConfigFields:
 
     def integer(self, field: str, default: Any = _MISSING, *, least: int = 1) -> int:
         """Return a whole number from `least` up."""
-        return self._integer(field, self.raw(field, default), least)
+        return self.whole(field, self.raw(field, default), least)
 
     def optional(self, field: str, default: Any = _MISSING, *, least: int = 1) -> int | None:
         """Return a whole number, or None where the field is null."""
         value = self.raw(field, default)
-        return None if value is None else self._integer(field, value, least)
+        return None if value is None else self.whole(field, value, least)
 
-    def _integer(self, field: str, value: Any, least: int) -> int:
+    def whole(self, field: str, value: Any, least: int = 1) -> int:
+        """Return `value`, said to be of `field`, as a whole number from `least` up."""
         most = MAX_LAYERS if field in _LAYER_FIELDS else MAX_COUNT
         whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
         if isinstance(value, bool) or not whole or not least <= value <= most:

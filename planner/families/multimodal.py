@@ -1,0 +1,82 @@
+"""Multimodal models: the text part by its own family, the towers counted beside it."""
+
+from dataclasses import replace
+
+from planner.families import build_text
+from planner.families.fields import ConfigFields
+from planner.families.gemma_towers import gemma4_towers
+from planner.families.towers import VISION, Modules, pixtral
+from planner.model import ModelSpec
+
+_TEXT = {
+    "qwen2_vl": "qwen2_vl_text",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
+    "gemma4": "gemma4_text",
+    "llama4": "llama4_text",
+    "mllama": "mllama_text_model",
+}
+_AUTO_TEXT = {"mistral3": "mistral", "kimi_k25": "deepseek_v3"}
+"""Families whose text_config names its own model_type, with the type of one that does not."""
+
+
+def text_fields(fields: ConfigFields) -> ConfigFields:
+    """Return the fields of the text part; Qwen2-VL's old configs keep them at the top level."""
+    given = fields.config.get("text_config")
+    kind = _TEXT.get(fields.model_type, "")
+    if given is None and fields.model_type in ("qwen2_vl", "qwen2_5_vl"):
+        return ConfigFields(fields.config, kind)
+    if kind:
+        return fields.sub("text_config", kind)
+    text = fields.sub("text_config")
+    return ConfigFields(
+        text.config, text.model_type or _AUTO_TEXT[fields.model_type], path=text.path
+    )
+
+
+def is_tied(fields: ConfigFields, text: ConfigFields, spec: ModelSpec) -> bool:
+    """Say whether the head is tied: the outer config decides, but for the families below."""
+    if fields.model_type == "llama4":
+        return spec.tied
+    if fields.model_type == "mllama":
+        return False
+    outer = fields.flag("tie_word_embeddings", fields.defaults.get("tie_word_embeddings", False))
+    if fields.model_type in ("qwen2_vl", "qwen2_5_vl"):
+        return outer or text.config.get("tie_word_embeddings") is True
+    return outer
+
+
+def towers(fields: ConfigFields, text_hidden: int) -> Modules:
+    """Return the towers and projectors of the config."""
+    if fields.model_type == "gemma4":
+        return gemma4_towers(fields, text_hidden)
+    if fields.model_type == "gemma3n":
+        # its vision tower is a timm network that the config only names
+        return ()
+    if fields.model_type == "mistral3":
+        vision = fields.sub("vision_config")
+        vision = ConfigFields(vision.config, "pixtral", path=vision.path)
+        if fields.config.get("vision_config") is None:
+            vision = ConfigFields({"patch_size": 14, "image_size": 1540}, "pixtral")
+        merge, bias = fields.integer("spatial_merge_size"), fields.flag("multimodal_projector_bias")
+        return pixtral(vision, text_hidden, merge=merge, bias=bias)
+    vision = fields.sub("vision_config", fields.sub_types["vision_config"])
+    return VISION[fields.model_type](vision, text_hidden)
+
+
+def build(fields: ConfigFields) -> ModelSpec:
+    """Return the ModelSpec of a multimodal model."""
+    text = text_fields(fields)
+    spec = build_text(text)
+    return replace(
+        spec,
+        model_type=fields.model_type,
+        architecture=fields.architecture,
+        tied=is_tied(fields, text, spec),
+        towers=towers(fields, spec.hidden),
+    )
