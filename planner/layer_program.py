@@ -36,6 +36,8 @@ class OpSettings(NamedTuple):
     attention: str = "sdpa"
     seq: int = 0
     """Tokens per sequence; only eager attention needs it."""
+    repeat_kv: bool = False
+    """The flash path of old code repeats keys and values for every query head."""
     masked: bool = False
     """Padding: an attention mask is there, so SDPA repeats keys and values for its heads."""
     norm: str = "rmsnorm"
@@ -192,7 +194,7 @@ class Program:
         out_size = heads * v_dim * s.act
         if s.attention == "eager":
             return self._eager(q, k, v, heads, out_size)
-        if s.masked and s.attention == "sdpa" and k.size != q.size:
+        if (s.repeat_kv or (s.masked and s.attention == "sdpa")) and k.size != q.size:
             k = self._cast(k, q.size)
             v = self._cast(v, heads * v_dim * s.act)
         lse = tape.value(heads * 4, needs_grad=False)

@@ -16,8 +16,10 @@ from planner.terms.logits import logits
 from planner.terms.optimizer import optimizer
 from planner.terms.overhead import workspace
 from planner.terms.term import Term
-from planner.terms.weights import weights
+from planner.terms.weights import gathered, weights
 
+GATHERED_LAYERS = 1
+"""FSDP holds the running layer; with checkpointing its prefetch comes after the peak."""
 PHASES = ("load", "rollout", "score", "forward", "loss", "backward", "step")
 
 
@@ -60,6 +62,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     acts, head = activations(model, r, r.tokens), logits(model, r)
     fixed = (base, adapter, states.states, space)
     held = grads if r.grad_accum > 1 else Term("gradients", 0)
+    whole, root = gathered(model, r, GATHERED_LAYERS), gathered(model, r, 0)
     resident = _resident_engine(model, r, machine)
     phases = [_phase("load", base, adapter, _load(model, r), space)]
     if r.task is Task.GRPO:
@@ -75,6 +78,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
             "forward",
             *fixed,
             held,
+            whole,
             _acts("forward", acts.forward + acts.autocast_cache, acts),
             resident,
         )
@@ -83,8 +87,10 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         ((cached, head.forward), (acts.kept + acts.tail, head.backward)),
         key=lambda pair: pair[0] + pair[1].bytes,
     )
-    phases.append(_phase("loss", *fixed, held, _acts("loss", loss[0], acts), loss[1], resident))
-    phases.append(_phase("backward", *fixed, *_backward(model, r, acts, grads), resident))
+    phases.append(
+        _phase("loss", *fixed, held, root, _acts("loss", loss[0], acts), loss[1], resident)
+    )
+    phases.append(_phase("backward", *fixed, whole, *_backward(model, r, acts, grads), resident))
     step = Term(
         "optimizer",
         states.states.bytes + states.step.bytes,

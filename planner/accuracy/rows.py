@@ -1,7 +1,7 @@
 """One published figure: a CSV row of any of the three column sets, read by column meaning."""
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -125,7 +125,7 @@ def _iterate(path: Path) -> Iterator[Row]:
         raise UsageError(f"csv: {path.name} is not a CSV text file ({error})") from error
 
 
-def _layout(path: Path, columns: list[str] | tuple[str, ...]) -> Layout:
+def _layout(path: Path, columns: Sequence[str]) -> Layout:
     present = set(columns)
     for layout, required in _REQUIRED.items():
         if required <= present:

@@ -82,7 +82,9 @@ def measurement_files() -> list[Path]:
 def score_files(files: Iterable[Path], *, predict: Predictor | None = None) -> Accuracy:
     """Score every row of `files` that has enough confidence and whose run did not fail."""
     if predict is None:
-        from planner.accuracy.dispatch import predict_row as predict
+        from planner.accuracy.dispatch import predict_row
+
+        predict = predict_row
     result = Accuracy()
     for path in files:
         for row in read_rows(path):

@@ -8,7 +8,7 @@ def framework_of(row: Row) -> str:
     """Return the framework's name for a fine-tuning row."""
     name, kernels = row["framework"].lower(), row["kernels"].lower()
     if "fms" in name:
-        return _fms(kernels)
+        return _fms(row, kernels)
     for word, framework in (
         ("unsloth", "unsloth"),
         ("litgpt", "litgpt"),
@@ -29,11 +29,14 @@ def framework_of(row: Row) -> str:
     raise NotCovered(f"the framework {name[:40]!r} is not known" if name else "no framework named")
 
 
-def _fms(kernels: str) -> str:
+def _fms(row: Row, kernels: str) -> str:
     if "scattermoe" in kernels:
         raise NotCovered("expert-parallel ScatterMoE kernels are not modelled")
-    if kernels.startswith("baseline"):
-        return "fms-hf-tuning-kbit"  # prepare_model_for_kbit_training
-    if "foak" in kernels:
-        return "fms-hf-tuning-foak"
-    return "fms-hf-tuning"
+    name = "fms-hf-tuning"
+    if "bigcode" in row["model"]:
+        name += "-bigcode"
+    elif row["path"].endswith("/refs/a100_80gb.csv"):
+        name += "-2024"  # the first reference file, measured with an older loop
+    if kernels.startswith("baseline") and row.integer("n_gpus") == 1 and "bigcode" not in name:
+        return f"{name}-kbit"  # prepare_model_for_kbit_training, not under FSDP
+    return f"{name}-foak" if "foak" in kernels else name

@@ -72,9 +72,11 @@ def figure(quantity: str, result: Plan, recipe: Recipe) -> Prediction:
 
 def static_bytes(result: Plan) -> int:
     """Return what stays between two steps: weights, adapters, states; FSDP1 keeps gradients."""
-    sizes = {term.name: term.bytes for term in result.phase("forward").terms}
-    kept = sum(sizes.get(name, 0) for name in ("weights", "adapters", "optimizer"))
-    if result.resolved.sharding is Sharding.FSDP and result.resolved.gpus > 1:
+    kept = load_bytes(result) + sum(
+        term.bytes for term in result.phase("forward").terms if term.name == "optimizer"
+    )
+    r = result.resolved
+    if r.sharding is Sharding.FSDP and r.gpus > 1 and not r.quantization:
         kept += max(
             (term.bytes for term in result.phase("step").terms if term.name == "gradients"),
             default=0,

@@ -5,12 +5,12 @@ from typing import NamedTuple
 from planner.dtypes import element_bytes
 from planner.layer_program import LayerCosts, OpSettings, Program, layer_costs
 from planner.model import ModelSpec
-from planner.recipe import Checkpointing, Method
+from planner.recipe import Checkpointing, Method, Sharding
 from planner.resolve import Resolved
 from planner.tape import Tape, envelope, peak
 from planner.terms.counts import adapters, base_weights
 from planner.terms.gradients import gradient_width
-from planner.terms.weights import trained_width
+from planner.terms.weights import SHARDED, trained_width
 
 STAGED_INPUTS = 2
 """Checkpoint inputs on their way back from the host: double buffering."""
@@ -45,6 +45,9 @@ def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
     full = r.method is Method.FULL and r.trains
     upcast = bool(r.switch("kbit_upcast")) and bool(r.quantization)
     width = trained_width(r) if full else element_bytes(r.dtype)
+    sharded = r.sharding in SHARDED and r.gpus > 1
+    if sharded and r.autocast:
+        width = element_bytes(r.autocast)  # units are gathered in the compute dtype
     eager = r.attention.value == "eager"
     return OpSettings(
         full=full,
@@ -55,13 +58,14 @@ def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
         weight=width,
         autocast=bool(r.autocast),
         adapter=element_bytes(r.adapter_dtype),
-        grad=gradient_width(r) if full else 0,
+        grad=(width if sharded else gradient_width(r)) if full else 0,
         quantized=bool(r.quantization),
         dropout=r.lora_dropout > 0,
         dora=r.dora,
         attention=r.attention.value,
         seq=r.seq_tokens if eager else 0,
         masked=r.padded,
+        repeat_kv=model.model_type in r.switch("repeat_kv", ()),
         norm=model.norm,
         fused=frozenset(r.switch("fused", ())),
         accumulate=r.grad_accum > 1,
@@ -158,13 +162,22 @@ def _checkpointed(
     widest = max(costs, key=lambda cost: peak(cost.recompute, tokens))
     segment = (every - 1) * (int(widest.kept_per_token * tokens) + widest.kept_constant)
     work = segment + peak(widest.recompute, tokens)
+    staged = min(kept, STAGED_INPUTS * one_input)
+    if r.switch("reentrant"):
+        # the recomputed output is a Python variable until the layer's backward is done
+        work += one_input
+    frozen = r.method is not Method.FULL and r.sharding is Sharding.FSDP and r.gpus > 1
+    if frozen and r.checkpointing is Checkpointing.FULL:
+        # FSDP1 watches a frozen unit's inputs with register_multi_grad_hook, which holds every
+        # layer's input and the input's gradient until the backward ends
+        staged = 2 * kept
     return Activations(
         kept,
         tail,
         kept + no_grad,
         no_grad,
         kept + work,
-        min(kept, STAGED_INPUTS * one_input) + work,
+        staged + work,
         widest.weight_grads,
         cache,
         host,

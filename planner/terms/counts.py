@@ -28,6 +28,7 @@ class BaseKey(NamedTuple):
     quantization: str
     double_quant: bool
     upcast_rest: bool
+    linear_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +90,14 @@ def matches(module: ModuleSpec, targets: str | tuple[str, ...]) -> bool:
 
 def base_weights(model: ModelSpec, resolved: Resolved) -> BaseWeights:
     """Return the bytes of the base model on one GPU before sharding."""
-    upcast = bool(resolved.switch("kbit_upcast")) and bool(resolved.quantization)
-    key = BaseKey(resolved.dtype, resolved.quantization, resolved.double_quant, upcast)
+    upcast = resolved.switch("kbit_upcast") is True and bool(resolved.quantization)
+    key = BaseKey(
+        resolved.dtype,
+        resolved.quantization,
+        resolved.double_quant,
+        upcast,
+        bool(resolved.switch("linear_experts")),
+    )
     stored = _STORE.get((id(model), key))
     if stored is None:
         stored = (model, _base_weights(model, key))
@@ -108,7 +115,8 @@ def _base_weights(model: ModelSpec, key: BaseKey) -> BaseWeights:
     for layer in model.layers:
         for module in layer.modules:
             if module.kind in LINEARS or module.kind is ModuleKind.EXPERTS:
-                if module.kind is ModuleKind.EXPERTS and key.quantization in ("nf4", "fp4", "int8"):
+                fused = module.kind is ModuleKind.EXPERTS and not key.linear_experts
+                if fused and key.quantization in ("nf4", "fp4", "int8"):
                     continue  # bitsandbytes replaces nn.Linear only; 3-D experts stay 16-bit
                 shapes = module.shapes if module.kind is ModuleKind.EXPERTS else module.shapes[:1]
                 for shape in shapes:
@@ -118,7 +126,8 @@ def _base_weights(model: ModelSpec, key: BaseKey) -> BaseWeights:
                     )
                     quantized += layer.count * module.count * one
                     count += layer.count * module.count * numel
-                    largest = max(largest, numel)
+                    single = module.kind is ModuleKind.EXPERTS and key.linear_experts
+                    largest = max(largest, numel // shape[0] if single else numel)
     rest = (model.parameters - count) * (4 if key.upcast_rest else width)
     return BaseWeights(quantized + rest, quantized, count, rest, largest)
 

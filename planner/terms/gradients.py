@@ -25,7 +25,8 @@ def gradient_width(r: Resolved) -> int:
 def gradients(model: ModelSpec, r: Resolved) -> Term:
     """Return all gradients' bytes on one GPU."""
     count, width = trained_parameters(model, r), gradient_width(r)
-    shards = r.gpus if r.sharding in SHARDED else 1
+    outside = r.sharding is Sharding.FSDP and bool(r.quantization)
+    shards = r.gpus if r.sharding in SHARDED and not outside else 1
     # DDP keeps its reduction buckets beside the gradients
     copies = 2 if r.sharding is Sharding.DDP and r.gpus > 1 else 1
     size = -(-count * width * copies // shards)

@@ -43,6 +43,8 @@ def optimizer(model: ModelSpec, r: Resolved) -> OptimizerCosts:
     """Return the optimizer's bytes on one GPU."""
     count = trained_parameters(model, r)
     shards = r.gpus if r.sharding in SHARDED else 1
+    if r.sharding is Sharding.FSDP and r.quantization:
+        shards = 1  # adapters of another dtype than the quantised base stay outside FSDP
     width = trained_width(r) if r.method is Method.FULL else element_bytes(r.adapter_dtype)
     master = 4 if r.master_weights and width < 4 else 0
     state_width: float = 4 if master else width

@@ -47,6 +47,30 @@ def weights(model: ModelSpec, r: Resolved) -> Term:
     return Term("weights", size, template, args, "config.json, module by module")
 
 
+def gathered(model: ModelSpec, r: Resolved, layers: int) -> Term:
+    """Return the unsharded copies while layers run: the root unit and `layers` layers (prefetch)."""
+    if r.sharding not in SHARDED or r.gpus < 2:
+        return Term("weights", 0)
+    width = min(element_bytes(r.compute_dtype), trained_width(r))
+    outside = [*model.embeddings, *model.final]
+    if model.head is not None and not model.tied:
+        outside.append(model.head)
+    root = sum(module.parameters for module in outside) * width
+    base = base_weights(model, r)
+    largest = max(layer.parameters for layer in model.layers)
+    if base.quantized:
+        each = largest * base.quantized // max(1, base.quantized_parameters)
+    else:
+        each = largest * width
+    return Term(
+        "weights",
+        root + layers * each,
+        "gathered: embeddings and head {0:,} B + {1} layer(s) x {2:,} B",
+        (root, layers, each),
+        "FSDP FULL_SHARD / ZeRO-3: the root unit stays gathered from forward to backward",
+    )
+
+
 def trained_width(r: Resolved) -> int:
     """Bytes of a trained base parameter: FSDP under mixed precision holds fp32 shards."""
     if r.sharding is Sharding.FSDP and r.autocast and r.gpus > 1:

@@ -1,0 +1,177 @@
+"""How vLLM cuts its KV pool into blocks: what `GPU KV cache size: N tokens` will say.
+
+Layers of one kind share a block table. Where kinds differ (sliding windows, mamba, linear
+attention), vLLM splits them into groups of equally many layers, makes all pages the same size, and
+lets every group draw block numbers from one pool. So one block costs group_size x page bytes, and a
+sequence costs the sum of all groups' blocks. Source: trainer-facts 4.5, checked against vLLM 0.32's
+own token counts in benchmarks/kv_tokens.py.
+"""
+
+from dataclasses import dataclass, replace
+from math import prod
+
+from planner.dtypes import ELEMENT_BYTES, normal_dtype
+from planner.errors import UsageError
+from planner.model import LayerSpec, MixerKind, ModelSpec
+from planner.terms.kv_cache import STATEFUL, layer_bytes_per_token
+
+KERNEL_BLOCK_TOKENS = 16
+"""Smallest block of FlashAttention's paged kernels; the CPU build's is 32."""
+INDEXER_TOKEN_OVERHEAD_BYTES = 4
+"""DeepSeek's sparse indexer caches fp8 keys with one fp32 scale a token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """The cache of one layer for one block of tokens; equal pages share a group."""
+
+    kind: MixerKind
+    window: int
+    block_tokens: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VllmKv:
+    """A KV pool as vLLM sees it."""
+
+    num_blocks: int
+    bytes_per_block: int
+    """Of all layers of one group."""
+    blocks_per_sequence: int
+    """At max_model_len, all groups together."""
+    max_model_len: int
+
+    @property
+    def concurrency(self) -> float:
+        """Sequences of max_model_len that fit at once."""
+        return self.num_blocks / self.blocks_per_sequence
+
+    @property
+    def tokens(self) -> int:
+        """What vLLM prints as the KV cache size."""
+        return int(self.num_blocks / self.blocks_per_sequence * self.max_model_len)
+
+    @property
+    def bytes_per_sequence(self) -> int:
+        """KV bytes that one sequence of max_model_len takes."""
+        return self.blocks_per_sequence * self.bytes_per_block
+
+
+def vllm_kv(
+    model: ModelSpec,
+    *,
+    kv_bytes: int,
+    max_model_len: int,
+    kv_dtype: str = "bf16",
+    block_size: int = 16,
+    in_flight_tokens: int = 8192,
+    kernel_block: int = KERNEL_BLOCK_TOKENS,
+) -> VllmKv:
+    """Return blocks and tokens of a pool of `kv_bytes`.
+
+    `in_flight_tokens`: max_num_batched_tokens x concurrent batches (2 with async scheduling, the
+    default on CUDA): a sliding window keeps that much more while a prompt is read in chunks.
+    Raises UsageError when not even one sequence fits or the model keeps no cache.
+    """
+    pages = _pages(model, kv_dtype, block_size, kernel_block)
+    if not pages:
+        raise UsageError(f"{model.name}: keeps no KV cache, so vLLM reports no tokens")
+    groups = _groups(pages)
+    bytes_per_block = max(sum(page.bytes for page in group) for group in groups)
+    per_sequence = sum(_blocks(group[0], max_model_len, in_flight_tokens) for group in groups)
+    return VllmKv(
+        num_blocks=kv_bytes // bytes_per_block,
+        bytes_per_block=bytes_per_block,
+        blocks_per_sequence=per_sequence,
+        max_model_len=max_model_len,
+    )
+
+
+def _pages(model: ModelSpec, kv_dtype: str, block_size: int, kernel_block: int) -> list[Page]:
+    """Return every cached layer's page, sizes not yet made equal between kinds."""
+    element = ELEMENT_BYTES[normal_dtype(kv_dtype, field="kv_dtype")]
+    order = [model.layers[index] for index in model.layer_order]
+    states = [_state_page_bytes(layer, element) for layer in order]
+    per_token = [layer_bytes_per_token(_without_indexer(layer), element) for layer in order]
+    attention = [size for size in per_token if size]
+    if any(states) and attention:
+        # attention blocks grow until one holds a whole state; the state's page is padded to it
+        step = max(kernel_block, block_size)
+        block_size = step * int(-(-max(states) // (step * max(attention))))
+        states = [int(block_size * max(attention)) if size else 0 for size in states]
+    pages = []
+    for layer, state, token in zip(order, states, per_token, strict=True):
+        if state:
+            pages.append(Page(layer.mixer.kind, 0, block_size, state))
+        if token:
+            kind, window = _window(layer)
+            pages.append(Page(kind, window, block_size, int(block_size * token)))
+        if layer.mixer.index_head_dim:
+            size = layer.mixer.index_head_dim + INDEXER_TOKEN_OVERHEAD_BYTES
+            pages.append(Page(MixerKind.MLA, 0, block_size, block_size * size))
+    return pages
+
+
+def _without_indexer(layer: LayerSpec) -> LayerSpec:
+    """Return the layer without its sparse indexer, whose keys vLLM pages apart from the latent."""
+    return replace(layer, mixer=replace(layer.mixer, index_head_dim=0))
+
+
+def _window(layer: LayerSpec) -> tuple[MixerKind, int]:
+    windowed = layer.mixer.kind in (MixerKind.SLIDING, MixerKind.CHUNKED)
+    if windowed and layer.mixer.window:
+        return layer.mixer.kind, layer.mixer.window
+    return MixerKind.FULL, 0
+
+
+def _state_page_bytes(layer: LayerSpec, element: float) -> int:
+    """Return conv and recurrent state of one sequence in one layer (a mixer beside attention too)."""
+    shapes = layer.mixer.state_shapes
+    if not shapes:
+        return 0
+    sizes = [prod(shape) * element for shape in shapes]
+    if layer.mixer.state_fp32:
+        sizes[-1] = prod(shapes[-1]) * 4
+    return int(sum(sizes))
+
+
+def _groups(pages: list[Page]) -> list[list[Page]]:
+    """Split layers into groups that share a block table, as vLLM does."""
+    kinds = {(page.kind, page.window) for page in pages}
+    if len(kinds) == 1:
+        return [pages]  # one kind: one group, whatever the page sizes
+    largest = max(page.bytes for page in pages)
+    equal = [_grown(page, largest) for page in pages]
+    buckets: dict[Page, list[Page]] = {}
+    for page in equal:
+        buckets.setdefault(page, []).append(page)
+    counts = [len(bucket) for bucket in buckets.values()]
+    # equally many layers a group: the rarest kind's count, unless all are about as many
+    size = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
+    groups = []
+    for page, bucket in buckets.items():
+        number = -(-len(bucket) // size)
+        groups += [[page] * size] * number
+    return groups
+
+
+def _grown(page: Page, largest: int) -> Page:
+    """Make a page as large as the largest: more tokens where that divides, padding where not."""
+    if page.bytes == largest:
+        return page
+    if page.kind in STATEFUL or largest % page.bytes:
+        return replace(page, bytes=largest)
+    return replace(page, bytes=largest, block_tokens=page.block_tokens * (largest // page.bytes))
+
+
+def _blocks(page: Page, max_model_len: int, in_flight_tokens: int) -> int:
+    """Return the blocks one sequence holds in a group, at most."""
+    if page.kind in STATEFUL:
+        return 1
+    tokens, extra = max_model_len, 0
+    if page.kind is MixerKind.SLIDING:
+        tokens, extra = min(page.window - 1 + in_flight_tokens, max_model_len), 1
+    elif page.kind is MixerKind.CHUNKED:
+        tokens = min(page.window + in_flight_tokens, max_model_len)
+    return -(-tokens // page.block_tokens) + extra
