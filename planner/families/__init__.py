@@ -34,6 +34,7 @@ _FAMILIES: dict[str, str] = {
         "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe mistral3 gemma3 gemma3n gemma4 "
         "llama4 mllama kimi_k25"
     ),
+    "kimi": "kimi_linear kimi_k3",
     "remote": "internlm2 baichuan",
     "sparse": "deepseek_v4 minimax_m3 minimax_m3_vl_text",
     "mla": "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 glm4_moe_lite glm_moe_dsa",

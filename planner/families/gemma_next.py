@@ -1,13 +1,23 @@
 """Gemma 3n and Gemma 4: per-layer embeddings, layers that reuse keys and values, K = V, experts."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from planner.families.blocks import embedding, gated_mlp, group_layers, linear, norm, parameter
 from planner.families.decoder import MlpPart, finish
 from planner.families.experts import fused_experts
 from planner.families.fields import ConfigFields
 from planner.families.windows import Mask, from_layer_types
-from planner.model import LayerSpec, MixerKind, MixerSpec, MlpKind, MlpSpec, ModelSpec, ModuleSpec
+from planner.model import (
+    LayerSpec,
+    MixerKind,
+    MixerSpec,
+    MlpKind,
+    MlpSpec,
+    ModelSpec,
+    ModuleKind,
+    ModuleSpec,
+)
 
 NORMS = (
     "input_layernorm",
@@ -45,22 +55,28 @@ def _mixer(fields: ConfigFields, key: Key, *, k_is_v: bool) -> MixerSpec:
     )
 
 
-def _attention(mixer: MixerSpec, hidden: int) -> tuple[ModuleSpec, ...]:
+def _attention(mixer: MixerSpec, hidden: int, *, stored: bool = False) -> tuple[ModuleSpec, ...]:
+    """Return self_attn; `stored` keeps the unused key and value weights of the sharing layers.
+
+    Gemma 3n's checkpoints hold them and engines load them; transformers 5.19 leaves them out.
+    """
     query, keys = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
     modules: tuple[ModuleSpec, ...] = (
         linear("self_attn.q_proj", hidden, query, bias=mixer.bias),
         linear("self_attn.o_proj", query, hidden, bias=mixer.bias),
         norm("self_attn.q_norm", mixer.head_dim),
     )
-    if mixer.kv_shared:
+    if mixer.kv_shared and not stored:
         return modules
-    modules += (
+    own: tuple[ModuleSpec, ...] = (
         linear("self_attn.k_proj", hidden, keys, bias=mixer.bias),
         norm("self_attn.k_norm", mixer.head_dim),
     )
     if not mixer.k_is_v:
-        modules += (linear("self_attn.v_proj", hidden, keys, bias=mixer.bias),)
-    return modules
+        own += (linear("self_attn.v_proj", hidden, keys, bias=mixer.bias),)
+    if mixer.kv_shared:
+        own = tuple(replace(module, kind=ModuleKind.BUFFER) for module in own)
+    return (*modules, *own)
 
 
 def _dense(fields: ConfigFields, hidden: int, width: int) -> MlpPart:
@@ -129,7 +145,7 @@ def gemma3n(fields: ConfigFields) -> ModelSpec:
     def build_layer(key: Key) -> LayerSpec:
         mixer = _mixer(fields, key, k_is_v=False)
         part = _dense(fields, hidden, key[4])
-        modules = (*_attention(mixer, hidden), *part[1], *common)
+        modules = (*_attention(mixer, hidden, stored=True), *part[1], *common)
         return LayerSpec(count=1, mixer=mixer, mlp=part[0], modules=modules, num_norms=4)
 
     layers, order = group_layers(keys, build_layer)
