@@ -13,7 +13,7 @@ import psutil
 from planner.errors import VramwiseError
 from profiler.journal import ProcessJournal
 from profiler.launch import Launch, Sample
-from profiler.recording import PhaseRecord, Recording
+from profiler.recording import LiveTensor, PhaseRecord, Recording
 
 
 def recordings(launch: Launch) -> list[Recording]:
@@ -61,6 +61,7 @@ def _recording(launch: Launch, journal: ProcessJournal | None) -> Recording:
         peak_bytes=top.peak_bytes,
         peak_phase=top.name,
         peak_reserved_bytes=_largest(phase.reserved_bytes for phase in phases),
+        largest=tuple(LiveTensor(**tensor) for tensor in journal.follow.get("largest", ())),
         partial=not journal.ended,
         **common,
     )
@@ -152,7 +153,9 @@ def _notes(launch: Launch, journal: ProcessJournal | None) -> Iterator[str]:
         else:
             yield "no phases: the command did not import torch, or hooks were off (python -I and -E ignore them)"
         return
-    if not journal.device:
+    if journal.follow:
+        yield "every tensor storage was followed: sizes are exact, times are not"
+    elif not journal.device:
         yield "CPU run: allocated bytes are the C heap in use since torch was imported"
     if not journal.ended:
         yield "partial: the process did not end by itself, the last moments are missing"

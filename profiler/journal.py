@@ -44,8 +44,11 @@ class ProcessJournal:
 
     def phases(self) -> tuple[PhaseRecord, ...]:
         """Return the phases in the order of PHASES, each at its own peak."""
+        if self.follow:
+            found = {each["name"]: PhaseRecord(**each) for each in self.follow["phases"]}
+            return tuple(found[name] for name in (*PHASES, "other") if name in found)
         return tuple(
-            _phase_record(name, self.peaks[name])
+            phase_record(name, self.peaks[name])
             for name in (*PHASES, "other")
             if name in self.peaks
         )
@@ -100,7 +103,7 @@ def _take(journal: ProcessJournal, line: dict[str, Any]) -> None:
             journal.ended, journal.steps = True, line.get("step", journal.steps)
 
 
-def _phase_record(name: str, line: dict[str, Any]) -> PhaseRecord:
+def phase_record(name: str, line: dict[str, Any]) -> PhaseRecord:
     """Split a phase's peak: what has an owner by name, and the rest, which is activations."""
     peak = int(line["peak"])
     terms = {term: int(size) for term, size in line.get("terms", {}).items()}

@@ -62,7 +62,8 @@ def _arm():
     """Load the recorder by file path and let it wait for the modules that it hooks."""
     path = os.path.join(_HERE, "vramwise_child.py")
     spec = importlib.util.spec_from_file_location("vramwise_child", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     child = importlib.util.module_from_spec(spec)
     sys.modules["vramwise_child"] = child
     spec.loader.exec_module(child)

@@ -19,6 +19,7 @@ from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _MIN_GAP_S = 0.05
+_EVERY_STEP_UP_TO = 1000
 
 
 def _load(name):
@@ -26,7 +27,8 @@ def _load(name):
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, os.path.join(_HERE, name + ".py"))
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
@@ -59,8 +61,9 @@ class Journal:
 class Child:
     """Everything recorded in one process."""
 
-    def __init__(self, folder, rate_hz, snapshot):
-        self.folder, self.rate_hz, self.snapshot_when = folder, rate_hz, snapshot
+    def __init__(self, folder, *, rate_hz, snapshot, follow):
+        self.folder, self.rate_hz = folder, rate_hz
+        self.snapshot_when, self.follow = snapshot, follow
         self.torch: Any = None
         self.lock = threading.RLock()
         self.tracker = _load("vramwise_phases").PhaseTracker(self._on_change)
@@ -74,7 +77,7 @@ class Child:
         self.torch = torch
         try:
             self.tracker.install(torch)
-            self.meter = self.meters.CpuMeter(torch)
+            self._new_book(self.meters.CpuMeter(torch))
             self._hello()
             atexit.register(self._goodbye)
         except Exception as error:
@@ -88,9 +91,8 @@ class Child:
 
     def _start_fresh(self):
         self.journal = Journal(self.folder)
-        self.meter = None
-        self.peaks = {}
-        self.overhead = None
+        self.book = None
+        self.follower = None
         self.last_line_s = 0.0
         self.sampler = None
         self.greeted = False
@@ -103,7 +105,10 @@ class Child:
         self.lock = threading.RLock()
         self._start_fresh()
         if self.torch is not None:
-            self.meter = self.meters.CpuMeter(self.torch)
+            self._new_book(self.meters.CpuMeter(self.torch))
+
+    def _new_book(self, meter):
+        self.book = self.meters.PeakBook(meter, self.tracker)
 
     def _hello(self):
         torch, self.greeted = self.torch, True
@@ -124,8 +129,8 @@ class Child:
     def _pick_meter(self):
         """Move on to the CUDA meter once the program has touched a GPU."""
         cuda = self.torch.cuda
-        if self.meter.kind == "cpu" and cuda.is_available() and cuda.is_initialized():
-            self.meter = self.meters.CudaMeter(self.torch)
+        if self.book.meter.kind == "cpu" and cuda.is_available() and cuda.is_initialized():
+            self._new_book(self.meters.CudaMeter(self.torch))
             _load("vramwise_snapshots").prepare(self)
             device = cuda.get_device_properties(cuda.current_device())
             self.journal.write(e="device", name=device.name, total=device.total_memory)
@@ -143,29 +148,31 @@ class Child:
         if not self.greeted:
             self._hello()
         self._pick_meter()
-        peak, reserved = self.meter.take_peak()
-        before = self.peaks.get(old)
+        peak, entry = self.book.close(old)
+        if entry is not None:
+            self.journal.write(e="peak", phase=old, **entry)
+        self._follow(old, new)
         now_s = time.monotonic()
-        higher = peak is not None and (before is None or peak > before * 1.001)
-        if higher:
-            self.peaks[old] = peak
-            terms = self._terms()
-            self.journal.write(e="peak", phase=old, peak=peak, reserved=reserved, terms=terms)
         # a long run changes phase millions of times: the timeline needs only some of them
-        if higher or now_s - self.last_line_s >= _MIN_GAP_S or old not in self.peaks:
+        early_step = old == "step" and self.tracker.steps <= _EVERY_STEP_UP_TO
+        if entry is not None or early_step or now_s - self.last_line_s >= _MIN_GAP_S:
             self.last_line_s = now_s
             self.journal.write(e="phase", old=old, new=new, peak=peak, step=self.tracker.steps)
-        if old == "step" and self.meter.kind == "cuda" and self.snapshot_when == "peak":
+        if old == "step" and self.book.meter.kind == "cuda" and self.snapshot_when == "peak":
             _load("vramwise_snapshots").at_peak(self)
 
-    def _terms(self):
-        """Bytes with an owner now. A C heap also holds what is no tensor: libraries, tokenizers."""
-        terms = self.meters.static_terms(self.tracker.models(), self.tracker.optimizers())
-        if self.meter.kind == "cpu":
-            if self.overhead is None:  # the first forward is about to start: no activations yet
-                self.overhead = max(0, (self.meter.read()[0] or 0) - sum(terms.values()))
-            terms["overhead"] = self.overhead
-        return terms
+    def _follow(self, old, new):
+        """With --follow: hand the change to the storage follower, and write what it found."""
+        if not self.follow:
+            return
+        if self.follower is None:
+            sys.path.append(os.path.dirname(os.path.dirname(_HERE)))  # last: hides nothing
+            from profiler.follower import Follower
+
+            self.follower = Follower(self.tracker)
+            self.follower.start()
+        if self.follower.on_change(old, new) or not new:
+            self.journal.write(e="follow", **self.follower.to_dict())
 
     def _sample(self):
         """Write totals `rate_hz` times a second until the process ends."""
@@ -174,7 +181,7 @@ class Child:
             time.sleep(interval_s)
             try:
                 with self.lock:
-                    allocated, reserved = self.meter.read()
+                    allocated, reserved = self.book.meter.read()
                 journal.write(
                     e="s",
                     phase=self.tracker.phase,
@@ -202,8 +209,9 @@ def watched():
     """Modules to wait for, and what to do when the program has imported them."""
     child = Child(
         os.environ["VRAMWISE_JOURNAL"],
-        float(os.environ.get("VRAMWISE_RATE", "10")),
-        os.environ.get("VRAMWISE_SNAPSHOT", "oom"),
+        rate_hz=float(os.environ.get("VRAMWISE_RATE", "10")),
+        snapshot=os.environ.get("VRAMWISE_SNAPSHOT", "oom"),
+        follow=bool(os.environ.get("VRAMWISE_FOLLOW")),
     )
     generate = functools.partial
     return {

@@ -6,7 +6,7 @@ available is None, never 0.
 
 import ctypes
 import time
-from typing import Any, Set  # noqa: UP035 (Python 3.9)
+from typing import Any
 
 
 class CudaMeter:
@@ -103,11 +103,13 @@ class CpuMeter:
 
     glibc walks its free lists to answer, up to tens of milliseconds in a fragmented heap, so
     asking is held to 1% of the time: between two askings the last answer stands.
+    Only totals: which tensors they are is for the follower to say.
     """
 
     kind = "cpu"
 
-    def __init__(self, torch=None):
+    def __init__(self, torch=None, holding=0):
+        """`holding`: bytes of tensors that exist already and are to be counted."""
         try:
             self._mallinfo: Any = ctypes.CDLL(None).mallinfo2
             self._mallinfo.restype = _MallInfo
@@ -115,7 +117,7 @@ class CpuMeter:
             self._mallinfo = None
         self._next_s = 0.0
         self._now = self._base = self._peak = 0
-        self._base = self._ask() or 0
+        self._base = max(0, (self._ask() or 0) - holding)
         self._peak = self._now = 0
 
     def read(self):
@@ -148,11 +150,45 @@ class CpuMeter:
         return info.uordblks + info.hblkhd
 
 
-def meter_for(torch):
+def meter_for(torch, models=(), optimizers=()):
     """Return the meter of the device that this process works on right now."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return CudaMeter(torch)
-    return CpuMeter(torch)
+    return CpuMeter(torch, holding=sum(static_terms(models, optimizers).values()))
+
+
+class PeakBook:
+    """The largest peak of every phase, and who owned the bytes then."""
+
+    def __init__(self, meter, tracker):
+        self.meter = meter
+        self.peaks = {}  # phase -> {"peak", "reserved", "terms"}
+        self._tracker = tracker
+        self._overhead = None
+
+    def close(self, phase):
+        """End `phase`; return (its peak, its entry if that is the largest so far else None)."""
+        peak, reserved = self.meter.take_peak()
+        if peak is None:
+            return None, None
+        best = self.peaks.get(phase)
+        if best is not None and peak <= best["peak"] * 1.001:
+            return peak, None
+        terms = self._terms(peak)
+        # what has an owner is there for certain; a sampled CPU peak may have missed it
+        peak = max(peak, sum(terms.values()))
+        entry = {"peak": peak, "reserved": reserved, "terms": terms}
+        self.peaks[phase] = entry
+        return peak, entry
+
+    def _terms(self, peak):
+        """Bytes with an owner now. A C heap also holds what is no tensor: libraries, tokenizers."""
+        terms = static_terms(self._tracker.models(), self._tracker.optimizers())
+        if self.meter.kind == "cpu":
+            if self._overhead is None:  # the first pass has not started: no activations yet
+                self._overhead = max(0, peak - sum(terms.values()))
+            terms["overhead"] = self._overhead
+        return terms
 
 
 def tensor_bytes(tensors, seen):
@@ -176,7 +212,7 @@ def static_terms(models, optimizers):
     Quantised weights are counted by the storage they really have; their absmax tables hang off
     `quant_state` and count as weights too.
     """
-    seen: Set[int] = set()
+    seen: set[int] = set()
     named = [(n, p) for model in models for n, p in model.named_parameters()]
     buffers = [b for model in models for b in model.buffers()]
     adapters = [p for n, p in named if "lora_" in n or "modules_to_save" in n]

@@ -6,9 +6,10 @@ by file path, inside any program that `profile run` starts. `torch` is handed in
   rollout   inside generate()               (see `wrap_generate`)
   score     an outermost forward without gradients
   forward   an outermost forward with gradients
-  loss      after that forward, until backward starts
-  backward  inside torch.autograd.backward, recomputed forwards included
-  step      inside optimizer.step
+  loss      from the decoder's end: head and loss, forward and backward, where logits are alive.
+            Without a decoder to be found: from the end of the forward until backward starts
+  backward  the rest of torch.autograd.backward, recomputed forwards included
+  step      inside optimizer.step, and while gradients are clipped
   load      before the first of these
   other     between them: data, rewards, zero_grad, logging, saving
 """
@@ -36,6 +37,9 @@ class PhaseTracker:
         self._optimizers: Any = weakref.WeakSet()
         self._undo = []
         self._torch: Any = None
+        self._decoders: Any = weakref.WeakSet()
+        self._decoder_ids = set()
+        self._awaited = 0  # gradients of hidden states that backward has not reached yet
 
     def install(self, torch):
         """Register the global hooks; `remove` takes them away."""
@@ -50,7 +54,8 @@ class PhaseTracker:
             optimizer.register_optimizer_step_pre_hook(self._before_step).remove,
             optimizer.register_optimizer_step_post_hook(self._after_step).remove,
         ]
-        self._patch(torch.autograd, "backward", "backward", after=BETWEEN)
+        self._patch(torch.autograd, "backward", self._backward_begins)
+        self._patch(torch.nn.utils, "clip_grad_norm_", lambda: "step")
 
     def remove(self):
         """Take every hook and patch away."""
@@ -60,7 +65,14 @@ class PhaseTracker:
     def wrap_generate(self, owner, name="generate"):
         """Count everything inside `owner.name(...)` as rollout."""
         if name in vars(owner):
-            self._patch(owner, name, "rollout", after=BETWEEN)
+            self._patch(owner, name, lambda: "rollout")
+
+    def know(self, models, optimizers=()):
+        """Count these in before their first pass or step."""
+        for model in models:
+            self._add_root(model)
+        for optimizer in optimizers:
+            self._optimizers.add(optimizer)
 
     def models(self):
         """Outermost modules seen so far that hold parameters."""
@@ -90,16 +102,17 @@ class PhaseTracker:
         if not self._held and after:
             self.change(after)
 
-    def _patch(self, owner, name, phase, after):
+    def _patch(self, owner, name, phase):
+        """Hold `phase()` while `owner.name(...)` runs."""
         original = getattr(owner, name)
 
         @functools.wraps(original)
         def wrapper(*args, **kwargs):
-            self.hold(phase)
+            self.hold(phase())
             try:
                 return original(*args, **kwargs)
             finally:
-                self.let_go(after)
+                self.let_go(BETWEEN)
 
         setattr(owner, name, wrapper)
 
@@ -125,7 +138,11 @@ class PhaseTracker:
         local = self._local
         depth = getattr(local, "depth", 1) - 1
         local.depth = max(0, depth)
-        if depth <= 0 and not self._held:
+        if self._held:
+            return
+        if id(module) in self._decoder_ids and self.phase == "forward":
+            self._decoder_done(output)
+        if depth <= 0:
             if self.phase == "forward":
                 self.change("loss")
             elif self.phase == "score":
@@ -136,12 +153,36 @@ class PhaseTracker:
             # a loss module has no parameters: it is not a pass of a model
             if next(module.parameters(), None) is None:
                 return
-            self._roots.add(module)
+            self._add_root(module)
         torch = self._torch
         if torch.is_grad_enabled():
             self.change("forward")
         else:
             self.change("score")
+
+    def _add_root(self, module):
+        self._roots.add(module)
+        decoder = _decoder_of(module)
+        if decoder is not None:
+            self._decoders.add(decoder)
+            # ids are compared at every call of every module: cheaper than a set of weak references
+            self._decoder_ids = {id(each) for each in self._decoders}
+
+    def _decoder_done(self, output):
+        """The decoder has returned its hidden states: what follows is head and loss."""
+        hidden = output if self._torch.is_tensor(output) else output[0]
+        if self._torch.is_tensor(hidden) and hidden.requires_grad:
+            self._awaited += 1
+            hidden.register_hook(self._hidden_gradient)
+            self.change("loss")
+
+    def _backward_begins(self):
+        return "loss" if self._awaited else "backward"
+
+    def _hidden_gradient(self, gradient):
+        self._awaited = max(0, self._awaited - 1)
+        if self._held and self.phase == "loss" and not self._awaited:
+            self.change("backward")
 
     def _before_step(self, optimizer, args, kwargs):
         self._optimizers.add(optimizer)
@@ -151,3 +192,14 @@ class PhaseTracker:
         self.steps += 1
         # left at once: gradients are still there, so what the step held is told apart exactly
         self.let_go(BETWEEN)
+
+
+def _decoder_of(module):
+    """Return the decoder stack of a transformers model, under adapters and wrappers; or None."""
+    for unwrap in ("module", "get_base_model"):  # DistributedDataParallel, PEFT
+        inner = getattr(module, unwrap, None)
+        if inner is not None:
+            module = inner if unwrap == "module" else inner()
+    prefix = getattr(module, "base_model_prefix", "")
+    decoder = getattr(module, prefix, None) if prefix else None
+    return decoder if decoder is not module else None

@@ -30,7 +30,7 @@ def prepare(child):
 
 def at_peak(child):
     """Dump when the peak has grown by 2% since the last dump, at most MAX_DUMPS times."""
-    peak = max(child.peaks.values(), default=0)
+    peak = max((entry["peak"] for entry in child.book.peaks.values()), default=0)
     if child.dumps < MAX_DUMPS and peak > child.dumped_bytes * 1.02:
         child.dumps += 1
         child.dumped_bytes = peak

@@ -1,0 +1,188 @@
+"""What this machine's overheads really are, measured once and used by later plans."""
+
+import json
+import os
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from planner.errors import NoGpuError, UsageError, VramwiseError
+from planner.machine import Machine, find_gpu
+from profiler.nvml import GpuReading
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration:
+    """Measured on one GPU."""
+
+    gpu: str
+    """Device name as torch prints it."""
+    driver: str
+    torch: str
+    taken_at: str
+    torch_total_bytes: int
+    """What torch.cuda.mem_get_info says is there."""
+    context_bytes: int
+    """Taken by a torch process that has run a matrix product and holds no tensor."""
+    workspace_bytes: int
+    """What cuBLAS keeps in torch's pool after that product."""
+    segment_bytes: int
+    """Reserved for one 1-byte tensor: the allocator's small segment."""
+    bandwidth_bytes_per_s: int
+    """Read and write of a device copy together."""
+    host_to_device_bytes_per_s: int
+    """From pinned memory."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {"schema_version": SCHEMA_VERSION, **fields}
+
+
+def default_path() -> Path:
+    """Return where calibrations of this user live."""
+    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(base) / "vramwise" / "calibration.json"
+
+
+def load(path: Path | None = None) -> list[Calibration]:
+    """Read saved calibrations; none yet is an empty list."""
+    file = path or default_path()
+    try:
+        rows = json.loads(file.read_text(encoding="utf-8"))["gpus"]
+        return [Calibration(**row) for row in rows]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UsageError(
+            f"calibration: {file} cannot be read: {type(error).__name__}",
+            hint="delete it and run `vramwise profile calibrate` again",
+        ) from None
+
+
+def save(found: Calibration, path: Path | None = None) -> Path:
+    """Add `found`, replacing an older one of the same GPU; return the file."""
+    file = path or default_path()
+    others = [each for each in load(file) if each.gpu != found.gpu]
+    rows = [
+        {name: getattr(each, name) for name in each.__dataclass_fields__}
+        for each in [*others, found]
+    ]
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_name(file.name + ".part")
+        temporary.write_text(json.dumps({"schema_version": SCHEMA_VERSION, "gpus": rows}), "utf-8")
+        temporary.replace(file)
+    except OSError as error:
+        raise VramwiseError(f"cannot write {file}: {error.strerror}") from None
+    return file
+
+
+def apply(machine: Machine, path: Path | None = None) -> Machine:
+    """Return `machine` with measured overheads if its GPU was calibrated here, and say so in it."""
+    if machine.gpu is None:
+        return machine
+    for found in load(path):
+        if found.gpu in (machine.gpu.name, machine.gpu.id):
+            return replace(
+                machine,
+                context_bytes=found.context_bytes,
+                calibration=f"measured here on {found.taken_at} with torch {found.torch}",
+            )
+    return machine
+
+
+def this_machine(*, num_gpus: int = 1, path: Path | None = None) -> Machine | None:
+    """Return the Machine this process runs on, calibrated if it was; None without a GPU."""
+    import psutil
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    device = torch.cuda.get_device_properties(0)
+    try:
+        spec = find_gpu(device.name)
+    except UsageError:
+        spec = None
+    machine = Machine(
+        vram_bytes=int(torch.cuda.mem_get_info(0)[1]),
+        num_gpus=num_gpus,
+        host_ram_bytes=psutil.virtual_memory().total,
+        gpu=spec,
+    )
+    if spec is not None and spec.context_bytes is not None:
+        machine = replace(machine, context_bytes=spec.context_bytes)
+    return apply(machine, path)
+
+
+def calibrate() -> Calibration:
+    """Measure this machine's first GPU, in under a minute; raises NoGpuError without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise NoGpuError(
+            "calibrate: no GPU that torch can use",
+            hint="run it where training runs; `vramwise profile watch` shows what the driver sees",
+        )
+    from profiler.nvml import open_gpus
+
+    with open_gpus() as gpus:
+        return measure(torch, gpus.read, gpus.versions().get("driver", "unknown"))
+
+
+def measure(torch: Any, read_gpus: Any, driver: str) -> Calibration:
+    """Measure with the given torch and driver reader; CUDA must not be in use yet."""
+    device = torch.cuda.get_device_properties(0)
+    before = used_now(read_gpus())
+    tiny = torch.empty(1, dtype=torch.uint8, device="cuda")
+    segment = int(torch.cuda.memory_reserved())
+    square = torch.ones(1024, 1024, dtype=torch.bfloat16, device="cuda")
+    square @ square
+    torch.cuda.synchronize()
+    held = tiny.nbytes and square.nbytes
+    del tiny, square
+    workspace = int(torch.cuda.memory_allocated())
+    torch.cuda.empty_cache()
+    context = used_now(read_gpus()) - before - int(torch.cuda.memory_reserved())
+    if context <= 0 or not held:
+        raise VramwiseError(
+            "calibrate: the driver's memory count did not move when a CUDA context was made",
+            hint="another process may have freed memory at that moment; try again on an idle GPU",
+        )
+    return Calibration(
+        gpu=str(device.name),
+        driver=driver,
+        torch=str(torch.__version__),
+        taken_at=time.strftime("%Y-%m-%d"),
+        torch_total_bytes=int(torch.cuda.mem_get_info(0)[1]),
+        context_bytes=context,
+        workspace_bytes=workspace,
+        segment_bytes=segment,
+        bandwidth_bytes_per_s=_copy_rate(torch, "cuda", moved=2),
+        host_to_device_bytes_per_s=_copy_rate(torch, "cpu", moved=1),
+    )
+
+
+def used_now(readings: list[GpuReading]) -> int:
+    """Return the first GPU's used bytes; raises VramwiseError where the driver does not tell."""
+    if not readings or readings[0].used_bytes is None:
+        raise VramwiseError("calibrate: the driver does not tell how much memory is used")
+    return readings[0].used_bytes
+
+
+def _copy_rate(torch: Any, source: str, *, moved: int) -> int:
+    """Return the best of five copies of up to 1 GiB in bytes/s; `moved` = bytes touched per byte."""
+    size = min(1 << 30, int(torch.cuda.mem_get_info(0)[0]) // 4)
+    origin = torch.empty(size, dtype=torch.uint8, device=source, pin_memory=source == "cpu")
+    target = torch.empty(size, dtype=torch.uint8, device="cuda")
+    best = 0.0
+    for _ in range(5):
+        torch.cuda.synchronize()
+        started_s = time.perf_counter()
+        target.copy_(origin, non_blocking=True)
+        torch.cuda.synchronize()
+        best = max(best, moved * size / (time.perf_counter() - started_s))
+    return int(best)

@@ -1,0 +1,76 @@
+"""Why plan and recording differ: the largest cell, its formula, and what was really alive."""
+
+from dataclasses import replace
+
+from planner.phases import Phase
+from planner.plan import Plan
+from planner.units import format_bytes
+from profiler.compare import Cell, Comparison
+from profiler.recording import Recording
+
+NO_DIFFERENCE = 0.01
+"""Below 1% of the measured peak a difference is not worth words."""
+
+
+def as_measured(plan: Plan, recording: Recording) -> Plan:
+    """Return `plan` without what the recording's device does not have.
+
+    A CPU run has no cuBLAS workspace and no CUDA context, so the overhead term would only show
+    up as an error of the plan.
+    """
+    if recording.environment.get("gpu") or recording.source == "trace":
+        return plan
+    phases = tuple(_without_overhead(phase) for phase in plan.phases)
+    peak = max(phases, key=lambda phase: phase.total_bytes)
+    return replace(plan, phases=phases, peak_phase=peak.name, peak_bytes=peak.total_bytes)
+
+
+def _without_overhead(phase: Phase) -> Phase:
+    terms = tuple(term for term in phase.terms if term.name != "overhead")
+    return replace(phase, terms=terms, total_bytes=sum(term.bytes for term in terms))
+
+
+def largest_difference(comparison: Comparison) -> Cell | None:
+    """Return the term of the measured peak phase that the plan misses by most bytes."""
+    phase = comparison.measured_phase or comparison.planned_phase
+    cells = [c for c in comparison.cells if c.phase == phase and c.difference_bytes]
+    return max(cells, key=lambda c: abs(c.difference_bytes or 0), default=None)
+
+
+def explain(comparison: Comparison, plan: Plan, recording: Recording) -> list[str]:
+    """Return lines that say what the largest difference is and what stands behind both sides."""
+    cell = largest_difference(comparison)
+    measured = comparison.peak.measured_bytes or 0
+    if cell is None or abs(cell.difference_bytes or 0) < NO_DIFFERENCE * max(measured, 1):
+        return ["no term of the peak phase is off by more than 1% of the peak"]
+    assert cell.difference_bytes is not None
+    side = "more" if cell.difference_bytes > 0 else "less"
+    lines = [
+        f"largest difference: {cell.term} in {cell.phase}: planned "
+        f"{format_bytes(abs(cell.difference_bytes))} {side} than measured"
+    ]
+    planned = [
+        term
+        for phase in plan.phases
+        if phase.name == cell.phase
+        for term in phase.terms
+        if term.name == cell.term
+    ]
+    lines += [f"  planned: {format_bytes(term.bytes)} = {term.formula}" for term in planned]
+    if not planned:
+        lines.append("  planned: nothing of this term in this phase")
+    alive = [tensor for tensor in recording.largest if tensor.term == cell.term][:3]
+    for tensor in alive:
+        shape = " x ".join(map(str, tensor.shape))
+        where = tensor.module or tensor.op
+        lines.append(f"  measured: {format_bytes(tensor.bytes)}, {shape} {tensor.dtype}, {where}")
+    if not alive and not recording.largest:
+        lines.append(
+            "  measured: as a total only; `record(follow=True)` or a snapshot tells the tensors"
+        )
+    if comparison.planned_phase != comparison.measured_phase and comparison.measured_phase:
+        lines.append(
+            f"  the plan has its peak in {comparison.planned_phase}, the run in "
+            f"{comparison.measured_phase}: compare their totals first"
+        )
+    return lines

@@ -1,0 +1,158 @@
+"""Follows every real tensor storage of a running loop, step by step, in bounded memory.
+
+`StorageTracker` lists events; a live run would list them without end. So at every optimizer step
+the events are folded into the phases' peaks, and what is alive goes on to the next step. Needs
+torch and the standard library only: `profile run --follow` loads it into any program.
+"""
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from profiler.attribute import Summary, assign_terms, summarise, to_events
+from profiler.recording import Event, LiveTensor, PhaseRecord
+from profiler.startup.vramwise_phases import PhaseTracker
+from profiler.storages import DEVICE, Block, BlockEvent, StorageTracker
+
+MAX_EVENTS = 200_000
+"""Fold earlier than at the step when so many have come (about 60 MB of them)."""
+STANDING = "standing"
+"""Pseudo-phase of what was alive when a fold began: no phase's peak."""
+
+
+class LiveStorages(StorageTracker):
+    """A StorageTracker that counts tensors of other device types as host memory."""
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self.device_type = device_type
+
+    def _add(self, tensor: torch.Tensor, op: str) -> Block | None:
+        if tensor.device.type == self.device_type:
+            return super()._add(tensor, op)
+        with self.on_host():
+            return super()._add(tensor, op)
+
+
+class Follower:
+    """Phases x terms of a live run from its tensors' storages."""
+
+    def __init__(self, phases: PhaseTracker, *, device_type: str | None = None) -> None:
+        self.storages = LiveStorages(device_type or _device_type())
+        self.phases: dict[str, PhaseRecord] = {}
+        self.largest: tuple[LiveTensor, ...] = ()
+        self.events: tuple[Event, ...] = ()
+        self.peak_bytes = 0
+        self.host_peak_bytes = 0
+        self.vocab = 0
+        self._tracker = phases
+        self._adopted: set[int] = set()
+        self._standing: list[Block] = []
+        self._stack = ExitStack()
+
+    def start(self) -> None:
+        """Begin to follow."""
+        self.storages.phase = self._tracker.phase
+        self._stack.enter_context(self.storages)
+
+    def stop(self) -> None:
+        """Fold what is left and stop following."""
+        self.fold()
+        self._stack.close()
+
+    def adopt(self, model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Give parameters, gradients and optimizer state of a model their terms."""
+        if id(model) in self._adopted:
+            return
+        self._adopted.add(id(model))
+        config = getattr(model, "config", None)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        self.vocab = self.vocab or int(getattr(text, "vocab_size", 0) or 0)
+        with self.storages.in_phase("load"):
+            for name, parameter in model.named_parameters():
+                self._own(parameter, _term_of(name), name)
+                self._own(parameter.grad, "gradients", name)
+                if parameter.requires_grad:
+                    self._tag_gradient(parameter, name)
+            for name, buffer in model.named_buffers():
+                self._own(buffer, "weights", name)
+            for optimizer in optimizers:
+                for state in optimizer.state.values():
+                    for tensor in state.values():
+                        self._own(tensor, "optimizer", "")
+        self._stack.enter_context(self.storages.module_names(model))
+
+    def adopt_known(self) -> None:
+        """Adopt every model that the phase tracker has seen."""
+        for model in self._tracker.models():
+            self.adopt(model, self._tracker.optimizers())
+
+    def on_change(self, old: str, new: str) -> bool:
+        """Follow the loop into phase `new`; True when a step was folded."""
+        self.storages.phase = new or old
+        self.adopt_known()
+        if old == "step" or not new or len(self.storages.events) > MAX_EVENTS:
+            self.fold()
+            return True
+        return False
+
+    def fold(self) -> None:
+        """Take the events so far into the phases' peaks and forget them."""
+        events, self.storages.events = self.storages.events, []
+        before = [
+            BlockEvent(True, block, STANDING, block.op, block.module) for block in self._standing
+        ]
+        self._standing = self.storages.live_blocks()
+        if not events:
+            return
+        whole = before + events
+        assign_terms(whole, vocab=self.vocab)
+        self._take(summarise(whole), whole)
+
+    def _take(self, summary: Summary, events: list[BlockEvent]) -> None:
+        self.host_peak_bytes = max(self.host_peak_bytes, summary.host_peak_bytes)
+        for phase in summary.phases:
+            known = self.phases.get(phase.name)
+            if phase.name != STANDING and (known is None or phase.peak_bytes > known.peak_bytes):
+                self.phases[phase.name] = phase
+        if summary.peak_phase != STANDING and summary.peak_bytes > self.peak_bytes:
+            self.peak_bytes = summary.peak_bytes
+            self.largest = summary.largest
+            self.events = to_events(events)
+
+    def live_bytes(self) -> int:
+        """Return the bytes of all storages alive on the device now."""
+        return sum(b.bytes for b in self.storages.live_blocks() if b.place == DEVICE)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return phases and the largest tensors, JSON-ready."""
+        return {
+            "phases": [asdict(phase) for phase in self.phases.values()],
+            "largest": [asdict(tensor) for tensor in self.largest],
+        }
+
+    def _own(self, tensor: Any, term: str, name: str) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            return
+        block = self.storages.block_of(tensor)
+        if block is None or not block.term:
+            self.storages.adopt(tensor, term=term, module=name.rpartition(".")[0])
+
+    def _tag_gradient(self, parameter: torch.nn.Parameter, name: str) -> None:
+        def tag(updated: torch.Tensor) -> None:
+            if updated.grad is not None:
+                self.storages.adopt(updated.grad, term="gradients", module=name.rpartition(".")[0])
+
+        handle: Any = parameter.register_post_accumulate_grad_hook(tag)  # type: ignore[no-untyped-call]
+        self._stack.callback(handle.remove)
+
+
+def _term_of(name: str) -> str:
+    return "adapters" if "lora_" in name or "modules_to_save" in name else "weights"
+
+
+def _device_type() -> str:
+    return "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
