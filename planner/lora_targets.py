@@ -1,0 +1,317 @@
+"""Which modules PEFT adapts for given targets, and how many parameters each adapter has.
+
+Follows PEFT 0.20/0.21 on transformers 5: `all-linear` is every nn.Linear and Conv1D but the
+head, towers included. In the mixtures of experts listed below PEFT translates the old per-expert
+names (and so `all-linear`) into adapters on the fused expert tensors and the router.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from planner.errors import UnsupportedError, UsageError
+from planner.model import LayerSpec, MixerKind, ModelSpec, ModuleKind, ModuleSpec
+
+LINEARS = (ModuleKind.LINEAR, ModuleKind.CONV1D)
+_MIXER_ROOTS = {
+    "self_attn",
+    "attn",
+    "attention",
+    "self_attention",
+    "cross_attn",
+    "linear_attn",
+    "mamba",
+    "indexer",
+}
+_MLP_ROOTS = {"mlp", "feed_forward", "block_sparse_moe", "shared_mlp", "fc1", "fc2"}
+_BY_PROJECTION = {"gate_proj": "gate_up", "up_proj": "gate_up", "down_proj": "down"}
+_BY_NUMBER = {"w1": "gate_up", "w3": "gate_up", "w2": "down"}
+_QWEN_LIKE = (
+    "qwen3_moe qwen3_next deepseek_v2 deepseek_v3 deepseek_v32 olmoe glm4_moe glm4_moe_lite "
+    "glm_moe_dsa"
+).split()
+EXPERT_NAMES: dict[str, dict[str, str]] = {
+    **dict.fromkeys(_QWEN_LIKE, {"gate": "router", **_BY_PROJECTION}),
+    **dict.fromkeys(("mixtral", "minimax_m2"), {"gate": "router", **_BY_NUMBER}),
+}
+"""model_type -> old name -> the fused tensor PEFT adapts for it."""
+_NO_MAMBA_OUT = {"falcon_h1", "mamba", "mamba2", "nemotron_h"}
+"""PEFT refuses out_proj of these: their fused kernels would bypass the adapter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptedModule:
+    """One kind of adapted module."""
+
+    name: str
+    layer: int | None
+    """Index into ModelSpec.layers; None outside the decoder layers."""
+    count: int
+    """How many of them the whole model has."""
+    in_features: int
+    out_features: int
+    rank: int
+    """Columns of A times experts: PEFT doubles it where gate and up share one tensor."""
+    tensors: tuple[int, ...]
+    """Elements of A, B and, with DoRA, the magnitude, of one module."""
+
+    @property
+    def parameters(self) -> int:
+        """Adapter parameters of all `count` modules."""
+        return self.count * sum(self.tensors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraCounts:
+    """What LoRA adds to a model."""
+
+    adapted: tuple[AdaptedModule, ...]
+    saved: tuple[tuple[str, int], ...] = ()
+    """modules_to_save: name and parameters of each trained copy."""
+
+    @property
+    def parameters(self) -> int:
+        """Adapter parameters."""
+        return sum(module.parameters for module in self.adapted)
+
+    @property
+    def saved_parameters(self) -> int:
+        """Parameters of modules_to_save."""
+        return sum(amount for _, amount in self.saved)
+
+    @property
+    def trainable(self) -> int:
+        """Everything that gets a gradient."""
+        return self.parameters + self.saved_parameters
+
+
+def lora_counts(
+    model: ModelSpec,
+    targets: str | Iterable[str] = "all-linear",
+    *,
+    rank: int,
+    dora: bool = False,
+    modules_to_save: Iterable[str] = (),
+    target_parameters: Iterable[str] = (),
+) -> LoraCounts:
+    """Return every adapted module of `model` for PEFT's `targets` and its parameter counts.
+
+    `targets` is "all-linear", "attention", "mlp", or module names (a sequence, or one string
+    separated by commas). Raises UsageError where a name matches nothing that can be adapted.
+    """
+    saved = tuple(modules_to_save)
+    names = _names(model, targets)
+    modules, fused = _split(model, names)
+    fused |= {_parameter(name) for name in target_parameters}
+    adapted: list[AdaptedModule] = []
+    matched: set[str] = set()
+    for layer, number, module in _walk(model):
+        hits = [name for name in modules if _is_named(module, name)]
+        if hits and not any(_is_named(module, name) for name in saved):
+            adapted.append(_adapt(module, layer, number, rank, dora))
+            matched.update(hits)
+        for part in sorted(_expert_parts(module) & fused):
+            width = 2 if part == "gate_up" and part not in target_parameters else 1
+            adapted.append(_adapt_expert(model, module, part, layer, number, rank * width, dora))
+    if not adapted:
+        raise UsageError(
+            f"lora.targets: {_show(targets)} matches no layer of {model.name or model.model_type}",
+            hint=f"all-linear, attention, mlp, or names such as {', '.join(linear_names(model)[:8])}",
+        )
+    if missing := sorted(modules - matched):
+        raise UsageError(
+            f"lora.targets: {model.name or model.model_type} has no module {missing[0]!r}",
+            hint=f"its linear layers are {', '.join(linear_names(model))}",
+        )
+    return LoraCounts(adapted=tuple(adapted), saved=_saved(model, saved))
+
+
+def linear_names(model: ModelSpec) -> list[str]:
+    """Return the leaf names of the decoder layers' linears, sorted."""
+    return sorted(
+        {m.leaf for layer in model.layers for m in layer.modules if m.kind in LINEARS}
+    )
+
+
+def is_attention(module: ModuleSpec, layer: LayerSpec) -> bool:
+    """Say whether a module belongs to the layer's token mixer."""
+    root = module.name.split(".", 1)[0]
+    return root in _MIXER_ROOTS or (root == "mixer" and layer.mixer.kind is not MixerKind.NONE)
+
+
+def is_mlp(module: ModuleSpec, layer: LayerSpec) -> bool:
+    """Say whether a module belongs to the layer's channel mixer."""
+    root = module.name.split(".", 1)[0]
+    return root in _MLP_ROOTS or (root == "mixer" and layer.mixer.kind is MixerKind.NONE)
+
+
+def _walk(model: ModelSpec) -> Iterator[tuple[int | None, int, ModuleSpec]]:
+    """Yield layer index, how many layers of it there are, and the module."""
+    for index, layer in enumerate(model.layers):
+        for module in layer.modules:
+            yield index, layer.count, module
+    outside = (*model.embeddings, *model.final, *model.towers)
+    for module in (*outside, *((model.head,) if model.head else ())):
+        yield None, 1, module
+
+
+def _names(model: ModelSpec, targets: str | Iterable[str]) -> set[str]:
+    """Return the names that the targets mean; in full where a leaf alone would catch too much."""
+    if not isinstance(targets, str):
+        return set(targets)
+    if targets not in ("all-linear", "attention", "mlp"):
+        return {name.strip() for name in targets.split(",") if name.strip()}
+    if targets == "all-linear":
+        found = {
+            module.name
+            for _, _, module in _walk(model)
+            if module.kind in LINEARS and module is not model.head
+        }
+        translated = EXPERT_NAMES.get(model.model_type)
+        if translated:
+            # PEFT falls back to leaf names here, and adds the experts' and the router's
+            return {name.rsplit(".", 1)[-1] for name in found} | set(translated)
+        return found
+    chosen = is_attention if targets == "attention" else is_mlp
+    return {
+        module.name
+        for layer in model.layers
+        for module in layer.modules
+        if module.kind in LINEARS and chosen(module, layer)
+    }
+
+
+def _split(model: ModelSpec, names: set[str]) -> tuple[set[str], set[str]]:
+    """Return the module names, and the fused expert tensors that PEFT makes of the others."""
+    translated = EXPERT_NAMES.get(model.model_type, {})
+    modules: set[str] = set()
+    parts: dict[str, set[str]] = {}
+    for name in names:
+        leaf = name.rsplit(".", 1)[-1]
+        if leaf in translated:
+            parts.setdefault(translated[leaf], set()).add(leaf)
+        else:
+            modules.add(name)
+    wanted = {old for old, part in translated.items() if part == "gate_up"}
+    present = parts.get("gate_up", set())
+    if present and present != wanted:
+        missing = ", ".join(sorted(wanted - present))
+        raise UsageError(
+            f"lora.targets: {', '.join(sorted(present))} without {missing}: they are fused into "
+            "one tensor here",
+            hint=f"add {missing}, or leave both out",
+        )
+    return modules, set(parts)
+
+
+def _parameter(name: str) -> str:
+    leaf = name.removesuffix(".weight").rsplit(".", 1)[-1]
+    parts = {"gate_up_proj": "gate_up", "down_proj": "down", "up_proj": "up", "gate": "router"}
+    if leaf not in parts:
+        raise UsageError(
+            f"lora.target_parameters: {name!r} is not a fused tensor",
+            hint="mlp.experts.gate_up_proj or mlp.experts.down_proj",
+        )
+    return parts[leaf]
+
+
+def _expert_parts(module: ModuleSpec) -> set[str]:
+    if module.kind is ModuleKind.EXPERTS:
+        return {"gate_up", "down", "up"}
+    is_router = module.kind is ModuleKind.PARAMETER and module.name == "mlp.gate"
+    return {"router"} if is_router else set()
+
+
+def _is_named(module: ModuleSpec, name: str) -> bool:
+    return module.name == name or module.name.endswith(f".{name}")
+
+
+def _adapt(
+    module: ModuleSpec, layer: int | None, number: int, rank: int, dora: bool
+) -> AdaptedModule:
+    if module.kind is ModuleKind.EMBEDDING:
+        in_features, out_features = module.shapes[0]
+    elif module.kind in LINEARS:
+        in_features, out_features = module.in_features, module.out_features
+    else:
+        raise UnsupportedError(
+            f"lora.targets: {module.name} is a {module.kind.value}, which is not planned as a target",
+            hint="target linear layers or embeddings",
+        )
+    return _make(
+        module.name, layer, number * module.count, (in_features, out_features), rank, 1, dora
+    )
+
+
+def _adapt_expert(
+    model: ModelSpec,
+    module: ModuleSpec,
+    part: str,
+    layer: int | None,
+    number: int,
+    rank: int,
+    dora: bool,
+) -> AdaptedModule:
+    if dora:
+        raise UnsupportedError(
+            "lora.dora: PEFT has no DoRA for fused experts",
+            hint="name the attention projections as targets",
+        )
+    if part == "router":
+        rows, columns = module.shapes[0]
+        return _make(
+            module.name, layer, number * module.count, (columns, rows), rank, 1, False
+        )
+    shapes = [shape for shape in module.shapes if len(shape) == 3]
+    experts, first, second = shapes[1 if part == "down" else 0]
+    sides = (first, second) if _is_transposed(model) else (second, first)
+    leaf = {"gate_up": "gate_up_proj", "down": "down_proj", "up": "up_proj"}[part]
+    return _make(
+        f"{module.name}.{leaf}", layer, number * module.count, sides, rank, experts, False
+    )
+
+
+def _is_transposed(model: ModelSpec) -> bool:
+    return model.model_type in ("gpt_oss", "llama4", "llama4_text")
+
+
+def _make(
+    name: str,
+    layer: int | None,
+    count: int,
+    sides: tuple[int, int],
+    rank: int,
+    experts: int,
+    dora: bool,
+) -> AdaptedModule:
+    width = rank * experts
+    tensors = (width * sides[0], width * sides[1], *((sides[1],) if dora else ()))
+    return AdaptedModule(
+        name=name if layer is None else f"layers.*.{name}",
+        layer=layer,
+        count=count,
+        in_features=sides[0],
+        out_features=sides[1],
+        rank=width,
+        tensors=tensors,
+    )
+
+
+def _saved(model: ModelSpec, names: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
+    saved = []
+    for name in names:
+        amount = sum(
+            number * module.parameters
+            for _, number, module in _walk(model)
+            if _is_named(module, name)
+        )
+        if not amount:
+            raise UsageError(
+                f"lora.modules_to_save: {model.name or model.model_type} has no module {name!r}",
+                hint="for example embed_tokens, lm_head",
+            )
+        saved.append((name, amount))
+    return tuple(saved)
+
+
+def _show(targets: str | Iterable[str]) -> str:
+    return targets if isinstance(targets, str) else ", ".join(sorted(targets))
