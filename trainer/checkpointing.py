@@ -16,6 +16,8 @@ from planner.errors import UnsupportedError, UsageError
 from planner.recipe import Checkpointing
 from trainer.host_store import HostStore, Ticket
 
+LAYER_LISTS = ("layers", "h", "blocks")
+
 
 class CheckpointedLayers:
     """Decoder layers whose forward is checkpointed; `remove()` undoes it."""
@@ -108,19 +110,20 @@ def checkpoint_layers(
 
 
 def decoder_layers(model: nn.Module) -> Sequence[nn.Module]:
-    """Return a transformers model's decoder layers: the longest ModuleList of equal depth.
+    """Return a transformers model's decoder layers, through PEFT's wrapper too.
 
-    Works through PEFT's wrappers. Raises UnsupportedError if there is none.
+    The longest list named layers, h or blocks inside its decoder: vision towers stay outside.
+    Raises UnsupportedError if there is none.
     """
-    lists: list[nn.ModuleList] = [
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-        and name.rsplit(".", 1)[-1] in ("layers", "h", "blocks")
+    decoder: nn.Module = getattr(model, "get_decoder", lambda: model)()
+    lists: list[Sequence[nn.Module]] = [
+        tuple(module)
+        for name, module in decoder.named_modules()
+        if isinstance(module, nn.ModuleList) and name.rsplit(".", 1)[-1] in LAYER_LISTS
     ]
     if not lists:
         raise UnsupportedError(
-            f"{type(model).__name__}: no list of decoder layers (layers, h, blocks) found",
+            f"{type(model).__name__}: no list of decoder layers ({', '.join(LAYER_LISTS)}) found",
             hint="set recipe.checkpointing: none",
         )
-    return tuple(max(lists, key=lambda layers: len(layers)))
+    return max(lists, key=lambda layers: len(layers))
