@@ -46,7 +46,8 @@ def rounded(num_bytes: int) -> int:
 def assign_terms(events: Sequence[BlockEvent], *, vocab: int) -> None:
     """Give every block without a known role its term.
 
-    Logits: the last dimension is the vocabulary, or a chunked head's tile, in phase loss.
+    Logits: what phase loss allocates (logits, tiles of them, a chunked head's buffers), and any
+    tensor whose last dimension is the vocabulary.
     Optimizer: whatever the step allocates. Everything else is an activation.
     """
     for event in events:
@@ -57,7 +58,9 @@ def assign_terms(events: Sequence[BlockEvent], *, vocab: int) -> None:
             block.term = "optimizer"
         elif block.phase == "rollout":
             block.term = "kv_cache" if block.op.startswith("aten.cat") else "activations"
-        elif block.shape and block.shape[-1] == vocab and block.phase != "load":
+        elif block.phase == "loss" or (
+            block.phase != "load" and block.shape and block.shape[-1] == vocab
+        ):
             block.term = "logits"
         else:
             block.term = "activations"

@@ -118,6 +118,11 @@ def attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Stand in for F.scaled_dot_product_attention with the backend CUDA would pick."""
+    if torch.is_autocast_enabled("cpu"):
+        target = torch.get_autocast_dtype("cpu")
+        query, key, value = (part.to(target) for part in (query, key, value))
+        if attn_mask is not None and attn_mask.dtype.is_floating_point:
+            attn_mask = attn_mask.to(target)
     grouped = query.shape[1] != key.shape[1]
     square = query.shape[-1] == value.shape[-1]
     if (

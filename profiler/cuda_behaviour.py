@@ -11,12 +11,15 @@ would follow the CPU; `CudaBehaviour` (a torch function mode) turns each to CUDA
   AT_FORALL_FP32_SET_OPT_DTYPE) is applied here.
 * `F.rms_norm`: CUDA has one fused kernel that saves the input and 1/rms.
 * optimizers: foreach is CUDA's default, not the CPU's; subjects pass `foreach=True` or `fused=True`.
+* values: fake tensors have none. Traced batches are full and unpacked, so a mask check that asks
+  `all(...)` is answered yes; any other branch on a value ends the trace with a message.
 * placement: `.cpu()`, `.to("cpu")` and pinned memory copy to the host, where they do not count as
   device memory; `.to("cuda")` or `.to(device)` brings a fresh device copy.
 
 `workspaces()` states what kernels take inside themselves.
 """
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -74,6 +77,9 @@ class CudaBehaviour(TorchFunctionMode):
             torch.Tensor.cuda: self._to_device,
             torch.Tensor.pin_memory: self._to_host,
             torch.Tensor.to: self._to,
+            torch.Tensor.all: _all,
+            torch.all: _all,
+            torch.Tensor.__bool__: _truth,
         }
 
     def __enter__(self) -> Any:
@@ -83,6 +89,7 @@ class CudaBehaviour(TorchFunctionMode):
             (torch, "is_autocast_enabled", lambda *_: asked("cpu")),
             (torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype("cpu")),
             (torch.autograd, "_engine_run_backward", partial(self._engine, run)),
+            *_masking(),
         ):
             self._saved.append((owner, name, getattr(owner, name)))
             setattr(owner, name, value)
@@ -172,6 +179,23 @@ def _rms_norm(
     eps: float | None = None,
 ) -> torch.Tensor:
     return torch.ops.aten._fused_rms_norm(input, list(normalized_shape), weight, eps)[0]
+
+
+def _masking() -> tuple[tuple[Any, str, Any], ...]:
+    """Let transformers decide about masks as in a real run: it takes fake tensors for an export."""
+    module = sys.modules.get("transformers.masking_utils")
+    return ((module, "is_tracing", lambda *_: False),) if module is not None else ()
+
+
+def _all(*args: Any, **kwargs: Any) -> torch.Tensor:
+    result = torch.Tensor.all(*args, **kwargs)
+    result._answers_yes = True  # type: ignore[attr-defined]
+    return result
+
+
+def _truth(tensor: torch.Tensor) -> bool:
+    """Traced batches have no padding and one sequence a row: "all(...)" of a mask is true."""
+    return True if getattr(tensor, "_answers_yes", False) else torch.Tensor.__bool__(tensor)
 
 
 CUBLAS_WORKSPACE_BYTES = {8: 8_519_680, 9: 33_554_432}

@@ -53,6 +53,33 @@ class BlockEvent:
     module: str
 
 
+_aten = torch.ops.aten
+_IN_PLACE: dict[str, Any] = {
+    "aten.add.Tensor": _aten.add_.Tensor,
+    "aten.scatter_add.default": _aten.scatter_add_.default,
+    "aten.scatter.src": _aten.scatter_.src,
+    "aten.scatter.value": _aten.scatter_.value,
+    "aten.index_put.default": _aten.index_put_.default,
+    "aten.index_add.default": _aten.index_add_.default,
+    "aten.masked_fill.Scalar": _aten.masked_fill_.Scalar,
+}
+_LONE_TENSOR, _LONE_STORAGE = 3, 2
+"""References to a tensor that only autograd's C++ holds: its variable, the call's stack, the Python
+wrapper; to its storage: the tensor and the Python storage. A second holder adds one."""
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """Whether the strides cover the storage without gaps or overlap."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda p: p[1]):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 Workspace = Callable[[tuple[Any, ...], dict[str, Any], Any], Sequence[int]]
 """(args, kwargs, result) -> bytes of each temporary the CUDA kernel allocates and frees."""
 
@@ -102,7 +129,8 @@ class StorageTracker(TorchDispatchMode):
         self.last_op = name
         if not self.ops & 255:
             self._check_time()
-        result = func(*args, **kwargs)
+        in_place = self._reused(name, args)
+        result = (in_place or func)(*args, **kwargs)
         self._see(result, name)
         workspace = self._workspaces.get(name)
         if workspace is not None:
@@ -210,6 +238,31 @@ class StorageTracker(TorchDispatchMode):
         if node is None:
             return ""
         return self._module_of_node.get(node._sequence_nr(), "")
+
+    def _reused(self, name: str, args: tuple[Any, ...]) -> Any:
+        """Return the in-place form of an op that autograd runs in place when no mode is active.
+
+        The engine adds a gradient into its buffer, and a backward formula scatters into fresh
+        zeros, in place if nobody else holds the target (autograd/input_buffer.cpp,
+        can_accumulate_inplace; FunctionsManual.cpp, areAnyTensorSubclassLike). Under a dispatch
+        mode torch takes the out-of-place branch: memory that no real run allocates.
+        """
+        in_place = _IN_PLACE.get(name)
+        if (
+            in_place is None
+            or self._modules
+            or torch.is_grad_enabled()
+            or torch._C._current_graph_task_id() == -1
+            or (name == "aten.add.Tensor") != (torch._C._current_autograd_node() is None)
+        ):
+            return None
+        target = args[0]
+        storage = target.untyped_storage()
+        alone = (
+            target._use_count() == _LONE_TENSOR
+            and torch._C._storage_Use_Count(storage._cdata) == _LONE_STORAGE
+        )
+        return in_place if alone and _dense(target) else None
 
     def _see(self, result: Any, name: str) -> None:
         if isinstance(result, torch.Tensor):

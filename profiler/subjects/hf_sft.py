@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
+from planner.recipe import Checkpointing
 from profiler.cuda_behaviour import CUBLAS_WORKSPACE_BYTES
 from profiler.storages import StorageTracker
 from profiler.subjects.autocast import FakeScaler, autocast
 from profiler.subjects.build import build
+from profiler.subjects.offload import OffloadedCheckpoints
 from profiler.subjects.optimizers import make_optimizer, tag_states
 from profiler.subjects.options import StepOptions
 
@@ -36,7 +38,8 @@ class HfSft:
     def build(self) -> torch.nn.Module:
         """Return the model on the meta device."""
         model = build(self.options)
-        self.vocab = int(model.config.get_text_config().vocab_size)
+        config: Any = model.config
+        self.vocab = int(config.get_text_config().vocab_size)
         return model
 
     def run(self, model: torch.nn.Module, tracker: StorageTracker) -> None:
@@ -44,6 +47,8 @@ class HfSft:
         options = self.options
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = make_optimizer(options.optimizer, trained, tracker)
+        if options.checkpointing is Checkpointing.OFFLOAD:
+            OffloadedCheckpoints(model)
         scaler = FakeScaler() if options.autocast == "fp16" else None
         with loss_phase(model, tracker):
             for _ in range(options.steps):
