@@ -13,7 +13,7 @@ from math import prod
 from planner.dtypes import ELEMENT_BYTES, normal_dtype
 from planner.errors import UsageError
 from planner.model import LayerSpec, MixerKind, ModelSpec
-from planner.terms.kv_cache import STATEFUL, layer_bytes_per_token
+from planner.terms.kv_cache import layer_bytes_per_token
 
 KERNEL_BLOCK_TOKENS = 16
 """Smallest block of FlashAttention's paged kernels; the CPU build's is 32."""
@@ -29,6 +29,8 @@ class Page:
     window: int
     block_tokens: int
     bytes: int
+    state_blocks: int = 0
+    """Blocks of a recurrent state one sequence holds, however long."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,14 +69,16 @@ def vllm_kv(
     block_size: int = 16,
     in_flight_tokens: int = 8192,
     kernel_block: int = KERNEL_BLOCK_TOKENS,
+    prefix_caching: bool = True,
 ) -> VllmKv:
     """Return blocks and tokens of a pool of `kv_bytes`.
 
     `in_flight_tokens`: max_num_batched_tokens x concurrent batches (2 with async scheduling, the
     default on CUDA): a sliding window keeps that much more while a prompt is read in chunks.
+    `prefix_caching`: recurrent layers then keep states at block ends beside the running one.
     Raises UsageError when not even one sequence fits or the model keeps no cache.
     """
-    pages = _pages(model, kv_dtype, block_size, kernel_block)
+    pages = _pages(model, kv_dtype, block_size, kernel_block, prefix_caching)
     if not pages:
         raise UsageError(f"{model.name}: keeps no KV cache, so vLLM reports no tokens")
     groups = _groups(pages)
@@ -88,7 +92,9 @@ def vllm_kv(
     )
 
 
-def _pages(model: ModelSpec, kv_dtype: str, block_size: int, kernel_block: int) -> list[Page]:
+def _pages(
+    model: ModelSpec, kv_dtype: str, block_size: int, kernel_block: int, prefix_caching: bool
+) -> list[Page]:
     """Return every cached layer's page, sizes not yet made equal between kinds."""
     element = ELEMENT_BYTES[normal_dtype(kv_dtype, field="kv_dtype")]
     order = [model.layers[index] for index in model.layer_order]
@@ -103,7 +109,8 @@ def _pages(model: ModelSpec, kv_dtype: str, block_size: int, kernel_block: int) 
     pages = []
     for layer, state, token in zip(order, states, per_token, strict=True):
         if state:
-            pages.append(Page(layer.mixer.kind, 0, block_size, state))
+            blocks = _state_blocks(layer) if prefix_caching else 1
+            pages.append(Page(layer.mixer.kind, 0, block_size, state, blocks))
         if token:
             kind, window = _window(layer)
             pages.append(Page(kind, window, block_size, int(block_size * token)))
@@ -136,6 +143,15 @@ def _state_page_bytes(layer: LayerSpec, element: float) -> int:
     return int(sum(sizes))
 
 
+def _state_blocks(layer: LayerSpec) -> int:
+    """Return the states one sequence holds under prefix caching: running, block end, checkpoint.
+
+    Only Mamba-2 (state [heads, head_dim, d_state]) checkpoints inside a prefill.
+    """
+    mamba2 = layer.mixer.kind is MixerKind.MAMBA and len(layer.mixer.state_shapes[-1]) == 3
+    return 3 if mamba2 else 2
+
+
 def _groups(pages: list[Page]) -> list[list[Page]]:
     """Split layers into groups that share a block table, as vLLM does."""
     kinds = {(page.kind, page.window) for page in pages}
@@ -160,15 +176,15 @@ def _grown(page: Page, largest: int) -> Page:
     """Make a page as large as the largest: more tokens where that divides, padding where not."""
     if page.bytes == largest:
         return page
-    if page.kind in STATEFUL or largest % page.bytes:
+    if page.state_blocks or largest % page.bytes:
         return replace(page, bytes=largest)
     return replace(page, bytes=largest, block_tokens=page.block_tokens * (largest // page.bytes))
 
 
 def _blocks(page: Page, max_model_len: int, in_flight_tokens: int) -> int:
     """Return the blocks one sequence holds in a group, at most."""
-    if page.kind in STATEFUL:
-        return 1
+    if page.state_blocks:
+        return page.state_blocks
     tokens, extra = max_model_len, 0
     if page.kind is MixerKind.SLIDING:
         tokens, extra = min(page.window - 1 + in_flight_tokens, max_model_len), 1

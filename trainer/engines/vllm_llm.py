@@ -77,7 +77,9 @@ def start_llm(settings: VllmSettings) -> Any:
     installed_version()
     on_cuda = torch.cuda.is_available()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # stdout is for answers, and vLLM warns about much that is as it should be here
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     if not on_cuda:
         # The CPU build reads this first and would ignore the size asked for below.
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)

@@ -1,0 +1,47 @@
+"""vLLM's block arithmetic on hand-worked cases; real vLLM checks it in tests/trainer."""
+
+import pytest
+
+from planner.errors import UsageError
+from planner.hub import find_model
+from planner.terms.vllm_blocks import vllm_kv
+from planner.units import GiB
+
+
+def test_one_kind_of_layer_is_plain_division():
+    # Llama-3.1-8B: 2 x 32 layers x 8 heads x 128 x 2 B = 131,072 B a token
+    kv = vllm_kv(find_model("llama-3.1-8b"), kv_bytes=10 * GiB, max_model_len=8192)
+    assert kv.tokens == 10 * GiB // 131072
+    assert kv.bytes_per_sequence == GiB
+
+
+def test_windows_cost_full_pages_in_equal_groups():
+    # Gemma-2-9B: 21 full and 21 windowed layers are two groups of 21; at 8192 tokens with a window
+    # of 4096 and 8192 tokens in flight a windowed group holds as much as a full one, and one more
+    kv = vllm_kv(find_model("gemma-2-9b"), kv_bytes=10 * GiB, max_model_len=8192)
+    assert kv.bytes_per_block == 21 * 16 * 8 * 2 * 256 * 2
+    assert kv.blocks_per_sequence == 512 + 513
+
+
+def test_latent_attention_caches_one_vector():
+    kv = vllm_kv(find_model("deepseek-v3"), kv_bytes=10 * GiB, max_model_len=4096)
+    assert kv.bytes_per_sequence == 4096 * 70272
+
+
+def test_a_pool_too_small_for_a_block_holds_nothing():
+    kv = vllm_kv(find_model("llama-3.1-8b"), kv_bytes=1000, max_model_len=8192)
+    assert (kv.num_blocks, kv.tokens) == (0, 0)
+
+
+def test_a_model_without_cache_is_refused():
+    with pytest.raises(UsageError, match="no KV cache"):
+        empty = find_model("llama-3.1-8b")
+        from dataclasses import replace
+
+        from planner.model import MixerKind
+
+        layers = tuple(
+            replace(layer, mixer=replace(layer.mixer, kind=MixerKind.NONE))
+            for layer in empty.layers
+        )
+        vllm_kv(replace(empty, layers=layers), kv_bytes=GiB, max_model_len=16)
