@@ -7,7 +7,7 @@ tensors each operation saves, which casts make copies, and what its backward all
 from typing import NamedTuple
 
 from planner.model import LayerSpec, MixerKind, MlpKind, ModuleKind, ModuleSpec
-from planner.tape import Envelope, Tape, Value, envelope
+from planner.tape import Envelope, Point, Tape, Value, envelope
 
 
 class OpSettings(NamedTuple):
@@ -31,6 +31,10 @@ class OpSettings(NamedTuple):
     """Bytes of a weight gradient's element."""
     norm_weight: int = 2
     quantized: bool = False
+    saved_output: bool = False
+    """Every linear's output meets a trained scale (adapter_v2, IA3) and is kept."""
+    saved_input: int = 0
+    """Old bitsandbytes keeps the input of a frozen quantised linear; bytes per element."""
     dropout: bool = False
     dora: bool = False
     attention: str = "sdpa"
@@ -43,24 +47,27 @@ class OpSettings(NamedTuple):
     norm: str = "rmsnorm"
     fused: frozenset[str] = frozenset()
     """Fused kernels: rmsnorm, swiglu, rope, lora, moe."""
+    input_grad: bool = True
+    """The layer's input needs a gradient; not the first layer's of a frozen model, unless asked."""
     accumulate: bool = False
     """Gradients exist already: new ones are added and freed."""
 
 
 class LayerCosts(NamedTuple):
-    """Bytes of one layer as envelopes of (per token, constant)."""
+    """Bytes of one layer, as envelopes over the number of tokens."""
 
-    kept_per_token: float
-    """What its graph holds after the forward, its input included if saved."""
-    kept_constant: int
+    kept: Point
+    """What its graph holds after the forward; its input too, if something saved it."""
     forward: Envelope
     """Forward with gradients on, the layer's input included."""
     no_grad: Envelope
+    """Forward without a graph (checkpointed, scoring), the layer's input included."""
     backward: Envelope
-    """Backward from the kept state; includes kept bytes and the incoming gradient."""
+    """Backward from the kept state: what is kept and the incoming gradient included."""
     recompute: Envelope
     """Recompute and backward under checkpointing, without the stored input."""
     weight_grads: int
+    """Bytes of the layer's weight gradients."""
     input_per_token: float
 
 
@@ -82,13 +89,18 @@ class Program:
         weight_copy = None
         if s.autocast and s.weight != s.act and not s.quantized:
             # autocast's copy of the weight is what autograd saves
-            weight_copy = tape.value(0, needs_grad=False)
-            weight_copy.storage = tape.alloc(0, count * s.act)
+            weight_copy = tape.value(0, count * s.act, needs_grad=False)
         saves = (inner,) if s.full else ()
+        if s.quantized and s.saved_input:
+            if s.saved_input != inner.size / columns:
+                wide = tape.op((inner,), columns * s.saved_input)
+                inner, cast = wide, True
+            saves = (inner,)
         out = tape.op(
             (inner,),
             rows * s.act,
             saves=(*saves, weight_copy) if weight_copy else saves,
+            saves_out=s.saved_output,
             weight_grad=count * s.grad if s.full else 0,
             weight_scratch=count * s.act if s.quantized else 0,
         )
@@ -119,7 +131,9 @@ class Program:
                 tape.drop(cast)
             cast = narrowed
         if s.dropout:
-            dropped = tape.op((cast,), columns * inside)
+            mask = tape.value(columns, needs_grad=False)  # one byte an element
+            dropped = tape.op((cast,), columns * inside, saves=(mask,))
+            tape.drop(mask)
             if cast is not x:
                 tape.drop(cast)
             cast = dropped
@@ -132,12 +146,12 @@ class Program:
         tape.drop(high)
         if fused or inside <= base.size / rows:
             out = tape.add(base, scaled, base.size)
+            tape.drop(base, scaled)
         else:
             # fp32 + bf16: the sum is fp32, then cast back to the layer's dtype
             total = tape.op((base, scaled), rows * inside)
-            out = tape.op((total,), base.size)
-            tape.drop(total)
-        tape.drop(base, scaled)
+            tape.drop(base, scaled)
+            out = self._cast(total, base.size)
         if cast is not x:
             tape.drop(cast)
         return out
@@ -150,8 +164,7 @@ class Program:
         if "rmsnorm" in s.fused or s.norm == "layernorm":
             wide = s.norm == "layernorm" and s.autocast
             # native layer norm saves its input and two fp32 statistics; so do the fused kernels
-            out = tape.op((x,), features * 4 if wide else size, saves=(x,), weight_grad=weight_grad)
-            return out
+            return tape.op((x,), features * 4 if wide else size, saves=(x,), weight_grad=weight_grad)
         wide_x, cast = x, width != 4
         if cast:
             wide_x = tape.op((x,), features * 4)
@@ -432,28 +445,60 @@ def layer_costs(layer: LayerSpec, hidden: int, settings: OpSettings) -> LayerCos
 
 def _measure(layer: LayerSpec, hidden: int, settings: OpSettings) -> LayerCosts:
     width = hidden * settings.residual
+    plain = Tape(grad_enabled=False)
+    x = plain.value(width)
+    run_layer(Program(plain, settings), x, layer, hidden)
+    kept, forward, backward, grads = _graph(layer, hidden, settings)
+    return LayerCosts(
+        kept,
+        forward,
+        envelope(plain.points),
+        backward,
+        _recompute(layer, hidden, settings),
+        grads,
+        width,
+    )
+
+
+def _graph(
+    layer: LayerSpec, hidden: int, settings: OpSettings
+) -> tuple[Point, Envelope, Envelope, int]:
+    """Run forward and backward with everything kept."""
+    tape = Tape(keep_weight_grads=not settings.accumulate)
+    x = tape.value(hidden * settings.residual, needs_grad=settings.input_grad)
+    out = run_layer(Program(tape, settings), x, layer, hidden)
+    tape.drop(x, out)
+    forward, kept = envelope(tape.points), tape.now()
+    tape.points.clear()
+    tape.start_backward(out, hidden * settings.residual)
+    tape.run()
+    grads = max((point.weight_grads for point in tape.points), default=0)
+    return kept, forward, envelope(tape.points), grads
+
+
+def _recompute(layer: LayerSpec, hidden: int, settings: OpSettings) -> Envelope:
+    """Run a checkpointed layer's backward: non-reentrant, stopping early, as torch does.
+
+    Backward starts on nodes that saved nothing; the first that needs a saved tensor makes the
+    forward run again up to the last tensor that anything saved.
+    """
+    width = hidden * settings.residual
     tape = Tape(keep_weight_grads=not settings.accumulate)
     x = tape.value(width)
     out = run_layer(Program(tape, settings), x, layer, hidden)
-    tape.drop(x, out)
-    forward = envelope(tape.points)
-    kept, kept_constant = tape.live, tape.live_constant
+    tape.drop(out)
+    again = tape.points[: max(tape.last_save, 1)]
+    kept = tape.now()
     tape.points.clear()
-    tape.backward(out, width)
-    backward = envelope(tape.points)
-    grads = tape.live_constant
-
-    again = Tape(keep_weight_grads=not settings.accumulate)
-    x = again.value(width)
-    incoming = again.value(width)
-    out = run_layer(Program(again, settings), x, layer, hidden)
-    again.drop(out, incoming)
-    again.backward(out, width)
-    recompute = tuple((a - width, c) for a, c in envelope(again.points))
-
-    plain = Tape(grad_enabled=False)
-    x = plain.value(width, needs_grad=False)
-    run_layer(Program(plain, settings), x, layer, hidden)
-    return LayerCosts(
-        kept, kept_constant, forward, envelope(plain.points), backward, recompute, grads, width
-    )
+    tape.start_backward(out, width)
+    tape.run_until_saved()
+    early = [
+        Point(p.per_token - kept.per_token, p.constant - kept.constant, p.weight_grads)
+        for p in tape.points
+    ]
+    waiting = tape.now().per_token - kept.per_token
+    points = [Point(p.per_token + waiting - width, *p[1:]) for p in again]
+    tape.points.clear()
+    tape.run()
+    rest = [Point(p.per_token - width, *p[1:]) for p in tape.points]
+    return envelope(early + points + rest)

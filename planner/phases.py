@@ -3,14 +3,15 @@
 from dataclasses import dataclass
 from typing import Any
 
+from planner.dtypes import element_bytes
 from planner.machine import Machine
 from planner.model import ModelSpec
-from planner.recipe import EngineKind, Method, Reference, Task
+from planner.recipe import EngineKind, Method, Reference, Sharding, Task
 from planner.resolve import Resolved
 from planner.terms.activations import Activations, activations, dequantized
 from planner.terms.adapters import lora
 from planner.terms.engine import VLLM, engine
-from planner.terms.gradients import gradients
+from planner.terms.gradients import gradient_width, gradients
 from planner.terms.kv_cache import kv_cache
 from planner.terms.logits import logits
 from planner.terms.optimizer import optimizer
@@ -64,7 +65,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     held = grads if r.grad_accum > 1 else Term("gradients", 0)
     whole, root = gathered(model, r, GATHERED_LAYERS), gathered(model, r, 0)
     resident = _resident_engine(model, r, machine)
-    phases = [_phase("load", base, adapter, _load(model, r), space)]
+    phases = [_phase("load", base, adapter, _load(model, r, base), space)]
     if r.task is Task.GRPO:
         phases.append(_rollout(model, r, machine, fixed))
         phases.append(
@@ -72,19 +73,12 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         )
     elif r.reference is not Reference.NONE:
         phases.append(_phase("score", *fixed, _acts("score", acts.no_grad, acts), head.score))
-    cached = acts.kept + acts.tail + acts.autocast_cache
     phases.append(
-        _phase(
-            "forward",
-            *fixed,
-            held,
-            whole,
-            _acts("forward", acts.forward + acts.autocast_cache, acts),
-            resident,
-        )
+        _phase("forward", *fixed, held, whole, _acts("forward", acts.forward, acts), resident)
     )
+    in_forward = acts.loss_forward + acts.autocast_cache
     loss = max(
-        ((cached, head.forward), (acts.kept + acts.tail, head.backward)),
+        ((in_forward, head.forward), (acts.loss_backward, head.backward)),
         key=lambda pair: pair[0] + pair[1].bytes,
     )
     phases.append(
@@ -119,50 +113,75 @@ def _acts(phase: str, size: int, acts: Activations) -> Term:
     return Term(
         "activations",
         size,
-        "{0}: kept {1:,} B + tail {2:,} B; a layer keeps {3:.0f} B and needs {4:.0f} B per token",
-        (phase, acts.kept, acts.tail, acts.per_token, acts.layer_per_token),
+        "{0}: kept {1:,} B; a layer keeps {2:.0f} B and needs {3:.0f} B per token",
+        (phase, acts.kept, acts.kept_per_token, acts.layer_per_token),
         "operation by operation: planner/layer_program.py",
     )
 
 
 def _backward(model: ModelSpec, r: Resolved, acts: Activations, grads: Term) -> tuple[Term, Term]:
-    """Return gradients and activations at the larger end of the backward pass."""
+    """Return gradients and activations where the backward pass is largest.
+
+    With accumulation all gradients exist; without, they appear from the last layer to the first.
+    """
+    best: tuple[int, int] = (0, 0)
+    for moment in acts.backward:
+        alive = moment.layer_grads + _earlier_grads(model, r, grads.bytes, moment.layers_left)
+        if sum(best) < moment.activations + min(alive, grads.bytes):
+            best = (min(alive, grads.bytes), moment.activations)
+    last = _embedding_moment(model, r, grads.bytes)
+    if sum(best) < sum(last):
+        best = last
+    source = grads.source
+    return (
+        Term("gradients", best[0], "of {0:,} B, those that exist then", (grads.bytes,), source),
+        _acts("backward", best[1], acts),
+    )
+
+
+def _earlier_grads(model: ModelSpec, r: Resolved, total: int, layers_left: int) -> int:
+    """Return gradients that exist before a layer runs backward, `layers_left` still to come."""
     if r.grad_accum > 1:
-        return grads, _acts("backward", max(acts.backward_first, acts.backward_last), acts)
+        return total
+    done = model.num_layers - layers_left
     if r.method is not Method.FULL:
-        early = Term(
-            "gradients",
-            min(acts.layer_grads, grads.bytes),
-            "one layer's of {0:,} B",
-            (grads.bytes,),
-            grads.source,
-        )
-        late = grads
-    else:
-        head = model.head.parameters if model.head is not None and not model.tied else 0
-        share = grads.bytes / max(1, model.parameters)
-        embedded = sum(module.parameters for module in model.embeddings)
-        early = Term(
-            "gradients",
-            int(head * share) + acts.layer_grads,
-            "the head's and one layer's of {0:,} B",
-            (grads.bytes,),
-            grads.source,
-        )
-        late = Term(
-            "gradients",
-            max(0, int(grads.bytes - embedded * share)),
-            "all but the embedding's of {0:,} B",
-            (grads.bytes,),
-            grads.source,
-        )
-    at_first = (early, _acts("backward", max(0, acts.backward_first - acts.layer_grads), acts))
-    at_last = (late, _acts("backward", max(0, acts.backward_last - acts.layer_grads), acts))
-    return max(at_first, at_last, key=lambda pair: pair[0].bytes + pair[1].bytes)
+        return total * done // model.num_layers
+    layers = sum(layer.count * layer.parameters for layer in model.layers)
+    above = sum(module.parameters for module in model.final)
+    if model.head is not None:
+        above += model.head.parameters
+    share = (layers * done / model.num_layers + above) / max(1, model.parameters)
+    return min(total, int(total * share))
 
 
-def _load(model: ModelSpec, r: Resolved) -> Term:
+EMBEDDING_SORTED_ABOVE = 3072
+"""Tokens from which CUDA's embedding backward sorts: index arrays and fp32 partial rows."""
+
+
+def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, int]:
+    """Return gradients and activations while a trained embedding gets its gradient."""
+    if r.method is not Method.FULL:
+        return 0, 0
+    scratch = 0
+    if r.tokens > EMBEDDING_SORTED_ABOVE:
+        scratch = 16 * r.tokens + 4 * r.tokens * model.hidden
+    grads = total
+    if model.tied:  # the head's gradient is there already, the embedding's is a second buffer
+        grads += model.vocab * model.hidden * gradient_width(r)
+    return grads, r.tokens * model.hidden * element_bytes(r.dtype) + scratch
+
+
+def _load(model: ModelSpec, r: Resolved, base: Term) -> Term:
     """Return what loading needs beside the weights: one 16-bit tensor while it is quantised."""
+    if r.switch("fsdp_loads_full") and r.sharding is Sharding.FSDP and r.gpus > 1:
+        size = base.bytes * r.gpus + gathered(model, r, 1).bytes
+        return Term(
+            "overhead",
+            size,
+            "the whole model on each GPU until it is sharded",
+            (),
+            "litgpt finetune/lora.py: load_checkpoint before FSDP frees the full weights",
+        )
     size = dequantized(model, r) if r.quantization in ("nf4", "fp4", "int8") else 0
     return Term(
         "overhead",

@@ -5,27 +5,44 @@ tensor or a gradient holds it; the engine runs nodes in reverse order, allocates
 a node's inputs, then frees what the node saved and the gradient that came in, then accumulates
 (in place when nobody else holds the buffer).
 
-Sizes are bytes **per token**; what does not scale with tokens (weight gradients, casts of
-weights) is counted beside it. Every allocation therefore leaves a point (per_token, constant), and
-`peak(points, tokens)` is exact for any number of tokens.
+Sizes are bytes **per token**. What does not scale with tokens (casts of weights, weight
+gradients) is counted beside it, so every allocation leaves a point (per_token, constant,
+weight_grads), and `largest(points, tokens)` is exact for any number of tokens.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
-Point = tuple[float, int]
+
+class Point(NamedTuple):
+    """Live bytes at one moment."""
+
+    per_token: float
+    constant: int
+    weight_grads: int
+
+    def at(self, tokens: int) -> int:
+        """Return the bytes at `tokens` tokens, weight gradients apart."""
+        return int(self.per_token * tokens) + self.constant
+
+    def total(self, tokens: int) -> int:
+        """Return all bytes at `tokens` tokens."""
+        return int(self.per_token * tokens) + self.constant + self.weight_grads
+
+
 Envelope = tuple[Point, ...]
+NOTHING = Point(0, 0, 0)
 
 
 class Storage:
     """Bytes with a reference count."""
 
-    __slots__ = ("constant", "label", "per_token", "refs")
+    __slots__ = ("constant", "per_token", "refs", "weight_grad")
 
-    def __init__(self, per_token: float, constant: int) -> None:
+    def __init__(self, per_token: float, constant: int, weight_grad: int) -> None:
         self.per_token = per_token
         self.constant = constant
+        self.weight_grad = weight_grad
         self.refs = 1
-        self.label = ""
 
 
 class Value:
@@ -41,14 +58,13 @@ class Value:
         self.grad: Storage | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(NamedTuple):
     """One recorded operation."""
 
     outs: tuple[Value, ...]
     inputs: tuple[Value, ...]
     passes_through: bool
-    """The gradient goes to the inputs as it came (add, view)."""
+    """The gradient goes to the inputs as it came (add)."""
     saved: tuple[Storage, ...]
     scratch: float
     """Bytes per token the backward allocates and frees inside the node."""
@@ -66,15 +82,19 @@ class Tape:
         self.keep_weight_grads = keep_weight_grads
         self.live: float = 0
         self.live_constant = 0
+        self.live_grads = 0
         self.points: list[Point] = []
         self.nodes: list[Node] = []
+        self.last_save = 0
+        """How many points there were when something was last saved for backward."""
 
-    def alloc(self, per_token: float, constant: int = 0) -> Storage:
+    def alloc(self, per_token: float, constant: int = 0, *, weight_grad: int = 0) -> Storage:
         """Allocate a storage and note the point."""
         self.live += per_token
         self.live_constant += constant
-        self.points.append((self.live, self.live_constant))
-        return Storage(per_token, constant)
+        self.live_grads += weight_grad
+        self.points.append(Point(self.live, self.live_constant, self.live_grads))
+        return Storage(per_token, constant, weight_grad)
 
     def release(self, storage: Storage) -> None:
         """Drop one reference."""
@@ -82,25 +102,26 @@ class Tape:
         if storage.refs == 0:
             self.live -= storage.per_token
             self.live_constant -= storage.constant
+            self.live_grads -= storage.weight_grad
 
     def spike(self, per_token: float, constant: int = 0) -> None:
         """Note a temporary that is gone before the next allocation."""
-        self.points.append((self.live + per_token, self.live_constant + constant))
+        point = Point(self.live + per_token, self.live_constant + constant, self.live_grads)
+        self.points.append(point)
 
-    def _new(self, per_token: float, label: str, needs_grad: bool) -> Value:
-        storage = self.alloc(per_token)
-        storage.label = label
-        return Value(storage, needs_grad=needs_grad, size=per_token)
+    def now(self) -> Point:
+        """Return what is live."""
+        return Point(self.live, self.live_constant, self.live_grads)
 
-    def value(self, per_token: float, label: str = "", *, needs_grad: bool = True) -> Value:
-        """Return a new tensor that no recorded op made."""
-        return self._new(per_token, label, needs_grad)
+    def value(self, per_token: float, constant: int = 0, *, needs_grad: bool = True) -> Value:
+        """Return a new tensor that no recorded operation made."""
+        storage = self.alloc(per_token, constant)
+        return Value(storage, needs_grad=needs_grad and self.grad_enabled, size=per_token)
 
     def op(
         self,
         inputs: tuple[Value, ...],
         per_token: float,
-        label: str = "",
         *,
         saves: tuple[Value, ...] = (),
         saves_out: bool = False,
@@ -116,20 +137,22 @@ class Tape:
         if forward_scratch or weight_scratch:
             self.spike(per_token + forward_scratch, weight_scratch)
         needs = self.grad_enabled and (bool(weight_grad) or any(v.needs_grad for v in inputs))
-        out = self._new(per_token, label, needs)
+        out = Value(self.alloc(per_token), needs_grad=needs, size=per_token)
         if needs:
-            kept = tuple(v.storage for v in saves) + ((out.storage,) if saves_out else ())
-            for storage in kept:
+            saved = tuple(v.storage for v in saves) + ((out.storage,) if saves_out else ())
+            for storage in saved:
                 storage.refs += 1
+            if saved:
+                self.last_save = len(self.points)
             self.nodes.append(
-                Node((out,), inputs, False, kept, scratch, weight_grad, weight_scratch)
+                Node((out,), inputs, False, saved, scratch, weight_grad, weight_scratch)
             )
         return out
 
-    def add(self, left: Value, right: Value, per_token: float, label: str = "") -> Value:
+    def add(self, left: Value, right: Value, per_token: float) -> Value:
         """Record left + right of equal shape and dtype: saves nothing, gradients pass through."""
         needs = self.grad_enabled and (left.needs_grad or right.needs_grad)
-        out = self._new(per_token, label, needs)
+        out = Value(self.alloc(per_token), needs_grad=needs, size=per_token)
         if needs:
             self.nodes.append(Node((out,), (left, right), True, (), 0, 0, 0))
         return out
@@ -149,9 +172,17 @@ class Tape:
         for value in values:
             self.release(value.storage)
 
-    def backward(self, out: Value, grad_per_token: float) -> None:
-        """Run the recorded nodes in reverse, starting with a gradient for `out`."""
+    def start_backward(self, out: Value, grad_per_token: float) -> None:
+        """Hand a gradient to `out`."""
         out.grad = self.alloc(grad_per_token)
+
+    def run_until_saved(self) -> None:
+        """Run backward until the next node needs a saved tensor: there a checkpoint recomputes."""
+        while self.nodes and not self.nodes[-1].saved:
+            self._run(self.nodes.pop())
+
+    def run(self) -> None:
+        """Run all that is left of backward."""
         while self.nodes:
             self._run(self.nodes.pop())
 
@@ -163,17 +194,16 @@ class Tape:
             for storage in node.saved:
                 self.release(storage)
             return
-        grad = grads[0]
         made: list[tuple[Value, Storage]] = []
         for value in node.inputs:
             if not value.needs_grad:
                 continue
             if node.passes_through:
-                grad.refs += 1
-                made.append((value, grad))
+                grads[0].refs += 1
+                made.append((value, grads[0]))
             else:
                 made.append((value, self.alloc(value.size)))
-        weight_grad = self.alloc(0, node.weight_grad) if node.weight_grad else None
+        weight_grad = self.alloc(0, weight_grad=node.weight_grad) if node.weight_grad else None
         if node.scratch or node.weight_scratch:
             self.spike(node.scratch, node.weight_scratch)
         for storage in node.saved:
@@ -203,12 +233,21 @@ class Tape:
 def envelope(points: list[Point]) -> Envelope:
     """Return the points that can be the largest for some number of tokens."""
     best: list[Point] = []
-    for point in sorted(set(points), reverse=True):
-        if not best or point[1] > best[-1][1]:
+    floor = -1
+    for point in sorted(set(points), key=lambda p: (-p.per_token, -p.constant - p.weight_grads)):
+        if point.constant + point.weight_grads > floor:
             best.append(point)
+            floor = point.constant + point.weight_grads
     return tuple(best)
 
 
-def peak(points: Envelope, tokens: int) -> int:
-    """Return the largest bytes of an envelope at `tokens` tokens."""
-    return max((int(a * tokens) + c for a, c in points), default=0)
+def largest(points: Envelope, tokens: int) -> Point:
+    """Return the point of an envelope that is largest at `tokens` tokens."""
+    if len(points) == 1:
+        return points[0]
+    return max(points, key=lambda point: point.total(tokens), default=NOTHING)
+
+
+def shifted(points: Envelope, per_token: float) -> Envelope:
+    """Return the envelope with `per_token` bytes added to every point."""
+    return tuple(Point(p.per_token + per_token, p.constant, p.weight_grads) for p in points)

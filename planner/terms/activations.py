@@ -7,37 +7,52 @@ from planner.layer_program import LayerCosts, OpSettings, Program, layer_costs
 from planner.model import ModelSpec
 from planner.recipe import Checkpointing, Method, Sharding
 from planner.resolve import Resolved
-from planner.tape import Tape, envelope, peak
+from planner.tape import Envelope, Point, Tape, envelope, largest
 from planner.terms.counts import adapters, base_weights
 from planner.terms.gradients import gradient_width
 from planner.terms.weights import SHARDED, trained_width
 
-STAGED_INPUTS = 2
-"""Checkpoint inputs on their way back from the host: double buffering."""
+
+class Moment(NamedTuple):
+    """Bytes at one moment of a step."""
+
+    activations: int
+    layer_grads: int
+    """Weight gradients of the layer that is running."""
+    layers_left: int
+    """Decoder layers whose gradients do not exist yet, the running one included."""
+
+
+class Tail(NamedTuple):
+    """The final norm, per token."""
+
+    forward: Envelope
+    kept_forward: float
+    """With its output, which the model's code holds while the loss is made."""
+    kept_backward: float
+    """Without it, unless a trained head saved it."""
+    backward: Envelope
 
 
 class Activations(NamedTuple):
     """Bytes of one micro-batch at the moments that can be the largest."""
 
     kept: int
-    """Held by the graph when the last layer is done (checkpoint inputs or everything)."""
-    tail: int
-    """Final norm and head input held on top of `kept` during the loss."""
+    """Held by the graph when the last layer is done: checkpoint inputs, or everything."""
     forward: int
     """Largest inside the forward, `kept` included."""
     no_grad: int
-    backward_first: int
-    """Largest while the last layer runs backward; everything before it still kept."""
-    backward_last: int
-    """Largest while the first layer runs backward."""
-    layer_grads: int
-    """Weight gradients counted inside the two figures above (one layer's)."""
+    loss_forward: int
+    """While the loss is made: kept, the final norm and its output."""
+    loss_backward: int
+    backward: tuple[Moment, ...]
+    """Final norm, last layer, first layer: one of them is the largest of backward."""
     autocast_cache: int
+    """Casts of trained weights that autocast holds until the forward is over."""
     host: int
-    per_token: float
-    """Kept bytes per token of one layer (mean), for the formula."""
+    kept_per_token: float
+    """Mean over layers, for the formula."""
     layer_per_token: float
-    """Bytes per token of one layer's backward."""
 
 
 def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
@@ -49,10 +64,11 @@ def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
     if sharded and r.autocast:
         width = element_bytes(r.autocast)  # units are gathered in the compute dtype
     eager = r.attention.value == "eager"
+    lora = r.trains and not full
     return OpSettings(
         full=full,
-        adapted=adapters(model, r).leaves if r.trains and not full else frozenset(),
-        rank=r.lora_rank if r.trains and not full else 0,
+        adapted=adapters(model, r).leaves if lora else frozenset(),
+        rank=r.lora_rank if lora else 0,
         act=element_bytes(r.compute_dtype),
         residual=4 if upcast else width,
         weight=width,
@@ -60,6 +76,8 @@ def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
         adapter=element_bytes(r.adapter_dtype),
         grad=(width if sharded else gradient_width(r)) if full else 0,
         quantized=bool(r.quantization),
+        saved_output=bool(r.switch("saved_output")),
+        saved_input=int(r.switch("saved_input", 0)) if lora else 0,
         dropout=r.lora_dropout > 0,
         dora=r.dora,
         attention=r.attention.value,
@@ -72,122 +90,170 @@ def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
     )
 
 
-def _tail(model: ModelSpec, settings: OpSettings) -> tuple[float, float]:
-    """Return bytes per token of the final norm: kept during the loss, and at its largest."""
+_TAILS: dict[tuple[int, OpSettings], Tail] = {}
+
+
+def _tail(model: ModelSpec, settings: OpSettings) -> Tail:
+    key = (model.hidden, settings)
+    if key in _TAILS:
+        return _TAILS[key]
+    width = model.hidden * settings.residual
     tape = Tape()
-    x = tape.value(model.hidden * settings.residual)
+    x = tape.value(width)
     out = Program(tape, settings).norm(x, settings.residual, model.hidden)
     tape.drop(x)
-    points = envelope(tape.points)
-    del out  # the model's output object holds it through the loss
-    return tape.live, float(peak(points, 1))
-
-
-_TAILS: dict[tuple[int, OpSettings], tuple[float, float]] = {}
+    forward, kept_forward = envelope(tape.points), tape.live
+    if not settings.full:
+        tape.drop(out)
+    kept_backward = tape.live
+    if settings.full:
+        tape.drop(out)
+    tape.points.clear()
+    tape.start_backward(out, width)
+    tape.run()
+    _TAILS[key] = Tail(forward, kept_forward, kept_backward, envelope(tape.points))
+    return _TAILS[key]
 
 
 def activations(model: ModelSpec, r: Resolved, tokens: int) -> Activations:
     """Return the activations of `tokens` tokens through the whole model."""
     settings = op_settings(model, r)
     costs = [layer_costs(layer, model.hidden, settings) for layer in model.layers]
-    key = (model.hidden, settings)
-    if key not in _TAILS:
-        _TAILS[key] = _tail(model, settings)
-    tail = int(_TAILS[key][0] * tokens)
-    forward = max(peak(cost.forward, tokens) for cost in costs)
-    no_grad = max(peak(cost.no_grad, tokens) for cost in costs)
-    first, last = costs[model.layer_order[0]], costs[model.layer_order[-1]]
-    cache = 0
-    if settings.full and settings.autocast and settings.weight != settings.act:
-        cache = sum(
-            layer.count * cost.kept_constant
-            for layer, cost in zip(model.layers, costs, strict=True)
-        )
+    tail = _tail(model, settings)
+    fixed = _rotary(model, r, settings)
     if r.checkpointing is Checkpointing.NONE:
-        return _everything(model, costs, first, last, tokens, tail, forward, no_grad)
-    return _checkpointed(model, r, costs, tokens, tail, forward, no_grad, cache)
+        return _everything(model, settings, costs, tail, tokens, fixed)
+    return _checkpointed(model, r, settings, costs, tail, tokens, fixed)
+
+
+def _rotary(model: ModelSpec, r: Resolved, settings: OpSettings) -> int:
+    """Return bytes of the cosines and sines every layer shares."""
+    mixer = max(model.layers, key=lambda layer: layer.mixer.head_dim).mixer
+    width = mixer.qk_rope_head_dim or mixer.head_dim
+    return 2 * r.seq_tokens * width * settings.residual
 
 
 def _everything(
     model: ModelSpec,
+    settings: OpSettings,
     costs: list[LayerCosts],
-    first: LayerCosts,
-    last: LayerCosts,
+    tail: Tail,
     tokens: int,
-    tail: int,
-    forward: int,
-    no_grad: int,
+    fixed: int,
 ) -> Activations:
-    kept = 0
-    per_token = 0.0
+    """Without checkpointing: every layer keeps all it saved."""
+    kept = fixed
     for layer, cost in zip(model.layers, costs, strict=True):
-        kept += layer.count * (int(cost.kept_per_token * tokens) + cost.kept_constant)
-        per_token += layer.count * cost.kept_per_token
-    without_last = kept - int(last.kept_per_token * tokens) - last.kept_constant
-    inputs = int(first.input_per_token * tokens)
+        kept += layer.count * cost.kept.at(tokens)
+    first, last = costs[model.layer_order[0]], costs[model.layer_order[-1]]
+    bottom = first
+    if not settings.full:  # nothing before the first adapters needs a gradient
+        bottom = layer_costs(
+            model.layers[model.layer_order[0]],
+            model.hidden,
+            settings._replace(input_grad=False),
+        )
+        kept -= first.kept.at(tokens) - bottom.kept.at(tokens)
+    before_last = kept - last.kept.at(tokens)
+    norm, top = largest(tail.backward, tokens), largest(last.backward, tokens)
+    low = largest(bottom.backward, tokens)
+    forward = max(
+        before_last + largest(last.forward, tokens).at(tokens),
+        kept + largest(tail.forward, tokens).at(tokens),
+    )
     return Activations(
-        kept,
-        tail,
-        without_last + forward,
-        no_grad,
-        without_last + peak(last.backward, tokens),
-        inputs + peak(first.backward, tokens),
-        max(first.weight_grads, last.weight_grads),
-        0,
-        0,
-        per_token / model.num_layers,
-        max(a for a, _ in last.backward),
+        kept=kept,
+        forward=forward,
+        no_grad=fixed + max(largest(cost.no_grad, tokens).at(tokens) for cost in costs),
+        loss_forward=kept + int(tail.kept_forward * tokens),
+        loss_backward=kept + int(tail.kept_backward * tokens),
+        backward=(
+            Moment(kept + norm.at(tokens), 0, model.num_layers),
+            Moment(before_last + top.at(tokens), top.weight_grads, model.num_layers),
+            Moment(fixed + low.at(tokens), low.weight_grads, 1),
+        ),
+        autocast_cache=0,
+        host=0,
+        kept_per_token=sum(
+            layer.count * cost.kept.per_token
+            for layer, cost in zip(model.layers, costs, strict=True)
+        )
+        / model.num_layers,
+        layer_per_token=top.per_token,
     )
 
 
 def _checkpointed(
     model: ModelSpec,
     r: Resolved,
+    settings: OpSettings,
     costs: list[LayerCosts],
+    tail: Tail,
     tokens: int,
-    tail: int,
-    forward: int,
-    no_grad: int,
-    cache: int,
+    fixed: int,
 ) -> Activations:
+    """With checkpointing: layer inputs are kept (or wait on the host), one layer is recomputed."""
     layers = model.num_layers
-    one_input = int(costs[0].input_per_token * tokens)
+    one = int(costs[0].input_per_token * tokens)
+    offload = r.checkpointing is Checkpointing.OFFLOAD
     every = r.checkpoint_every if r.checkpointing is Checkpointing.EVERY_K else 1
-    segments = -(-layers // every)
-    resident, host = segments, 0
-    if r.checkpointing is Checkpointing.OFFLOAD:
-        resident = min(layers, r.keep_layers + STAGED_INPUTS)
-        host = (layers - min(layers, r.keep_layers)) * pinned(one_input, r)
-    kept = resident * one_input
-    widest = max(costs, key=lambda cost: peak(cost.recompute, tokens))
-    segment = (every - 1) * (int(widest.kept_per_token * tokens) + widest.kept_constant)
-    work = segment + peak(widest.recompute, tokens)
-    staged = min(kept, STAGED_INPUTS * one_input)
+    inputs = -(-layers // every)
+    resident = min(layers, r.keep_layers) if offload else inputs
+    staged = min(layers, r.keep_layers + 1 if offload else inputs)
+    kept = fixed + resident * one
+    widest = max(costs, key=lambda cost: largest(cost.recompute, tokens).total(tokens))
+    segment = (every - 1) * widest.kept.at(tokens)
+    work = largest(widest.recompute, tokens)
+    plain = max(largest(cost.no_grad, tokens).at(tokens) for cost in costs)
+    norm = largest(tail.backward, tokens)
+    cache = 0
+    if settings.full and settings.autocast and settings.weight != settings.act:
+        cache = sum(
+            layer.count * cost.kept.constant
+            for layer, cost in zip(model.layers, costs, strict=True)
+        )
+    waiting = 0
     if r.switch("reentrant"):
         # the recomputed output is a Python variable until the layer's backward is done
-        work += one_input
-    frozen = r.method is not Method.FULL and r.sharding is Sharding.FSDP and r.gpus > 1
+        waiting = one
+    late = (2 if offload and layers > 2 else 1) * one  # its own input, and the next one coming
+    frozen = not settings.full and r.sharding is Sharding.FSDP and r.gpus > 1
     if frozen and r.checkpointing is Checkpointing.FULL:
         # FSDP1 watches a frozen unit's inputs with register_multi_grad_hook, which holds every
         # layer's input and the input's gradient until the backward ends
-        staged = 2 * kept
+        late = 2 * inputs * one
     return Activations(
-        kept,
-        tail,
-        kept + no_grad,
-        no_grad,
-        kept + work,
-        staged + work,
-        widest.weight_grads,
-        cache,
-        host,
-        kept / max(tokens, 1) / layers,
-        max(a for a, _ in widest.recompute),
+        kept=kept,
+        # the largest layer runs while its own input is already among the kept ones
+        forward=max(
+            kept + plain - (0 if offload else one),
+            kept + largest(tail.forward, tokens).at(tokens),
+        )
+        + cache,
+        no_grad=fixed + plain,
+        loss_forward=kept + int(tail.kept_forward * tokens),
+        loss_backward=kept + int(tail.kept_backward * tokens),
+        backward=(
+            Moment(kept + norm.at(tokens), 0, layers),
+            Moment(
+                fixed + staged * one + segment + waiting + work.at(tokens),
+                work.weight_grads,
+                layers,
+            ),
+            Moment(fixed + late + segment + waiting + work.at(tokens), work.weight_grads, 1),
+        ),
+        autocast_cache=cache,
+        host=(layers - resident) * pinned(one, r) if offload else 0,
+        kept_per_token=kept / max(tokens, 1) / layers,
+        layer_per_token=work.per_token,
     )
 
 
 def pinned(size: int, r: Resolved) -> int:
-    """Return host bytes of one offloaded block: torch's pinned allocator rounds up to a power of two."""
+    """Return host bytes of one offloaded block.
+
+    torch's pinned allocator rounds up to a power of two; one exact registered slab does not.
+    """
     if r.switch("exact_host_slab"):
         return size
     return 1 << (size - 1).bit_length() if size > 1 else size
@@ -196,3 +262,6 @@ def pinned(size: int, r: Resolved) -> int:
 def dequantized(model: ModelSpec, r: Resolved) -> int:
     """Return bytes of the largest weight while it is dequantised for a matmul."""
     return base_weights(model, r).largest_quantized * element_bytes(r.compute_dtype)
+
+
+__all__ = ["Activations", "Moment", "Point", "activations", "dequantized", "op_settings", "pinned"]

@@ -29,6 +29,7 @@ class BaseKey(NamedTuple):
     double_quant: bool
     upcast_rest: bool
     linear_experts: bool = False
+    quantized_head: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,7 @@ def base_weights(model: ModelSpec, resolved: Resolved) -> BaseWeights:
         resolved.double_quant,
         upcast,
         bool(resolved.switch("linear_experts")),
+        bool(resolved.switch("quantized_head")),
     )
     stored = _STORE.get((id(model), key))
     if stored is None:
@@ -128,6 +130,13 @@ def _base_weights(model: ModelSpec, key: BaseKey) -> BaseWeights:
                     count += layer.count * module.count * numel
                     single = module.kind is ModuleKind.EXPERTS and key.linear_experts
                     largest = max(largest, numel // shape[0] if single else numel)
+    if key.quantized_head and model.head is not None and not model.tied:
+        numel = model.head.weight_parameters
+        quantized += quantized_bytes(
+            numel, key.quantization, double_quant=key.double_quant, columns=model.hidden
+        )
+        count += numel
+        largest = max(largest, numel)
     rest = (model.parameters - count) * (4 if key.upcast_rest else width)
     return BaseWeights(quantized + rest, quantized, count, rest, largest)
 
