@@ -48,6 +48,10 @@ def _kv_needed(match: re.Match[str]) -> Facts:
     return facts
 
 
+def _rows(match: re.Match[str]) -> Facts:
+    return {"max_num_seqs": int(match["rows"])}
+
+
 def _kv_tokens(match: re.Match[str]) -> Facts:
     return {"max_seq_len": int(match["len"]), "kv_tokens": int(match["tokens"])}
 
@@ -97,102 +101,103 @@ def _none(_match: re.Match[str]) -> Facts:
 
 
 _N = r"(\d+(?:\.\d+)?)"
-RULES: tuple[tuple[str, re.Pattern[str], Callable[[re.Match[str]], Facts]], ...] = tuple(
-    (kind, re.compile(pattern, flags), reader)
-    for kind, pattern, flags, reader in (
-        (
-            "vllm_kv_len",
-            r"max(?:imum)? (?:seq|model) len(?:gth)? \((?P<len>\d+)\)[, ]{1,3}\(?(?P<need>[\d.]+) ?GiB KV cache is needed,"
-            r" which is larger than the available KV cache memory \((?P<have>-?[\d.]+) ?GiB\)"
-            r"(?:.{0,80}?estimated maximum model length is (?P<est>\d+))?",
-            0,
-            _kv_needed,
-        ),
-        (
-            "vllm_kv_len",
-            r"max seq len \((?P<len>\d+)\) is larger than the maximum number of tokens that can be stored"
-            r" in (?:the )?KV cache \((?P<tokens>\d+)\)",
-            0,
-            _kv_tokens,
-        ),
-        (
-            "vllm_no_blocks",
-            r"No available memory for the cache blocks|Cannot auto-fit max_model_len",
-            0,
-            _none,
-        ),
-        (
-            "vllm_free_memory",
-            r"Free memory on device (?:\S+ )?\((?P<free>[\d.]+)/(?P<total>[\d.]+) GiB\) on startup is less than"
-            r".{0,60}?\((?P<util>[\d.]+), (?P<want>[\d.]+) GiB\)",
-            0,
-            _free,
-        ),
-        (
-            "vllm_sampler",
-            r"out of memory occurred when warming up sampler with (?P<rows>\d+) dummy requests",
-            re.IGNORECASE,
-            lambda match: {"max_num_seqs": int(match["rows"])},
-        ),
-        (
-            "vllm_profile_race",
-            r"Error in memory profiling\. Initial free memory (?P<a>[\d.]+) GiB, current free memory (?P<b>[\d.]+)",
-            0,
-            _race,
-        ),
-        (
-            "sleep_line",
-            r"Sleep mode freed (?P<freed>[\d.]+) GiB memory, (?P<used>[\d.]+) GiB memory is still in use",
-            0,
-            _sleep,
-        ),
-        (
-            "host_killed",
-            r"(?:Out of memory|Memory cgroup out of memory): Killed(?: process \d+ \(.{1,40}?\))?"
-            r"(?:.{0,60}?anon-rss:(?P<rss>\d+)kB)?",
-            re.IGNORECASE,
-            _killed,
-        ),
-        (
-            "host_alloc",
-            r"DefaultCPUAllocator: .{0,60}?tried to allocate (?P<bytes>\d+) bytes",
-            0,
-            _tried,
-        ),
-        (
-            "host_alloc",
-            r"Unable to allocate (?:array|\S+ \S+ for an array)|std::bad_alloc|^MemoryError\b",
-            0,
-            _none,
-        ),
-        (
-            "host_killed",
-            r"Memory on the node .{0,80}? was (?P<used>[\d.]+)GB / (?P<total>[\d.]+)GB",
-            0,
-            _node,
-        ),
-        (
-            "host_killed",
-            r"\bOOMKilled\b|oom-kill(?:er)?\b|exit ?code:? ?\(?-9\b|exitcode *: *-9\b|exit(?:ed with)? (?:code|status):? 137\b"
-            r"|SIGKILL|^\s*Killed\s*$|killed due to memory pressure|actor died.{0,40}\b(?:CPU )?OOM\b"
-            r"|\b(?:host|CPU|system) (?:RAM |memory )?(?:OOM|out of memory)\b",
-            re.IGNORECASE,
-            _none,
-        ),
-        (
-            "device_usage",
-            rf"\bMA (?P<allocated>{_N}) GB\s+Max_MA (?P<max_allocated>{_N}) GB\s+CA (?P<cached>{_N}) GB\s+"
-            rf"Max_CA (?P<max_cached>{_N}) GB",
-            0,
-            _deepspeed,
-        ),
-        (
-            "host_usage",
-            r"CPU Virtual Memory:\s+used = (?P<used>[\d.]+) GB, percent = (?P<pct>[\d.]+)%",
-            0,
-            _virtual,
-        ),
-    )
+Reader = Callable[[re.Match[str]], Facts]
+_TABLE: tuple[tuple[str, str, int, Reader], ...] = (
+    (
+        "vllm_kv_len",
+        r"max(?:imum)? (?:seq|model) len(?:gth)? \((?P<len>\d+)\)[, ]{1,3}\(?(?P<need>[\d.]+) ?GiB KV cache is needed,"
+        r" which is larger than the available KV cache memory \((?P<have>-?[\d.]+) ?GiB\)"
+        r"(?:.{0,80}?estimated maximum model length is (?P<est>\d+))?",
+        0,
+        _kv_needed,
+    ),
+    (
+        "vllm_kv_len",
+        r"max seq len \((?P<len>\d+)\) is larger than the maximum number of tokens that can be stored"
+        r" in (?:the )?KV cache \((?P<tokens>\d+)\)",
+        0,
+        _kv_tokens,
+    ),
+    (
+        "vllm_no_blocks",
+        r"No available memory for the cache blocks|Cannot auto-fit max_model_len",
+        0,
+        _none,
+    ),
+    (
+        "vllm_free_memory",
+        r"Free memory on device (?:\S+ )?\((?P<free>[\d.]+)/(?P<total>[\d.]+) GiB\) on startup is less than"
+        r".{0,60}?\((?P<util>[\d.]+), (?P<want>[\d.]+) GiB\)",
+        0,
+        _free,
+    ),
+    (
+        "vllm_sampler",
+        r"out of memory occurred when warming up sampler with (?P<rows>\d+) dummy requests",
+        re.IGNORECASE,
+        _rows,
+    ),
+    (
+        "vllm_profile_race",
+        r"Error in memory profiling\. Initial free memory (?P<a>[\d.]+) GiB, current free memory (?P<b>[\d.]+)",
+        0,
+        _race,
+    ),
+    (
+        "sleep_line",
+        r"Sleep mode freed (?P<freed>[\d.]+) GiB memory, (?P<used>[\d.]+) GiB memory is still in use",
+        0,
+        _sleep,
+    ),
+    (
+        "host_killed",
+        r"(?:Out of memory|Memory cgroup out of memory): Killed(?: process \d+ \(.{1,40}?\))?"
+        r"(?:.{0,60}?anon-rss:(?P<rss>\d+)kB)?",
+        re.IGNORECASE,
+        _killed,
+    ),
+    (
+        "host_alloc",
+        r"DefaultCPUAllocator: .{0,60}?tried to allocate (?P<bytes>\d+) bytes",
+        0,
+        _tried,
+    ),
+    (
+        "host_alloc",
+        r"Unable to allocate (?:array|\S+ \S+ for an array)|std::bad_alloc|^MemoryError\b",
+        0,
+        _none,
+    ),
+    (
+        "host_killed",
+        r"Memory on the node .{0,80}? was (?P<used>[\d.]+)GB / (?P<total>[\d.]+)GB",
+        0,
+        _node,
+    ),
+    (
+        "host_killed",
+        r"\bOOMKilled\b|oom-kill(?:er)?\b|exit ?code:? ?\(?-9\b|exitcode *: *-9\b|exit(?:ed with)? (?:code|status):? 137\b"
+        r"|SIGKILL|^\s*Killed\s*$|killed due to memory pressure|actor died.{0,40}\b(?:CPU )?OOM\b"
+        r"|\b(?:host|CPU|system) (?:RAM |memory )?(?:OOM|out of memory)\b",
+        re.IGNORECASE,
+        _none,
+    ),
+    (
+        "device_usage",
+        rf"\bMA (?P<allocated>{_N}) GB\s+Max_MA (?P<max_allocated>{_N}) GB\s+CA (?P<cached>{_N}) GB\s+"
+        rf"Max_CA (?P<max_cached>{_N}) GB",
+        0,
+        _deepspeed,
+    ),
+    (
+        "host_usage",
+        r"CPU Virtual Memory:\s+used = (?P<used>[\d.]+) GB, percent = (?P<pct>[\d.]+)%",
+        0,
+        _virtual,
+    ),
+)
+RULES: tuple[tuple[str, re.Pattern[str], Reader], ...] = tuple(
+    (kind, re.compile(pattern, flags), reader) for kind, pattern, flags, reader in _TABLE
 )
 QUICK = re.compile(
     r"max seq len|KV cache is needed|cache blocks|auto-fit|Free memory on device|warming up sampler|memory profiling"

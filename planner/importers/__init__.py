@@ -1,1 +1,288 @@
+"""Other tools' configs -> our run file, with a report of what was taken, defaulted and not understood.
 
+Nothing is executed: YAML by a safe loader, shell parsed, Python and notebooks by AST.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from planner.errors import UsageError
+from planner.importers import (
+    axolotl,
+    llamafactory,
+    ms_swift,
+    torchtune,
+    trl,
+    trl_script,
+    unsloth,
+    verl,
+    vllm,
+)
+from planner.importers.detect import TOOLS, tool_of_mapping
+from planner.importers.launch import (
+    Launch,
+    apply_launch,
+    from_accelerate,
+    from_deepspeed,
+    from_words,
+    read_launch_file,
+)
+from planner.importers.loading import flatten, load_json, load_yaml, notebook_source, read_text
+from planner.importers.python_calls import Calls, read_calls
+from planner.importers.settings import Imported, ImportReport, Settings
+from planner.importers.shell import Script, flags, parse_shell
+from planner.recipe import Task
+
+__all__ = ["TOOLS", "ImportReport", "Imported", "import_config", "looks_foreign"]
+
+_VERBS = {"sft": Task.SFT, "grpo": Task.GRPO, "dpo": Task.DPO, "kto": Task.DPO, "rloo": Task.GRPO}
+
+
+def import_config(
+    path_or_text: Path | str,
+    *,
+    version: str | None = None,
+    tool: str | None = None,
+    launch: Path | None = None,
+    variant: str | None = None,
+) -> Imported:
+    """Return a foreign config as a run file and a report.
+
+    `version`: the tool's version, where the file does not say. `tool`: its name, where the
+    content does not tell. `launch`: an accelerate or DeepSpeed file that goes with it.
+    `variant`: of a vLLM recipe. Raises UsageError when nothing can be made of it.
+    """
+    text, path = read_text(path_or_text)
+    if not text.strip():
+        raise UsageError("config: the file is empty")
+    spread = read_launch_file(launch) if launch else None
+    found = _import(text, path, tool, version, spread, variant)
+    if spread is not None and found.run.recipe.sharding.value == "none":
+        found = _with_launch(found, spread)
+    return found
+
+
+def looks_foreign(path: Path) -> bool:
+    """Return whether a file is another tool's config rather than a run.yaml of ours."""
+    if path.suffix.lower() in (".ipynb", ".py", ".sh"):
+        return path.is_file()
+    if path.suffix.lower() not in (".yaml", ".yml", ".json") or not path.is_file():
+        return False
+    text, _ = read_text(path)
+    try:
+        document = load_json(text) if text.lstrip().startswith("{") else load_yaml(text)
+    except UsageError:
+        return False
+    return (
+        isinstance(document, dict)
+        and tool_of_mapping(document, flatten(document), text) is not None
+    )
+
+
+def _with_launch(found: Imported, launch: Launch) -> Imported:
+    settings = Settings({}, tool=found.tool, version=found.version, assumed=False)
+    settings.report = found.report
+    recipe: dict[str, Any] = {}
+    gpus = apply_launch(settings, recipe, launch)
+    machine = found.run.machine.model_copy(update={"gpus": gpus} if gpus else {})
+    run = found.run.model_copy(
+        update={"recipe": found.run.recipe.model_copy(update=recipe), "machine": machine}
+    )
+    return Imported(tool=found.tool, version=found.version, run=run, report=found.report)
+
+
+def _import(
+    text: str,
+    path: Path | None,
+    tool: str | None,
+    version: str | None,
+    launch: Launch | None,
+    variant: str | None,
+) -> Imported:
+    stripped = text.lstrip()
+    if tool is not None and tool not in TOOLS:
+        raise UsageError(
+            f"tool: {tool[:40]!r} is not one that can be imported", hint=", ".join(TOOLS)
+        )
+    if stripped.startswith("{"):
+        document = load_json(text)
+        if "cells" in document:
+            return _from_python(notebook_source(document), text, version)
+        return _from_mapping(document, text, path, tool, version, launch, variant)
+    if path is not None and path.suffix == ".ipynb":
+        raise UsageError(f"config: {path.name} is not a notebook: it is not JSON")
+    document = _mapping_or_none(text)
+    if document is not None:
+        return _from_mapping(document, text, path, tool, version, launch, variant)
+    if (found := _from_shell(parse_shell(text), text, path, version, launch)) is not None:
+        return found
+    if re.search(r"^\s*(?:import|from)\s+\w|\w\s*\(.*=", text, re.MULTILINE):
+        return _from_python(text, text, version)
+    load_yaml(text)  # says where the YAML breaks, if that is what it is
+    raise _unknown()
+
+
+def _mapping_or_none(text: str) -> dict[str, Any] | None:
+    first = text.lstrip().split("\n", 1)[0]
+    if first.startswith("#!") or re.match(r"(?:import|from|def|class) ", first):
+        return None
+    try:
+        document = load_yaml(text)
+    except UsageError as error:
+        if "aliases" in error.message or "nested" in error.message or _reads_as_yaml(text):
+            raise
+        return None
+    return (
+        document
+        if isinstance(document, dict) and any(isinstance(key, str) for key in document)
+        else None
+    )
+
+
+def _reads_as_yaml(text: str) -> bool:
+    """Return whether most lines are key: value, so that a YAML error is the user's."""
+    lines = [
+        line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")
+    ]
+    keyed = sum(bool(re.match(r"\s*(?:- )?[\w.-]+:(?:\s|$)", line)) for line in lines)
+    return keyed > 0.6 * max(1, len(lines))
+
+
+def _unknown() -> UsageError:
+    return UsageError(
+        "config: not recognised as any tool's config",
+        hint=f"these can be read: {', '.join(TOOLS)}; say which with --tool",
+    )
+
+
+def _from_mapping(
+    document: dict[str, Any],
+    text: str,
+    path: Path | None,
+    tool: str | None,
+    version: str | None,
+    launch: Launch | None,
+    variant: str | None,
+) -> Imported:
+    flat = flatten(document)
+    kind = tool or tool_of_mapping(document, flat, text)
+    if kind == "axolotl":
+        return axolotl.read(flat, version=version, base=path, text=_comments(text))
+    if kind == "llamafactory":
+        return llamafactory.read(flat, version=version, base=path, text=_comments(text))
+    if kind == "torchtune":
+        return torchtune.read(flat, version=version, text=_comments(text))
+    if kind == "ms-swift":
+        return ms_swift.read(flat, version=version)
+    if kind == "verl":
+        return verl.read(flat, version=version)
+    if kind == "vllm":
+        return vllm.read(document, version=version)
+    if kind == "vllm-recipe":
+        return vllm.read_recipe(document, version=version, variant=variant)
+    if kind in ("trl", "alignment-handbook", "open-r1"):
+        assumed = {"open-r1": trl.OPEN_R1_VERSION, "alignment-handbook": trl.HANDBOOK_VERSION}.get(
+            kind, trl.VERSION
+        )
+        spread = launch or from_words(f"{document.get('launch', '')} {_comments(text)}")
+        values = {key: value for key, value in flat.items() if key != "launch"}
+        return trl.read(values, version=version, assumed=assumed, tool=kind, launch=spread)
+    if kind in ("accelerate", "deepspeed"):
+        settings = Settings(flat, tool=kind, version=version or "any", assumed=False)
+        settings.used.update(flat)
+        recipe: dict[str, Any] = {}
+        found = from_accelerate(document) if kind == "accelerate" else from_deepspeed(document)
+        gpus = apply_launch(settings, recipe, found)
+        settings.effect(
+            "this file says how a run is spread out, not what runs: give the model and the method beside it"
+        )
+        return settings.finish("", recipe=recipe, lora={}, engine={}, gpus=gpus)
+    if "architectures" in document and "hidden_size" in flat:
+        raise UsageError(
+            "config: this is a model's config.json, not a run",
+            hint="vramwise plan PATH takes it as the model",
+        )
+    raise _unknown()
+
+
+def _comments(text: str) -> str:
+    return "\n".join(line for line in text.splitlines() if line.lstrip().startswith("#"))[:20_000]
+
+
+def _from_shell(
+    script: Script, text: str, path: Path | None, version: str | None, launch: Launch | None
+) -> Imported | None:
+    for reader in (vllm.read_script, ms_swift.read_script, verl.read_script):
+        if (found := reader(script, version=version)) is not None:
+            return found
+    for command, environment in zip(script.commands, script.prefixes, strict=True):
+        line = " ".join(command)
+        verb = _trl_verb(command)
+        if verb is not None:
+            values = {key.replace("-", "_"): value for key, value in flags(command).items()}
+            spread = launch or _launch_of(command, path)
+            values = {**_config_values(values.pop("config", None), path), **values}
+            for key in ("config_file", "num_processes", "accelerate_config", "dataset_name"):
+                values.pop(key, None)
+            return trl.read(values, task=verb, version=version, launch=spread)
+        nested = re.search(
+            r"(?:llamafactory-cli train|axolotl(?:\.cli\.train)? (?:train )?|tune run .*--config) ?(\S+\.ya?ml)",
+            line,
+        )
+        if nested and path is not None and (inner := path.parent / nested.group(1)).is_file():
+            content, _ = read_text(inner)
+            words_ = f"# {line} {environment}"
+            return _import(f"{words_[:2000]}\n{content}", inner, None, version, launch, None)
+    return None
+
+
+def _trl_verb(command: list[str]) -> Task | None:
+    names = [Path(word).name for word in command]
+    if names[0] == "trl" and len(names) > 1:
+        return _VERBS.get(names[1])
+    for name in names:
+        if match := re.fullmatch(r"(sft|grpo|dpo|kto|rloo)\w*\.py", name):
+            return _VERBS[match.group(1)]
+    return None
+
+
+def _launch_of(command: list[str], path: Path | None) -> Launch | None:
+    words_ = flags(command)
+    name = str(words_.get("config_file") or words_.get("accelerate_config") or "")
+    if path is not None and name and (file := path.parent / name).is_file():
+        return read_launch_file(file)
+    found = from_words(f"{name} num_processes={words_.get('num_processes', '')}")
+    return found if found.sharding or found.gpus else None
+
+
+def _config_values(name: Any, path: Path | None) -> dict[str, Any]:
+    if not isinstance(name, str) or path is None or not (path.parent / name).is_file():
+        return {}
+    document = load_yaml(read_text(path.parent / name)[0])
+    return flatten(document) if isinstance(document, dict) else {}
+
+
+def _from_python(source: str, text: str, version: str | None) -> Imported:
+    calls = read_calls(source)
+    if calls.has(*unsloth.LOADERS):
+        return unsloth.read(calls, version=version)
+    if calls.has("LLM") and not calls.has("GRPOTrainer", "SFTTrainer"):
+        values = trl_script.constants(calls.last("LLM"))
+        if isinstance(model := (calls.last("LLM") or {}).get("*0"), str):
+            values.setdefault("model", model)
+        return vllm.read(values, version=version, is_call=True)
+    if _is_hugging_face(calls):
+        return trl_script.read(calls, version=version)
+    shell = "\n".join(
+        line.lstrip("# !")
+        for line in source.splitlines()
+        if "vllm serve" in line or "swift " in line
+    )
+    if shell and (found := _from_shell(parse_shell(shell), text, None, version, None)) is not None:
+        return found
+    raise _unknown()
+
+
+def _is_hugging_face(calls: Calls) -> bool:
+    return calls.has(*(name for names, _ in trl_script.TRAINERS for name in names))

@@ -1,0 +1,99 @@
+"""Which tool a config belongs to, by its content."""
+
+from typing import Any
+
+TOOLS = (
+    "axolotl",
+    "llamafactory",
+    "trl",
+    "alignment-handbook",
+    "open-r1",
+    "torchtune",
+    "ms-swift",
+    "verl",
+    "unsloth",
+    "vllm",
+    "vllm-recipe",
+    "accelerate",
+    "deepspeed",
+)
+_LLAMAFACTORY = {
+    "stage",
+    "finetuning_type",
+    "cutoff_len",
+    "do_train",
+    "template",
+    "lora_target",
+    "quantization_bit",
+    "flash_attn",
+    "pure_bf16",
+    "dataset_dir",
+}
+_OPEN_R1 = {"dataset_mixture", "reward_funcs", "reward_weights", "benchmarks", "system_prompt"}
+_HANDBOOK = {"dataset_mixer", "dataset_configs"}
+_SWIFT = {
+    "tuner_type",
+    "train_type",
+    "sft_type",
+    "rlhf_type",
+    "ENV",
+    "target_modules",
+    "torch_dtype",
+}
+_SERVE = {
+    "max-model-len",
+    "max_model_len",
+    "gpu-memory-utilization",
+    "gpu_memory_utilization",
+    "tensor-parallel-size",
+    "tensor_parallel_size",
+    "kv-cache-dtype",
+    "served-model-name",
+    "max-num-seqs",
+}
+
+
+def tool_of_mapping(document: dict[str, Any], flat: dict[str, Any], text: str) -> str | None:
+    """Return the tool of a YAML or JSON mapping, or None."""
+    keys = set(map(str, document))
+    if "base_model" in keys:
+        return "axolotl"
+    if any(key.endswith("_component_") for key in flat):
+        return "torchtune"
+    if "actor_rollout_ref" in keys or any(
+        str(key).startswith("actor_rollout_ref.") for key in keys
+    ):
+        return "verl"
+    if "zero_optimization" in keys or "train_micro_batch_size_per_gpu" in keys:
+        return "deepspeed"
+    if "distributed_type" in keys or "compute_environment" in keys:
+        return "accelerate"
+    if "variants" in keys and ("model" in keys or "meta" in keys):
+        return "vllm-recipe"
+    if "model_name_or_path" in keys:
+        return _with_model_name(keys, text)
+    if "model" in keys:
+        if (
+            keys & {"peft_config", "dist_config", "quant_config", "init_config"}
+            or {"micro_batch_size", "cutoff_len"} <= keys
+        ):
+            return "llamafactory"
+        if keys & _SERVE:
+            return "vllm"
+        if keys & _SWIFT:
+            return "ms-swift"
+    return None
+
+
+def _with_model_name(keys: set[str], text: str) -> str:
+    if len(keys & _LLAMAFACTORY) >= 2 or "finetuning_type" in keys:
+        return "llamafactory"
+    if "open-r1" in text or "open_r1" in text or (keys & _OPEN_R1 and "torch_dtype" in keys):
+        return "open-r1"
+    if (
+        "alignment-handbook" in text
+        or keys & _HANDBOOK
+        or keys & {"torch_dtype", "max_seq_length", "max_prompt_length"}
+    ):
+        return "alignment-handbook"
+    return "trl"

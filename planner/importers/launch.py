@@ -1,0 +1,195 @@
+"""Sharding and GPU counts: DeepSpeed JSON, accelerate YAML, launch words and environment."""
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from planner.errors import UsageError
+from planner.importers.loading import MAX_BYTES, load_json, load_yaml
+from planner.importers.settings import Settings, as_bool, as_int
+from planner.recipe import Sharding
+
+_STAGE = re.compile(r"(?:zero|ds_z|stage)[-_ ]?([0123])", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How a run is spread out. None = the source does not say."""
+
+    sharding: Sharding | None = None
+    gpus: int | None = None
+    optimizer_offload: bool = False
+    parameter_offload: bool = False
+    mixed_precision: str | None = None
+    checkpointing: bool = False
+    origin: str = ""
+
+
+def from_deepspeed(document: dict[str, Any], *, origin: str = "DeepSpeed JSON") -> Launch:
+    """Return what a DeepSpeed config says; "auto" values come from the trainer."""
+    zero = document.get("zero_optimization")
+    zero = zero if isinstance(zero, dict) else {}
+    stage = as_int(zero.get("stage")) or 0
+
+    def offloads(key: str) -> bool:
+        section = zero.get(key)
+        return isinstance(section, dict) and str(section.get("device", "none")).lower() not in (
+            "none",
+            "",
+        )
+
+    precision = None
+    for name in ("bf16", "fp16"):
+        section = document.get(name)
+        if isinstance(section, dict) and as_bool(section.get("enabled")):
+            precision = name
+    return Launch(
+        sharding=_stage(stage),
+        optimizer_offload=offloads("offload_optimizer") or as_bool(zero.get("cpu_offload")) is True,
+        parameter_offload=offloads("offload_param"),
+        mixed_precision=precision,
+        origin=origin,
+    )
+
+
+def _stage(stage: int) -> Sharding:
+    return {1: Sharding.ZERO1, 2: Sharding.ZERO2, 3: Sharding.ZERO3}.get(stage, Sharding.DDP)
+
+
+def from_accelerate(document: dict[str, Any]) -> Launch:
+    """Return what an accelerate config file says."""
+    kind = str(document.get("distributed_type", "NO")).upper()
+    gpus = as_int(document.get("num_processes"))
+    precision = document.get("mixed_precision")
+    common = Launch(
+        gpus=gpus,
+        mixed_precision=str(precision) if precision not in (None, "no") else None,
+        origin="accelerate config",
+    )
+    if kind == "DEEPSPEED":
+        section = document.get("deepspeed_config") or {}
+        return replace(
+            common,
+            sharding=_stage(as_int(section.get("zero_stage")) or 0),
+            optimizer_offload=str(section.get("offload_optimizer_device", "none")).lower()
+            != "none",
+            parameter_offload=str(section.get("offload_param_device", "none")).lower() != "none",
+        )
+    if kind == "FSDP":
+        section = document.get("fsdp_config") or {}
+        grad_op = (
+            "GRAD_OP" in str(section.get("fsdp_sharding_strategy", ""))
+            or as_bool(section.get("fsdp_reshard_after_forward")) is False
+        )
+        return replace(
+            common,
+            sharding=Sharding.ZERO2 if grad_op else Sharding.FSDP,
+            parameter_offload=as_bool(section.get("fsdp_offload_params")) is True,
+            checkpointing=as_bool(section.get("fsdp_activation_checkpointing")) is True,
+        )
+    return replace(
+        common,
+        sharding=Sharding.DDP if (gpus or 1) > 1 or kind.startswith("MULTI") else Sharding.NONE,
+    )
+
+
+def from_words(text: str) -> Launch:
+    """Return what a launch line, a preset's name or a file's name says."""
+    gpus = None
+    if match := re.search(
+        r"num[_-]processes[= ]+(\d+)|nproc[_-]per[_-]node[= ]+(\d+)", text, re.IGNORECASE
+    ):
+        gpus = int(match.group(1) or match.group(2))
+    sharding = None
+    if match := _STAGE.search(text):
+        sharding = _stage(int(match.group(1)))
+    elif re.search(r"\bfsdp\d?(?:\b|_)", text, re.IGNORECASE):
+        sharding = Sharding.FSDP
+    elif re.search(r"\bddp\b|multi_gpu", text, re.IGNORECASE):
+        sharding = Sharding.DDP
+    offload = bool(re.search(r"offload", text, re.IGNORECASE)) and sharding is not None
+    return Launch(
+        sharding=sharding,
+        gpus=gpus,
+        optimizer_offload=offload,
+        parameter_offload=offload and sharding is Sharding.ZERO3,
+        origin=text.strip()[:80],
+    )
+
+
+def deepspeed_setting(settings: Settings, value: Any, base: Path | None) -> Launch:
+    """Return a tool's `deepspeed` value: a mapping, a file beside the config, or a preset's name."""
+    if isinstance(value, dict):
+        return from_deepspeed(value)
+    name = str(value)
+    if base is not None and name.endswith(".json"):
+        for folder in (base.parent, *base.parents[1:4]):
+            path = folder / name
+            if path.is_file() and path.stat().st_size < MAX_BYTES:
+                document = load_json(path.read_text(encoding="utf-8", errors="replace"))
+                return from_deepspeed(document if isinstance(document, dict) else {}, origin=name)
+    launch = from_words(name)
+    if launch.sharding is None:
+        settings.unread(
+            "deepspeed",
+            name,
+            "the file is not here: stage and offload are not known; planned without sharding",
+        )
+    else:
+        settings.effect(
+            f"deepspeed {name}: the stage was read from the name, the file itself is not here"
+        )
+    return launch
+
+
+def read_launch_file(path: Path) -> Launch:
+    """Return an accelerate YAML or a DeepSpeed JSON as a launch."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    document = load_json(text) if text.lstrip().startswith("{") else load_yaml(text)
+    if not isinstance(document, dict):
+        raise UsageError(f"config: {path.name} is neither an accelerate nor a DeepSpeed config")
+    return from_accelerate(document) if "distributed_type" in document else from_deepspeed(document)
+
+
+def apply_launch(settings: Settings, recipe: dict[str, Any], launch: Launch) -> int | None:
+    """Write a launch into a recipe; return the GPU count if it is known."""
+    if launch.sharding is not None:
+        recipe["sharding"] = launch.sharding
+    if launch.optimizer_offload:
+        recipe["optimizer_offload"] = True
+        settings.effect("the optimizer is offloaded to host memory")
+    if launch.parameter_offload:
+        settings.effect(
+            "parameters are offloaded to host memory between uses: the plan counts them on the GPU, an upper bound"
+        )
+    if launch.mixed_precision and not recipe.get("mixed_precision"):
+        recipe["mixed_precision"] = launch.mixed_precision
+    if launch.checkpointing:
+        recipe["checkpointing"] = "full"
+    return launch.gpus
+
+
+def visible_devices(environment: dict[str, str]) -> int | None:
+    """Return how many GPUs CUDA_VISIBLE_DEVICES shows, or None."""
+    shown = environment.get("CUDA_VISIBLE_DEVICES")
+    if not shown or not re.fullmatch(r"[\d, ]+", shown):
+        return None
+    return len([part for part in shown.split(",") if part.strip()])
+
+
+def finish_sharding(settings: Settings, recipe: dict[str, Any], gpus: int | None) -> int | None:
+    """Return the GPUs; sharding without a count is planned on 1 GPU and said."""
+    sharded = recipe.get("sharding") in (
+        Sharding.ZERO1,
+        Sharding.ZERO2,
+        Sharding.ZERO3,
+        Sharding.FSDP,
+    )
+    if sharded and not gpus:
+        settings.effect(
+            "the number of GPUs is not in this file (the launcher gives it): planned on 1, say --gpus N"
+        )
+    if gpus and gpus > 1 and recipe.get("sharding") in (None, Sharding.NONE):
+        recipe["sharding"] = Sharding.DDP
+    return gpus

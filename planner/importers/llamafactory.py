@@ -1,0 +1,209 @@
+"""LLaMA-Factory YAML, both schemas (0.9.5: src/llamafactory/hparams, model/{loader,adapter,patcher}.py)."""
+
+from pathlib import Path
+from typing import Any
+
+from planner.importers import words
+from planner.importers.launch import apply_launch, deepspeed_setting, finish_sharding, from_words
+from planner.importers.names import quantization_in_name
+from planner.importers.settings import Imported, Settings, as_int, as_names
+from planner.recipe import Checkpointing, Loss, Method, Optimizer, Reference, Sharding, Task
+
+VERSION = "0.9.5"
+_REFERENCE_FREE = ("orpo", "simpo")
+
+
+def read(
+    values: dict[str, Any], *, version: str | None = None, base: Path | None = None, text: str = ""
+) -> Imported:
+    """Return a LLaMA-Factory config as a run."""
+    settings = Settings(
+        values, tool="llamafactory", version=version or VERSION, assumed=version is None
+    )
+    if "model_name_or_path" not in values:
+        return _read_v1(settings)
+    recipe: dict[str, Any] = {"framework": "llamafactory"}
+    model = str(settings.raw("model_name_or_path", to="model"))
+    stage = str(settings.raw("stage", to="task", default="sft"))
+    recipe["task"] = {"dpo": Task.DPO, "kto": Task.DPO}.get(stage, Task.SFT)
+    if stage not in ("sft", "pt", "dpo", "kto"):
+        settings.effect(f"stage {stage} is planned as SFT: its second model is not counted")
+    method = _method(settings, recipe, model)
+    _precision(settings, recipe, method, base)
+    recipe["micro_batch_size"] = settings.count(
+        "per_device_train_batch_size", to="micro_batch_size", default=8
+    )
+    recipe["gradient_accumulation"] = settings.count(
+        "gradient_accumulation_steps", to="gradient_accumulation", default=1
+    )
+    recipe["context"] = settings.count("cutoff_len", to="context", default=2048)
+    recipe["packing"] = settings.flag(
+        "packing", to="packing", default=stage == "pt"
+    ) or settings.flag("neat_packing")
+    off = settings.flag("disable_gradient_checkpointing", to="checkpointing")
+    recipe["checkpointing"] = (
+        Checkpointing.NONE
+        if off
+        else Checkpointing.OFFLOAD
+        if settings.flag("use_unsloth_gc")
+        else Checkpointing.FULL
+    )
+    if settings.raw("gradient_checkpointing") is not None:
+        settings.effect(
+            "gradient_checkpointing is not the switch here: disable_gradient_checkpointing is"
+        )
+    chosen = settings.raw("flash_attn", to="attention", default="auto")
+    recipe["attention"] = words.attention(chosen)
+    liger = settings.flag("enable_liger_kernel", to="loss")
+    recipe["loss"] = Loss.CHUNKED if liger and stage in ("pt", "sft") else Loss.FULL
+    if liger and stage not in ("pt", "sft"):
+        settings.effect("Liger's fused loss works for stages pt and sft only: logits stay whole")
+    gpus = _sharding(settings, recipe, base, text)
+    recipe["optimizer"] = words.optimizer(
+        settings, settings.raw("optim", to="optimizer", default="adamw_torch_fused")
+    )
+    _special_optimizers(settings, recipe)
+    if recipe["task"] is Task.DPO:
+        recipe["beta"] = settings.number("pref_beta", to="beta", default=0.1)
+        loss = str(settings.raw("pref_loss", to="algorithm", default="sigmoid"))
+        recipe["reference"] = (
+            Reference.NONE
+            if loss in _REFERENCE_FREE
+            else Reference.ADAPTER_OFF
+            if method is not Method.FULL
+            else Reference.SEPARATE
+        )
+    return settings.finish(model, recipe=recipe, lora=_lora(settings, method), engine={}, gpus=gpus)
+
+
+def _method(settings: Settings, recipe: dict[str, Any], model: str) -> Method:
+    kind = str(settings.raw("finetuning_type", to="method", default="lora"))
+    bits = as_int(settings.raw("quantization_bit", to="quantization"))
+    named = quantization_in_name(model)
+    if kind == "full":
+        method = Method.FULL
+    elif bits == 8:
+        method, recipe["quantization"] = Method.LORA, "int8"
+    elif bits or named:
+        method = Method.QLORA
+        recipe["quantization"] = named or "nf4"
+        recipe["double_quant"] = settings.flag("double_quantization", default=True)
+    else:
+        method = Method.LORA
+    if kind not in ("full", "lora"):
+        settings.unread("finetuning_type", kind, "planned as LoRA")
+    recipe["method"] = method
+    return method
+
+
+def _precision(
+    settings: Settings, recipe: dict[str, Any], method: Method, base: Path | None
+) -> None:
+    pure, bf16, fp16 = (
+        settings.flag(key, to="dtype" if key == "pure_bf16" else "")
+        for key in ("pure_bf16", "bf16", "fp16")
+    )
+    word = "bf16" if bf16 or pure else "fp16" if fp16 else None
+    recipe["dtype"] = "bf16"
+    recipe["mixed_precision"] = "none" if pure or word is None else word
+    if word is None:
+        settings.effect(
+            "neither bf16 nor fp16 is set: mixed precision is off, only a warning is printed"
+        )
+    if method is Method.FULL and not pure and not settings.flag("use_badam"):
+        recipe["dtype"] = "fp32"
+        settings.effect(
+            "trainable parameters are cast to fp32 (16 B/parameter in full fine-tuning); pure_bf16: true halves that"
+        )
+
+
+def _special_optimizers(settings: Settings, recipe: dict[str, Any]) -> None:
+    for key in ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon"):
+        if settings.flag(key, to="optimizer"):
+            if key == "use_muon":
+                recipe["optimizer"] = Optimizer.MUON
+            else:
+                settings.effect(
+                    f"{key[4:]}: its reduced optimizer state is not modelled; AdamW is planned, an upper bound"
+                )
+    for key in list(settings.values):
+        if key.startswith(("galore_", "apollo_", "badam_")):
+            settings.used.add(key)
+
+
+def _lora(settings: Settings, method: Method) -> dict[str, Any]:
+    if method is Method.FULL:
+        return {}
+    settings.raw("lora_alpha")
+    return {
+        "rank": settings.count("lora_rank", to="lora.rank", default=8),
+        "targets": words.lora_targets(
+            settings.raw("lora_target", to="lora.targets", default="all")
+        ),
+        "dropout": settings.number("lora_dropout", to="lora.dropout", default=0.0),
+        "dora": settings.flag("use_dora"),
+        "modules_to_save": as_names(settings.raw("additional_target", to="lora.modules_to_save")),
+    }
+
+
+def _sharding(
+    settings: Settings, recipe: dict[str, Any], base: Path | None, text: str
+) -> int | None:
+    gpus = None
+    if value := settings.raw("deepspeed", to="sharding"):
+        gpus = apply_launch(settings, recipe, deepspeed_setting(settings, value, base))
+    if settings.raw("fsdp", "fsdp_config", to="sharding"):
+        recipe["sharding"] = Sharding.FSDP
+    return finish_sharding(settings, recipe, gpus or from_words(text).gpus)
+
+
+def _read_v1(settings: Settings) -> Imported:
+    """The newer schema: model, micro_batch_size, peft_config, dist_config, quant_config."""
+    recipe: dict[str, Any] = {"framework": "llamafactory", "task": Task.SFT}
+    model = str(settings.raw("model", to="model"))
+    peft = str(
+        settings.raw("peft_config.name", "peft_config.type", to="method", default="none")
+    ).lower()
+    method = Method.LORA if "lora" in peft else Method.FULL
+    if (
+        settings.raw(
+            "quant_config.name", "quant_config.quantization_bit", "quant_config", to="quantization"
+        )
+        and method is Method.LORA
+    ):
+        method, recipe["quantization"] = Method.QLORA, "nf4"
+    recipe["method"] = method
+    bf16 = settings.flag("bf16", to="dtype", default=True)
+    recipe["dtype"], recipe["mixed_precision"] = (
+        ("bf16" if bf16 else "fp32"),
+        ("bf16" if bf16 else "none"),
+    )
+    micro = settings.count("micro_batch_size", to="micro_batch_size", default=1) or 1
+    recipe["micro_batch_size"] = micro
+    whole = settings.count("global_batch_size", to="gradient_accumulation")
+    recipe["gradient_accumulation"] = max(1, (whole or micro) // micro)
+    recipe["context"] = settings.count("cutoff_len", to="context", default=2048)
+    on = settings.flag("enable_activation_checkpointing", to="checkpointing", default=True)
+    recipe["checkpointing"] = Checkpointing.FULL if on else Checkpointing.NONE
+    recipe["attention"] = words.attention(
+        settings.raw("flash_attn", to="attention", default="sdpa")
+    )
+    recipe["optimizer"] = words.optimizer(
+        settings, settings.raw("optim_config.name", to="optimizer", default="adamw")
+    )
+    dist = str(settings.raw("dist_config.name", to="sharding", default=""))
+    if dist:
+        recipe["sharding"] = Sharding.FSDP if "fsdp" in dist.lower() else from_words(dist).sharding
+    settings.raw("peft_config.lora_alpha", "peft_config.alpha")
+    lora = {
+        "rank": settings.count(
+            "peft_config.r", "peft_config.lora_rank", "peft_config.rank", to="lora.rank", default=8
+        ),
+        "targets": words.lora_targets(
+            settings.raw("peft_config.target_modules", to="lora.targets", default="all")
+        ),
+    }
+    gpus = finish_sharding(settings, recipe, None)
+    return settings.finish(
+        model, recipe=recipe, lora=lora if method is not Method.FULL else {}, engine={}, gpus=gpus
+    )

@@ -1,0 +1,266 @@
+"""One tool's settings while they are read: what was taken, what was defaulted, what is left over."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from planner.errors import UsageError
+from planner.recipe import EngineSection, LoraSection, MachineSection, Recipe, RunFile
+
+_NUMBER = re.compile(r"^\s*(\d[\d_,]*)(?:\.0+)?\s*([kKmM]?)\s*$")
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0", "none", "null", "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """A key of the file that the recipe holds."""
+
+    key: str
+    value: str
+    field: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defaulted:
+    """A recipe field that the file does not set: the tool's own default."""
+
+    field: str
+    value: str
+    source: str
+    """Tool and version that the default was read in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotUnderstood:
+    """A key that the planner does not read."""
+
+    key: str
+    value: str
+    effect: str
+    """What it may do to memory; "unknown" if that is not known."""
+
+
+@dataclass
+class ImportReport:
+    """What became of a foreign config."""
+
+    tool: str
+    version: str
+    version_assumed: bool
+    """The file does not say its version: this one was assumed."""
+    taken: list[Taken] = field(default_factory=list)
+    defaulted: list[Defaulted] = field(default_factory=list)
+    not_understood: list[NotUnderstood] = field(default_factory=list)
+    effects: list[str] = field(default_factory=list)
+    """What a person should know about memory: traps of this tool and version."""
+    ignored: int = 0
+    """Keys without an effect on memory (learning rates, data, logging)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imported:
+    """A foreign config as a run file, and how it got there."""
+
+    tool: str
+    version: str
+    run: RunFile
+    report: ImportReport
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready dict."""
+        return {
+            "tool": self.tool,
+            "version": self.version,
+            "run": self.run.model_dump(mode="json", exclude_defaults=True),
+            "report": asdict(self.report),
+        }
+
+
+HARMLESS = re.compile(
+    r"(?:^|[._-])(?:learning_rate|lr\w*|warmup\w*|weight_decay|seed|output_dir|logging\w*|log\w*|report_to|save\w*|wandb\w*|tensorboard\w*|hub\w*|push_to_hub"
+    r"|dataset\w*|datasets|data_dir|train_file\w*|val_set_size|val_split|chat_template|template|preprocessing\w*|dataloader\w*|num_workers|num_proc|epochs?|num_epochs|num_train_epochs|max_steps|total\w*"
+    r"|scheduler|lr_scheduler\w*|early_stopping\w*|resume\w*|overwrite\w*|run_name|project\w*|experiment_name|plot_loss|do_train|do_eval|do_predict|eval_strategy|evaluation_strategy|eval_steps|evals_per_epoch"
+    r"|temperature|top_p|top_k|reward\w*|system\w*|special_tokens\w*|strict|load_best_model\w*|metric\w*|max_grad_norm|clip_grad\w*|adam_\w+|betas|eps|ddp_timeout|trust_remote_code|revision|model_revision"
+    r"|served_model_name|host|port|api_key|tool\w*|enable_auto_tool_choice|tokenizer_?mode|config_format|load_format|tokenizer\w*|model_type|hf_\w+|remove_unused_columns|shuffle|split\w*|message\w*|prompt_template|add_\w+_prompt"
+    r"|author|name|tags|title|description|meta|debug|train_batch_size|val_\w*|test_\w*|critic_warmup|balance_batch|nnodes|node_rank|master\w*|filter_\w+|truncation\w*|kl_loss_coef|kl_loss_type|rpo_alpha|lora_alpha|alpha"
+    r"|use_reentrant|packing_strategy|group_by_length|train_on_inputs|chat_\w+|use_\w*rslora|loraplus\w*|moe_backend|version|columns|bos|eos|stop\w*|n_shot|checkpointer\w*|profiler\w*|metric_logger\w*|max_samples|overwrite_cache)(?:$|\.)",
+    re.IGNORECASE,
+)
+"""Keys that move no byte of the GPU's memory, as far as a plan goes."""
+
+
+class Settings:
+    """A foreign file's flat keys; every read is written into the report."""
+
+    def __init__(
+        self, values: Mapping[str, Any], *, tool: str, version: str, assumed: bool
+    ) -> None:
+        self.values = {str(key): value for key, value in values.items()}
+        self.report = ImportReport(tool=tool, version=version, version_assumed=assumed)
+        self.used: set[str] = set()
+
+    @property
+    def source(self) -> str:
+        """Tool and version, for defaults."""
+        return f"{self.report.tool} {self.report.version}".strip()
+
+    def has(self, *keys: str) -> bool:
+        """Return whether one of the keys is set to something."""
+        return any(self.values.get(key) is not None for key in keys)
+
+    def raw(self, *keys: str, to: str = "", default: Any = None) -> Any:
+        """Return the first key that is set; record it, or the default."""
+        for key in keys:
+            value = self.values.get(key)
+            if value is not None:
+                self.used.update(keys)
+                if to:
+                    self.report.taken.append(Taken(key=key, value=str(value)[:200], field=to))
+                return value
+        self.used.update(keys)
+        if default is not None and to:
+            self.defaulted(to, default)
+        return default
+
+    def defaulted(self, to: str, value: Any) -> None:
+        """Record a default of the tool."""
+        self.report.defaulted.append(Defaulted(field=to, value=str(value), source=self.source))
+
+    def count(self, *keys: str, to: str, default: int | None = None) -> int | None:
+        """Return a whole number of at least 1; "8k" and "1_024" are read, others reported."""
+        value = self.raw(*keys)
+        number = as_int(value)
+        key = next((key for key in keys if self.values.get(key) is not None), keys[0])
+        if number is not None and number >= 1:
+            self.report.taken.append(Taken(key=key, value=str(value), field=to))
+            return number
+        if (
+            value is not None
+            and not (isinstance(value, str) and value.strip().lower() in _FALSE)
+            and number != 0
+        ):
+            self.unread(key, value, f"{to} could not be read; the default is used")
+        if default is not None:
+            self.defaulted(to, default)
+        return default
+
+    def number(self, *keys: str, to: str, default: float | None = None) -> float | None:
+        """Return a real number."""
+        value = self.raw(*keys)
+        try:
+            if value is not None:
+                real = float(value)
+                self.report.taken.append(Taken(key=keys[0], value=str(value), field=to))
+                return real
+        except (TypeError, ValueError):
+            self.unread(keys[0], value, f"{to} could not be read; the default is used")
+        if default is not None:
+            self.defaulted(to, default)
+        return default
+
+    def flag(self, *keys: str, to: str = "", default: bool = False) -> bool:
+        """Return a switch; "true"/"false" words are read."""
+        value = self.raw(*keys)
+        read = as_bool(value)
+        if read is None:
+            if to:
+                self.defaulted(to, default)
+            return default
+        if to:
+            self.report.taken.append(
+                Taken(
+                    key=next(k for k in keys if self.values.get(k) is not None),
+                    value=str(value),
+                    field=to,
+                )
+            )
+        return read
+
+    def unread(self, key: str, value: Any, effect: str) -> None:
+        """Record something that was not understood."""
+        self.report.not_understood.append(
+            NotUnderstood(key=key, value=str(value)[:120], effect=effect)
+        )
+
+    def effect(self, sentence: str) -> None:
+        """Record a memory effect a person should know."""
+        if sentence not in self.report.effects:
+            self.report.effects.append(sentence)
+
+    def finish(
+        self,
+        model: str,
+        *,
+        recipe: dict[str, Any],
+        lora: dict[str, Any],
+        engine: dict[str, Any],
+        gpus: int | None = None,
+        gpu: str | None = None,
+    ) -> Imported:
+        """Return the run file; keys nobody asked for are reported."""
+        for key, value in self.values.items():
+            if key in self.used or value is None or value == "" or value is False:
+                continue
+            if HARMLESS.search(key):
+                self.report.ignored += 1
+            else:
+                self.unread(key, value, "unknown")
+        try:
+            run = RunFile(
+                model=model,
+                recipe=Recipe(
+                    lora=LoraSection(**_set(lora)),
+                    engine=EngineSection(**_set(engine)),
+                    **_set(recipe),
+                ),
+                machine=MachineSection(**_set({"gpus": gpus, "gpu": gpu})),
+            )
+        except ValueError as error:
+            problems: list[dict[str, Any]] = getattr(error, "errors", lambda: [])()
+            first = problems[0] if problems else {"loc": ("?",), "msg": str(error)}
+            where = ".".join(map(str, first["loc"]))
+            raise UsageError(
+                f"{self.report.tool} config: {where}: {first['msg']}",
+                hint=f"value {str(first.get('input', ''))[:60]!r}",
+            ) from None
+        return Imported(
+            tool=self.report.tool, version=self.report.version, run=run, report=self.report
+        )
+
+
+def _set(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def as_int(value: Any) -> int | None:
+    """Return a whole number of a YAML value or a flag's word, or None."""
+    if isinstance(value, bool) or value is None:
+        return None
+    if isinstance(value, int):
+        return value
+    if isinstance(value, float):
+        return int(value) if value == int(value) else None
+    match = _NUMBER.match(str(value))
+    if match is None:
+        return None
+    # vLLM reads 32k as 32000 and 32K as 32768
+    scale = {"": 1, "k": 1000, "K": 1024, "m": 10**6, "M": 2**20}[match.group(2)]
+    return int(match.group(1).replace(",", "").replace("_", "")) * scale
+
+
+def as_bool(value: Any) -> bool | None:
+    """Return a switch's value, or None if it is not one."""
+    if isinstance(value, bool):
+        return value
+    word = str(value).strip().lower() if value is not None else "?"
+    return True if word in _TRUE else False if word in _FALSE else None
+
+
+def as_names(value: Any) -> tuple[str, ...]:
+    """Return module names from a list, a comma or blank separated word list."""
+    if isinstance(value, (list, tuple)):
+        return tuple(str(item) for item in value)
+    if isinstance(value, str):
+        return tuple(part for part in re.split(r"[\s,\[\]'\"]+", value) if part)
+    return ()

@@ -1,0 +1,273 @@
+"""TRL: TrlParser YAML (also alignment-handbook and open-r1), `trl sft|grpo|dpo` lines, scripts by AST.
+
+Defaults by version were read in the trl wheels 0.18.0, 0.19.1, 0.24.0, 1.0.0 and 1.16.0.
+"""
+
+import re
+from typing import Any
+
+from planner.importers import words
+from planner.importers.launch import Launch, apply_launch, finish_sharding
+from planner.importers.names import quantization_in_name
+from planner.importers.settings import Imported, Settings, as_names
+from planner.recipe import Checkpointing, EngineKind, Loss, Method, Reference, Sharding, Task
+
+VERSION = "1.16.0"
+OPEN_R1_VERSION = "0.18.0"
+HANDBOOK_VERSION = "0.19.1"
+RENAMED = ("torch_dtype", "max_seq_length", "max_prompt_length")
+"""Keys of older releases; from 1.0 on the scripts ignore them silently."""
+
+
+def version_tuple(version: str) -> tuple[int, int]:
+    """Return (major, minor) of a version; what cannot be read counts as new."""
+    match = re.match(r"\D*(\d+)\.(\d+)", version)
+    return (int(match.group(1)), int(match.group(2))) if match else (1, 16)
+
+
+def read(
+    values: dict[str, Any],
+    *,
+    task: Task | None = None,
+    version: str | None = None,
+    assumed: str = VERSION,
+    tool: str = "trl",
+    launch: Launch | None = None,
+    is_script: bool = False,
+) -> Imported:
+    """Return TRL settings as a run.
+
+    `assumed` is the version to read defaults of when `version` is not given. `is_script`:
+    the settings come from Python keyword arguments, where a model object keeps its dtype and
+    unknown names would raise instead of being ignored.
+    """
+    settings = Settings(values, tool=tool, version=version or assumed, assumed=version is None)
+    at = version_tuple(settings.report.version)
+    task = task or _task(settings)
+    recipe: dict[str, Any] = {"framework": _framework(task, at, settings), "task": task}
+    model = str(settings.raw("model_name_or_path", "model_name", "model", to="model", default=""))
+    method = _method(settings, recipe, model)
+    _precision(settings, recipe, at, is_script)
+    recipe["micro_batch_size"] = settings.count(
+        "per_device_train_batch_size", to="micro_batch_size", default=8
+    )
+    recipe["gradient_accumulation"] = settings.count(
+        "gradient_accumulation_steps", to="gradient_accumulation", default=1
+    )
+    settings.raw("per_device_eval_batch_size", "eval_accumulation_steps")
+    _lengths(settings, recipe, task, at, is_script)
+    on = settings.flag(
+        "gradient_checkpointing",
+        "activation_checkpointing",
+        to="checkpointing",
+        default=at >= (0, 24),
+    )
+    settings.raw("gradient_checkpointing_kwargs", "gradient_checkpointing_kwargs.use_reentrant")
+    offload = settings.flag("activation_offloading")
+    recipe["checkpointing"] = (
+        Checkpointing.OFFLOAD if offload else Checkpointing.FULL if on else Checkpointing.NONE
+    )
+    recipe["attention"] = words.attention(
+        settings.raw("attn_implementation", to="attention", default="sdpa")
+    )
+    liger = settings.flag("use_liger_kernel", "use_liger", "use_liger_loss", to="loss")
+    recipe["loss"] = Loss.CHUNKED if liger or at >= (1, 0) else Loss.FULL
+    if not liger:
+        settings.defaulted("loss", recipe["loss"].value)
+    recipe["optimizer"] = words.optimizer(
+        settings, settings.raw("optim", to="optimizer", default="adamw_torch_fused")
+    )
+    engine = _engine(settings, recipe, method, at) if task is Task.GRPO else {}
+    if task is Task.DPO:
+        recipe["beta"] = settings.number("beta", to="beta", default=0.1)
+        precomputed = settings.flag("precompute_ref_log_probs")
+        recipe["reference"] = (
+            Reference.ADAPTER_OFF
+            if method is not Method.FULL
+            else Reference.NONE
+            if precomputed
+            else Reference.SEPARATE
+        )
+    gpus = apply_launch(settings, recipe, launch) if launch else None
+    deepspeed = settings.raw("deepspeed", to="sharding")
+    if deepspeed:
+        from planner.importers.launch import deepspeed_setting
+
+        gpus = apply_launch(settings, recipe, deepspeed_setting(settings, deepspeed, None)) or gpus
+    if recipe.get("sharding") is Sharding.FSDP and method is Method.FULL:
+        settings.effect(
+            "FSDP with mixed precision keeps trainable parameters in fp32: 16 B/parameter divided by the GPUs"
+        )
+        recipe["dtype"] = "fp32"
+    gpus = finish_sharding(settings, recipe, gpus)
+    return settings.finish(
+        model, recipe=recipe, lora=_lora(settings, method, is_script), engine=engine, gpus=gpus
+    )
+
+
+def _framework(task: Task, at: tuple[int, int], settings: Settings) -> str:
+    if at >= (1, 0):
+        return "trl"
+    return "trl-0.15" if task is Task.GRPO else "hf-trainer"
+
+
+def _task(settings: Settings) -> Task:
+    if settings.has("num_generations", "max_completion_length", "use_vllm", "reward_funcs"):
+        return Task.GRPO
+    if settings.has("beta", "precompute_ref_log_probs", "loss_type"):
+        return Task.DPO
+    return Task.SFT
+
+
+def _method(settings: Settings, recipe: dict[str, Any], model: str) -> Method:
+    peft = settings.flag("use_peft", to="method")
+    four, eight = settings.flag("load_in_4bit"), settings.flag("load_in_8bit")
+    named = quantization_in_name(model)
+    method = (
+        Method.FULL if not peft else Method.QLORA if four or (named and not eight) else Method.LORA
+    )
+    if method is Method.QLORA:
+        recipe["quantization"] = named or "nf4"
+        recipe["double_quant"] = settings.flag(
+            "use_bnb_nested_quant", "bnb_4bit_use_double_quant", to="double_quant"
+        )
+    elif eight:
+        recipe["quantization"] = "int8"
+    settings.raw("bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage")
+    recipe["method"] = method
+    return method
+
+
+def _precision(
+    settings: Settings, recipe: dict[str, Any], at: tuple[int, int], is_script: bool
+) -> None:
+    new = at >= (1, 0)
+    given = (
+        settings.raw("dtype", to="dtype")
+        if new or is_script
+        else settings.raw("dtype", "torch_dtype", to="dtype")
+    )
+    if given is None and settings.has("torch_dtype") and new and not is_script:
+        value = settings.raw("torch_dtype")
+        settings.unread(
+            "torch_dtype",
+            value,
+            f"TRL {settings.report.version} does not know this key and ignores it: weights load in fp32",
+        )
+    elif given is None:
+        given = settings.raw("torch_dtype", to="dtype")
+    default = "fp32"
+    recipe["dtype"] = words.dtype(given) or ("bf16" if given == "auto" else default)
+    if given is None:
+        settings.defaulted("dtype", default)
+    fp16 = settings.flag("fp16")
+    bf16 = settings.flag("bf16", to="mixed_precision", default=not fp16 and at >= (0, 19))
+    recipe["mixed_precision"] = "bf16" if bf16 else "fp16" if fp16 else "none"
+    if recipe["dtype"] == "fp32" and recipe["mixed_precision"] != "none":
+        settings.effect(
+            "weights stay in fp32 under autocast: 4 B/parameter for a frozen base, 16 in full fine-tuning; dtype: bfloat16 halves both"
+        )
+
+
+def _lengths(
+    settings: Settings, recipe: dict[str, Any], task: Task, at: tuple[int, int], is_script: bool
+) -> None:
+    if task is Task.GRPO:
+        default = 512 if at >= (1, 1) else 256
+        recipe["completion_length"] = settings.count(
+            "max_completion_length", to="completion_length", default=default
+        )
+        if at >= (1, 0):
+            if settings.has("max_prompt_length") and not is_script:
+                settings.unread(
+                    "max_prompt_length",
+                    settings.raw("max_prompt_length"),
+                    "gone from TRL 1.0 on: prompts are not truncated",
+                )
+            else:
+                recipe["prompt_length"] = settings.count("max_prompt_length", to="prompt_length")
+            settings.effect(
+                "prompts are not truncated: the longest prompt of the data set decides (planned with 512 unless given)"
+            )
+        else:
+            recipe["prompt_length"] = settings.count(
+                "max_prompt_length", to="prompt_length", default=512
+            )
+        recipe["num_generations"] = settings.count(
+            "num_generations", to="num_generations", default=8
+        )
+        return
+    keys = ["max_length"]
+    if at < (0, 24) or is_script:
+        keys.append("max_seq_length")
+    elif settings.has("max_seq_length"):
+        settings.unread(
+            "max_seq_length",
+            settings.raw("max_seq_length"),
+            f"TRL {settings.report.version} does not know this key and ignores it: max_length is 1024",
+        )
+    recipe["context"] = settings.count(*keys, to="context", default=1024)
+    settings.raw("max_prompt_length")
+    recipe["packing"] = settings.flag("packing", to="packing") or settings.flag("padding_free")
+
+
+def _engine(
+    settings: Settings, recipe: dict[str, Any], method: Method, at: tuple[int, int]
+) -> dict[str, Any]:
+    beta = settings.number("beta", to="beta", default=0.04 if at < (0, 19) else 0.0)
+    recipe["beta"] = beta
+    recipe["algorithm"] = settings.raw(
+        "loss_type", to="algorithm", default="dapo" if at >= (0, 24) else "bnpo"
+    )
+    if not beta:
+        recipe["reference"] = Reference.NONE
+    else:
+        recipe["reference"] = (
+            Reference.ADAPTER_OFF if method is not Method.FULL else Reference.SEPARATE
+        )
+    steps = settings.count("steps_per_generation", to="engine.max_num_seqs")
+    if not settings.flag("use_vllm", to="engine.kind"):
+        settings.effect("generation uses model.generate with a dense KV cache")
+        return {"kind": EngineKind.TRANSFORMERS}
+    mode = str(
+        settings.raw(
+            "vllm_mode", to="engine.kind", default="colocate" if at >= (1, 0) else "server"
+        )
+    )
+    rows = (recipe["micro_batch_size"] or 1) * (steps or recipe["gradient_accumulation"] or 1)
+    if mode == "server":
+        return {"kind": EngineKind.VLLM_SERVER}
+    settings.effect("the engine holds a second copy of the weights")
+    tensor_parallel = (
+        settings.count("vllm_tensor_parallel_size", to="engine.tensor_parallel", default=1) or 1
+    )
+    return {
+        "kind": EngineKind.VLLM_PUSH,
+        "gpu_memory_utilization": settings.number(
+            "vllm_gpu_memory_utilization", to="engine.gpu_memory_utilization", default=0.3
+        ),
+        "max_num_seqs": rows * tensor_parallel,
+        "max_num_batched_tokens": 4096,
+        "sleep_level": 2 if settings.flag("vllm_enable_sleep_mode") else 0,
+        "tensor_parallel": tensor_parallel,
+    }
+
+
+def _lora(settings: Settings, method: Method, is_script: bool) -> dict[str, Any]:
+    if method is Method.FULL:
+        return {}
+    named = settings.raw("lora_target_modules", "target_modules", to="lora.targets")
+    if named is None:
+        settings.defaulted("lora.targets", "q_proj, v_proj (PEFT's table)")
+    settings.raw("lora_alpha", "lora_task_type", "task_type", "bias", "use_rslora")
+    return {
+        "rank": settings.count("lora_r", "r", to="lora.rank", default=8 if is_script else 16),
+        "targets": words.lora_targets(named) if named is not None else ("q_proj", "v_proj"),
+        "dropout": settings.number(
+            "lora_dropout", to="lora.dropout", default=0.0 if is_script else 0.05
+        ),
+        "dora": settings.flag("use_dora"),
+        "modules_to_save": as_names(
+            settings.raw("lora_modules_to_save", "modules_to_save", to="lora.modules_to_save")
+        ),
+    }

@@ -1,0 +1,264 @@
+"""verl Hydra overrides (0.9.1: verl/trainer/config, _generated_ppo_trainer.yaml)."""
+
+from typing import Any
+
+from planner.errors import UnsupportedError
+from planner.importers import words
+from planner.importers.settings import Imported, Settings
+from planner.importers.shell import Script
+from planner.recipe import Checkpointing, EngineKind, Loss, Method, Reference, Sharding, Task
+
+VERSION = "0.9.1"
+_A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+_M, _F = "actor_rollout_ref.model.", "actor_rollout_ref.ref."
+
+
+def read_script(script: Script, *, version: str | None = None) -> Imported | None:
+    """Return the run of the first `verl.trainer` command, or None."""
+    for command in script.commands:
+        if any("verl.trainer" in word or "main_ppo" in word for word in command):
+            return read(
+                overrides(command),
+                version=version,
+                sft=any("sft_trainer" in word for word in command),
+            )
+    return None
+
+
+def overrides(words_: list[str]) -> dict[str, Any]:
+    """Return Hydra overrides: a.b=c, +a.b=c, ++a.b=c; ~a deletes."""
+    values: dict[str, Any] = {}
+    for word in words_:
+        if "=" in word and not word.startswith("-"):
+            key, _, value = word.lstrip("+").partition("=")
+            values[key] = value.strip("'\"")
+        elif word.startswith("~"):
+            values.pop(word[1:], None)
+    return values
+
+
+def read(values: dict[str, Any], *, version: str | None = None, sft: bool = False) -> Imported:
+    """Return verl overrides as a run."""
+    settings = Settings(values, tool="verl", version=version or VERSION, assumed=version is None)
+    if sft:
+        return _read_sft(settings)
+    recipe: dict[str, Any] = {"framework": "verl", "task": Task.GRPO}
+    model = str(settings.raw(f"{_M}path", to="model", default=""))
+    adv = str(settings.raw("algorithm.adv_estimator", to="algorithm", default="gae"))
+    recipe["algorithm"] = adv
+    if adv == "gae":
+        settings.effect("adv_estimator gae trains a critic beside the actor: it is not counted")
+    strategy = str(settings.raw(f"{_A}strategy", "model_engine", to="sharding", default="fsdp"))
+    if "megatron" in strategy or "megatron" in " ".join(values):
+        raise UnsupportedError(
+            "verl: the megatron engine has another argument set, which is not mapped"
+        )
+    rank = settings.raw(f"{_M}lora_rank", to="method", default=0)
+    lora: dict[str, Any] = {}
+    method = Method.LORA if str(rank) not in ("0", "None") else Method.FULL
+    recipe["method"] = method
+    if method is Method.LORA:
+        lora = {
+            "rank": int(str(rank)),
+            "targets": words.lora_targets(
+                settings.raw(f"{_M}target_modules", to="lora.targets", default="all-linear")
+            ),
+        }
+    recipe["dtype"] = (
+        words.dtype(settings.raw(f"{_A}fsdp_config.model_dtype", to="dtype", default="fp32"))
+        or "fp32"
+    )
+    recipe["mixed_precision"] = "bf16"
+    settings.effect(
+        "the actor is held in fp32 (4 + 4 + 8 B/parameter) and sharded over the GPUs, computed in bf16"
+    )
+    _batch(settings, recipe)
+    _model_switches(settings, recipe)
+    recipe["optimizer"] = words.optimizer(
+        settings, settings.raw(f"{_A}optim.optimizer", to="optimizer", default="AdamW")
+    )
+    gpus = (settings.count("trainer.n_gpus_per_node", to="gpus", default=8) or 8) * (
+        settings.count("trainer.nnodes", to="gpus", default=1) or 1
+    )
+    recipe["sharding"] = Sharding.FSDP
+    _reference(settings, recipe, method)
+    for key in ("param_offload", "optimizer_offload"):
+        if settings.flag(f"{_A}fsdp_config.{key}", to="engine"):
+            settings.effect(
+                f"{key}: moved to host memory between rollout and update, not during the update"
+            )
+    engine = _engine(settings, method)
+    _drop_rest(settings)
+    return settings.finish(model, recipe=recipe, lora=lora, engine=engine, gpus=gpus)
+
+
+def _batch(settings: Settings, recipe: dict[str, Any]) -> None:
+    prompt = (
+        settings.count(
+            "data.max_prompt_length", f"{_R}prompt_length", to="prompt_length", default=512
+        )
+        or 512
+    )
+    completion = (
+        settings.count(
+            "data.max_response_length", f"{_R}response_length", to="completion_length", default=512
+        )
+        or 512
+    )
+    recipe["prompt_length"], recipe["completion_length"] = prompt, completion
+    recipe["num_generations"] = settings.count(f"{_R}n", to="num_generations", default=1)
+    if settings.flag(f"{_A}use_dynamic_bsz", to="micro_batch_size"):
+        tokens = (
+            settings.count(f"{_A}ppo_max_token_len_per_gpu", to="micro_batch_size", default=16384)
+            or 16384
+        )
+        recipe["micro_batch_size"] = max(1, tokens // (prompt + completion))
+        recipe["packing"] = True
+        settings.effect(
+            f"dynamic batches: at most {tokens:,} tokens a micro-batch, planned as {recipe['micro_batch_size']} full sequences"
+        )
+        settings.raw(f"{_A}ppo_micro_batch_size_per_gpu", f"{_A}ppo_micro_batch_size")
+    else:
+        recipe["micro_batch_size"] = settings.count(
+            f"{_A}ppo_micro_batch_size_per_gpu",
+            f"{_A}ppo_micro_batch_size",
+            to="micro_batch_size",
+            default=1,
+        )
+
+
+def _model_switches(settings: Settings, recipe: dict[str, Any]) -> None:
+    on = settings.flag(f"{_M}enable_gradient_checkpointing", to="checkpointing", default=True)
+    offload = settings.flag(f"{_M}enable_activation_offload", to="checkpointing")
+    recipe["checkpointing"] = (
+        Checkpointing.OFFLOAD
+        if offload and on
+        else Checkpointing.FULL
+        if on
+        else Checkpointing.NONE
+    )
+    recipe["attention"] = words.attention(
+        settings.raw(
+            f"{_M}override_config.attn_implementation", to="attention", default="flash_attention_2"
+        )
+    )
+    fused = settings.flag(f"{_M}use_fused_kernels", to="loss")
+    recipe["loss"] = Loss.CHUNKED if fused else Loss.FULL
+    if not fused:
+        settings.effect(
+            "use_fused_kernels is off: logits of a whole micro-batch are made, and the entropy's copy of them"
+        )
+    settings.raw(f"{_M}use_remove_padding", f"{_M}use_liger", f"{_M}lora_alpha")
+
+
+def _reference(settings: Settings, recipe: dict[str, Any], method: Method) -> None:
+    used = settings.flag(f"{_A}use_kl_loss", to="reference") or settings.flag(
+        "algorithm.use_kl_in_reward", to="reference"
+    )
+    offload = settings.flag(f"{_F}fsdp_config.param_offload", to="reference")
+    if not used:
+        recipe["reference"], recipe["beta"] = Reference.NONE, 0.0
+        return
+    recipe["beta"] = settings.number(f"{_A}kl_loss_coef", to="beta", default=0.001)
+    recipe["reference"] = (
+        Reference.ADAPTER_OFF
+        if method is not Method.FULL
+        else Reference.OFFLOADED
+        if offload
+        else Reference.SEPARATE
+    )
+
+
+def _engine(settings: Settings, method: Method) -> dict[str, Any]:
+    name = str(settings.raw(f"{_R}name", to="engine.kind", default="vllm"))
+    if name == "hf":
+        return {"kind": EngineKind.TRANSFORMERS}
+    if name != "vllm":
+        settings.effect(f"rollout.name {name} is planned as vLLM")
+    sleeps = settings.flag(f"{_R}free_cache_engine", to="engine.sleep_level", default=True)
+    return {
+        "kind": EngineKind.VLLM_PUSH,
+        "gpu_memory_utilization": settings.number(
+            f"{_R}gpu_memory_utilization", to="engine.gpu_memory_utilization", default=0.5
+        ),
+        "tensor_parallel": settings.count(
+            f"{_R}tensor_model_parallel_size", to="engine.tensor_parallel", default=2
+        ),
+        "max_num_seqs": settings.count(f"{_R}max_num_seqs", to="engine.max_num_seqs", default=256),
+        "max_num_batched_tokens": settings.count(
+            f"{_R}max_num_batched_tokens", to="engine.max_num_batched_tokens", default=8192
+        ),
+        "sleep_level": (1 if method is Method.LORA else 2) if sleeps else 0,
+        "cuda_graphs": not settings.flag(f"{_R}enforce_eager"),
+    }
+
+
+def _drop_rest(settings: Settings) -> None:
+    """Keys about scheduling, kernels and data that the plan does not need."""
+    prefixes = (
+        "data.",
+        "trainer.",
+        "algorithm.",
+        "reward",
+        "custom_reward",
+        f"{_R}log_prob",
+        f"{_F}log_prob",
+        f"{_A}ppo_mini",
+        f"{_A}kl_",
+        f"{_A}entropy",
+        f"{_A}clip",
+        f"{_R}load_format",
+        f"{_R}layered_summon",
+        f"{_A}optim",
+        f"{_R}val_kwargs",
+        f"{_R}mode",
+        "ray_",
+    )
+    for key in settings.values:
+        if key.startswith(prefixes) and key not in settings.used:
+            settings.used.add(key)
+            settings.report.ignored += 1
+
+
+def _read_sft(settings: Settings) -> Imported:
+    recipe: dict[str, Any] = {
+        "framework": "verl",
+        "task": Task.SFT,
+        "sharding": Sharding.FSDP,
+        "mixed_precision": "bf16",
+    }
+    model = str(settings.raw("model.partial_pretrain", "model.path", to="model", default=""))
+    rank = str(settings.raw("model.lora_rank", to="method", default=0))
+    method = Method.LORA if rank not in ("0", "None") else Method.FULL
+    recipe["method"] = method
+    recipe["dtype"] = (
+        words.dtype(
+            settings.raw(
+                "engine.model_dtype", "model.fsdp_config.model_dtype", to="dtype", default="fp32"
+            )
+        )
+        or "fp32"
+    )
+    length = settings.count("data.max_length", to="context", default=1024) or 1024
+    recipe["context"] = length
+    if settings.flag("data.use_dynamic_bsz", to="micro_batch_size", default=True) and settings.has(
+        "data.max_token_len_per_gpu"
+    ):
+        tokens = (
+            settings.count("data.max_token_len_per_gpu", to="micro_batch_size", default=8192)
+            or 8192
+        )
+        recipe["micro_batch_size"] = max(1, tokens // length)
+    else:
+        recipe["micro_batch_size"] = settings.count(
+            "data.micro_batch_size_per_gpu", to="micro_batch_size", default=4
+        )
+    recipe["checkpointing"] = (
+        Checkpointing.FULL
+        if settings.flag("model.enable_gradient_checkpointing", to="checkpointing", default=True)
+        else Checkpointing.NONE
+    )
+    gpus = settings.count("trainer.n_gpus_per_node", to="gpus", default=1)
+    lora = {"rank": int(rank), "targets": "all-linear"} if method is Method.LORA else {}
+    _drop_rest(settings)
+    return settings.finish(model, recipe=recipe, lora=lora, engine={}, gpus=gpus)

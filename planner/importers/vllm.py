@@ -1,0 +1,210 @@
+"""vLLM: `vllm serve` lines, api_server commands, LLM(...) calls, serve YAML and recipe YAML (0.32)."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from planner.importers.names import quantization_in_name
+from planner.importers.settings import Imported, Settings, as_int
+from planner.importers.shell import Script, flags
+from planner.recipe import EngineKind, Method, Sharding, Task
+
+VERSION = "0.32"
+_SHORT = {
+    "tp": "tensor-parallel-size",
+    "dp": "data-parallel-size",
+    "pp": "pipeline-parallel-size",
+    "O": "optimization-level",
+    "q": "quantization",
+}
+
+
+def read_script(script: Script, *, version: str | None = None) -> Imported | None:
+    """Return the run of the first vLLM server command, or None."""
+    for command in script.commands:
+        if (values := _command(command)) is not None:
+            return read(values, version=version)
+    return None
+
+
+def _command(command: list[str]) -> dict[str, Any] | None:
+    names = [Path(word).name for word in command]
+    text = " ".join(command)
+    if "vllm" in names and "serve" in names[names.index("vllm") : names.index("vllm") + 2]:
+        rest = command[names.index("serve") + 1 :]
+    elif "vllm.entrypoints" in text or "vllm/vllm-openai" in text:
+        start = next(
+            index
+            for index, word in enumerate(command)
+            if "vllm.entrypoints" in word or "vllm/vllm-openai" in word
+        )
+        rest = command[start + 1 :]
+    else:
+        return None
+    positional = rest[0] if rest and not rest[0].startswith("-") else None
+    values = {_SHORT.get(key, key).replace("_", "-"): value for key, value in flags(rest).items()}
+    if positional and "model" not in values:
+        values["model"] = positional
+    return values
+
+
+def read(values: dict[str, Any], *, version: str | None = None, is_call: bool = False) -> Imported:
+    """Return server or LLM() settings as a run. `is_call`: LLM(), whose defaults differ."""
+    values = {
+        _SHORT.get(str(key), str(key)).replace("_", "-"): value for key, value in values.items()
+    }
+    settings = Settings(values, tool="vllm", version=version or VERSION, assumed=version is None)
+    model = str(settings.raw("model", "model-tag", "*0", to="model", default=""))
+    recipe: dict[str, Any] = {"framework": "vllm", "task": Task.SERVE, "method": Method.FULL}
+    quantization = settings.raw("quantization", to="quantization")
+    named = quantization_in_name(model)
+    if quantization or named:
+        recipe["quantization"] = _quantization(str(quantization)) if quantization else named
+        recipe["quantization"] = named or recipe["quantization"]
+    _dtype(settings, recipe)
+    length = settings.raw("max-model-len", to="context")
+    if str(length) in ("-1", "auto"):
+        settings.effect("max-model-len auto: vLLM takes the largest length that fits")
+    elif (count := as_int(length)) is not None:
+        recipe["context"] = count
+    elif length is None:
+        recipe["context"] = _model_length(settings, model)
+    tensor, pipeline = (
+        settings.count(key, to="engine.tensor_parallel", default=1) or 1
+        for key in ("tensor-parallel-size", "pipeline-parallel-size")
+    )
+    data = settings.count("data-parallel-size", to="gpus", default=1) or 1
+    if data > 1 and settings.flag("enable-expert-parallel"):
+        settings.effect(
+            "data parallel with expert parallel: attention weights and KV cache are replicated, experts are split"
+        )
+    engine = _engine(settings, tensor * pipeline, is_call)
+    gpus = tensor * pipeline * data
+    if gpus > 1:
+        recipe["sharding"] = Sharding.NONE
+    if settings.flag("enable-lora"):
+        slots, rank = (
+            settings.count("max-loras", to="engine", default=1),
+            settings.count("max-lora-rank", to="engine", default=16),
+        )
+        settings.effect(f"{slots} LoRA slot(s) of rank {rank} are preallocated")
+    if settings.raw("speculative-config", to="engine") or any(
+        key.startswith("speculative-config.") for key in values
+    ):
+        settings.used.update(key for key in values if key.startswith("speculative-config."))
+        settings.effect("a speculative drafter's weights and KV cache come on top")
+    if offload := settings.raw("cpu-offload-gb", to="engine"):
+        settings.effect(f"{offload} GiB of weights a GPU are kept in host memory")
+    settings.raw(
+        "enable-prefix-caching",
+        "enable-chunked-prefill",
+        "enable-expert-parallel",
+        "limit-mm-per-prompt",
+        "mm-processor-kwargs",
+        "swap-space",
+        "kv-transfer-config",
+        "async-scheduling",
+        "disable-log-requests",
+        "compilation-config",
+        "reasoning-parser",
+        "moe-backend",
+    )
+    return settings.finish(model, recipe=recipe, lora={}, engine=engine, gpus=gpus)
+
+
+def _quantization(word: str) -> str:
+    for pattern, name in (
+        ("awq", "awq-4bit"),
+        ("gptq", "gptq-4bit"),
+        ("bitsandbytes", "nf4"),
+        ("fp8", "fp8"),
+        ("mxfp4", "mxfp4"),
+        ("nvfp4|modelopt_fp4", "nvfp4"),
+    ):
+        if re.search(pattern, word):
+            return name
+    return "none"
+
+
+def _dtype(settings: Settings, recipe: dict[str, Any]) -> None:
+    from planner.importers import words
+
+    given = settings.raw("dtype", to="dtype", default="auto")
+    recipe["dtype"] = words.dtype(given)
+
+
+def _model_length(settings: Settings, model: str) -> int | None:
+    from planner.importers.names import resolve_model
+
+    spec = resolve_model(model) if model else None
+    if spec is None or not spec.max_position:
+        return None
+    settings.defaulted("context", f"{spec.max_position} (the model's)")
+    return spec.max_position
+
+
+def _engine(settings: Settings, tensor_parallel: int, is_call: bool) -> dict[str, Any]:
+    at = [int(part) for part in re.findall(r"\d+", settings.report.version)[:2]] or [0, 32]
+    old = at < [0, 11]
+    kv = settings.raw("kv-cache-dtype", to="engine.kv_dtype", default="auto")
+    kv_bytes = settings.raw("kv-cache-memory-bytes", "kv-cache-memory", to="engine.kv_bytes")
+    seqs, tokens = (256, 2048) if old else (1024, 8192)
+    if is_call and not old:
+        tokens = 16384
+    return {
+        "kind": EngineKind.VLLM_SERVER,
+        "gpu_memory_utilization": settings.number(
+            "gpu-memory-utilization",
+            to="engine.gpu_memory_utilization",
+            default=0.9 if old else 0.92,
+        ),
+        "max_num_seqs": settings.count("max-num-seqs", to="engine.max_num_seqs", default=seqs),
+        "max_num_batched_tokens": settings.count(
+            "max-num-batched-tokens", to="engine.max_num_batched_tokens", default=tokens
+        ),
+        "kv_dtype": "fp8" if "fp8" in str(kv) else None,
+        "kv_bytes": as_int(kv_bytes),
+        "block_size": settings.count("block-size", to="engine.block_size"),
+        "cuda_graphs": not settings.flag("enforce-eager", to="engine.cuda_graphs"),
+        "tensor_parallel": tensor_parallel,
+    }
+
+
+def read_recipe(
+    document: dict[str, Any],
+    *,
+    version: str | None = None,
+    variant: str | None = None,
+    hardware: str | None = None,
+) -> Imported:
+    """Return one variant of a vLLM recipe YAML: base_args + variant.extra_args + hardware override."""
+    model, variants = _section(document, "model"), _section(document, "variants")
+    name = variant or ("default" if "default" in variants else next(iter(variants), ""))
+    chosen = _section(variants, name)
+    arguments: list[str] = []
+    for source, key in ((model, "base_args"), (chosen, "extra_args")):
+        part = source.get(key) or []
+        arguments += [str(item) for item in part] if isinstance(part, list) else str(part).split()
+    overrides = _section(chosen, "hardware_overrides")
+    arguments += [str(item) for item in _section(overrides, hardware or "").get("extra_args") or []]
+    values: dict[str, Any] = flags(arguments)
+    hub_id = (
+        chosen.get("model_id")
+        or model.get("model_id")
+        or model.get("id")
+        or document.get("model_id")
+        or ""
+    )
+    found = read({**values, "model": hub_id}, version=version)
+    if chosen.get("vram_minimum_gb"):
+        found.report.effects.append(
+            f"vram_minimum_gb {chosen['vram_minimum_gb']} is parameters * bytes * 1.2, not a measurement"
+        )
+    if len(variants) > 1:
+        found.report.effects.append(f"variant {name!r} of {', '.join(variants)} was read")
+    return found
+
+
+def _section(document: dict[str, Any], key: str) -> dict[str, Any]:
+    value = document.get(key)
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,78 @@
+"""Words that the tools share -> recipe values: optimizers, attention, dtypes, LoRA targets."""
+
+import re
+from typing import Any
+
+from planner.importers.settings import Settings, as_names
+from planner.recipe import Attention, Optimizer
+
+_OPTIMIZERS: tuple[tuple[str, Optimizer], ...] = (
+    (r"paged.*(?:8bit|8_bit)", Optimizer.PAGED_ADAMW_8BIT),
+    (r"paged", Optimizer.PAGED_ADAMW),
+    (r"lion.*8bit", Optimizer.LION_8BIT),
+    (r"lion", Optimizer.LION),
+    (r"adam.*(?:8bit|8_bit|fp8|4bit)|8bit.*adam|galore.*8bit|_8bit", Optimizer.ADAMW_8BIT),
+    (r"adafactor|came", Optimizer.ADAFACTOR),
+    (r"muon", Optimizer.MUON),
+    (r"adamw?.*fused", Optimizer.ADAMW_FUSED),
+    (r"adam", Optimizer.ADAMW),
+    (r"sgd", Optimizer.SGD),
+)
+SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def optimizer(settings: Settings, name: Any) -> Optimizer | None:
+    """Return the optimizer of a tool's name; what is only close is said."""
+    word = str(name).lower()
+    for pattern, kind in _OPTIMIZERS:
+        if re.search(pattern, word):
+            if "4bit" in word:
+                settings.effect(
+                    f"optimizer {name}: 4-bit states are planned as 8-bit ones, an upper bound"
+                )
+            return kind
+    settings.unread("optimizer", name, "optimizer states: planned as AdamW")
+    return Optimizer.ADAMW
+
+
+def attention(name: Any) -> Attention | None:
+    """Return the attention implementation of a tool's word, or None."""
+    word = str(name).lower()
+    if "flash" in word or word in ("fa2", "fa3"):
+        return Attention.FLASH
+    if "eager" in word or word == "disabled":
+        return Attention.EAGER
+    return Attention.SDPA if "sdpa" in word else None
+
+
+def dtype(name: Any) -> str | None:
+    """Return bf16, fp16 or fp32 for a dtype word, or None."""
+    word = str(name).lower().replace("torch.", "")
+    if "bf16" in word or "bfloat16" in word:
+        return "bf16"
+    if word in ("fp16", "float16", "half", "16"):
+        return "fp16"
+    return "fp32" if word in ("fp32", "float32", "float", "32") else None
+
+
+def lora_targets(value: Any) -> str | tuple[str, ...]:
+    """Return LoRA targets: all-linear, module names, or the names a regular expression lists."""
+    if isinstance(value, str):
+        word = value.strip()
+        if word in ("all", "all-linear", "all_linear", "auto"):
+            return "all-linear"
+        if re.search(r"[\\(|*]", word):
+            groups = re.findall(r"\(([^()]*)\)(_proj)?", word)
+            listed = [f"{part}{tail}" for body, tail in groups for part in body.split("|") if tail]
+            return tuple(listed) or "all-linear"
+    names = as_names(value)
+    if set(names) & {"all-linear", "all", "ALL"}:
+        return "all-linear"
+    return tuple(name for name in names if name) or "all-linear"
+
+
+def split_trained(
+    targets: str | tuple[str, ...], extra: Any = None
+) -> tuple[str | tuple[str, ...], tuple[str, ...]]:
+    """Return (LoRA targets, modules trained in full)."""
+    return targets, as_names(extra)
