@@ -7,11 +7,13 @@ from planner.accuracy.rows import Row
 def framework_of(row: Row) -> str:
     """Return the framework's name for a fine-tuning row."""
     name, kernels = row["framework"].lower(), row["kernels"].lower()
+    if row["method"] == "adapter_v2":
+        return "litgpt-2023-adapter-v2"
     if "fms" in name:
         return _fms(row, kernels)
     for word, framework in (
         ("unsloth", "unsloth"),
-        ("litgpt", "litgpt"),
+        ("litgpt", "litgpt-2023" if row["source_family"].endswith("tables") else "litgpt"),
         ("torchtune", "torchtune"),
         ("torchtitan", "torchtitan"),
         ("swift", "ms-swift-1.5" if "torch 2.1" in row["framework_version"] else "ms-swift"),

@@ -102,6 +102,7 @@ def recipe_of(row: Row, model: ModelSpec, *, length_matters: bool = True) -> Rec
         values["lora"] = LoraSection(
             rank=row.integer("lora_rank") or _default_rank(row),
             targets=lora_targets(row["lora_targets"], model),
+            dropout=0.05 if "litgpt" in row["framework"].lower() else 0.0,  # its default
         )
     return Recipe(**values)
 
@@ -195,7 +196,9 @@ def _loss(row: Row) -> Loss | None:
 
 def _sharding(row: Row) -> Sharding:
     text, gpus = row["parallelism"].lower(), row.integer("n_gpus") or 1
-    if "single-gpu" in text:
+    if text.startswith("listed as") and row["method"] == "full":
+        raise NotCovered("the row does not say over how many GPUs the state was divided")
+    if "single-gpu" in text or text.startswith("listed as"):
         return Sharding.NONE
     for word in ("tp", "tensor", "pp ", "pipeline", "cp ", "expert"):
         if re.search(rf"\b{word}", text) and gpus > 1:

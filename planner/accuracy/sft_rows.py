@@ -1,6 +1,7 @@
 """Fine-tuning rows: one plan a run, and which of its figures the row is."""
 
 import re
+from dataclasses import replace
 
 from planner.accuracy.names import machine_named, model_named
 from planner.accuracy.prediction import NotCovered, Prediction, around
@@ -25,6 +26,8 @@ def predict_sft(row: Row) -> Prediction:
         return predict_inference(row)
     quantity = canonical(row.quantity)
     model = model_named(row["model"])
+    if "litgpt" in row["framework"].lower() and model.tied:
+        model = replace(model, tied=False)  # LitGPT gives the head weights of its own
     recipe = recipe_of(row, model, length_matters=not quantity.startswith("static"))
     machine = machine_named(row["gpu"], gpus_of(row, recipe))
     return figure(quantity, plan(model, recipe, machine), recipe)

@@ -30,25 +30,28 @@ def logits(model: ModelSpec, r: Resolved) -> Logits:
     law, act = r.law, element_bytes(r.compute_dtype)
     rows = scored_rows(r, law)
     if law.kind == "full":
+        # a quantised head is dequantised while it multiplies
+        head = model.vocab * model.hidden * act if r.switch("quantized_head") else 0
+        extra = head if r.quantization else 0
         return Logits(
-            _full(rows, model.vocab, law.forward, act, law.source),
-            _full(rows, model.vocab, law.backward, act, law.source),
-            _full(rows, model.vocab, law.forward, act, law.source),
+            _full(rows, model.vocab, law.forward, act, law.source, extra),
+            _full(rows, model.vocab, law.backward, act, law.source, extra),
+            _full(rows, model.vocab, law.forward, act, law.source, extra),
         )
     term = _chunked(model, r, law, rows, act)
     return Logits(term, term, term)
 
 
 def _full(
-    rows: int, vocab: int, tensors: tuple[tuple[str, str], ...], act: int, source: str
+    rows: int, vocab: int, tensors: tuple[tuple[str, str], ...], act: int, source: str, extra: int
 ) -> Term:
     sizes = [(name, width(dtype, act)) for name, dtype in tensors]
     per_element = sum(size for _, size in sizes)
     return Term(
         "logits",
-        rows * vocab * per_element,
-        "{0:,} rows x {1:,} vocabulary x {2} B ({3})",
-        (rows, vocab, per_element, _Names(tuple(sizes))),
+        rows * vocab * per_element + extra,
+        "{0:,} rows x {1:,} vocabulary x {2} B ({3})" + (" + head {4:,} B" if extra else ""),
+        (rows, vocab, per_element, _Names(tuple(sizes)), extra),
         source,
     )
 
