@@ -26,15 +26,22 @@ _MLP_ROOTS = {"mlp", "feed_forward", "block_sparse_moe", "shared_mlp", "fc1", "f
 _BY_PROJECTION = {"gate_proj": "gate_up", "up_proj": "gate_up", "down_proj": "down"}
 _BY_NUMBER = {"w1": "gate_up", "w3": "gate_up", "w2": "down"}
 _QWEN_LIKE = (
-    "qwen3_moe qwen3_next deepseek_v2 deepseek_v3 deepseek_v32 olmoe glm4_moe glm4_moe_lite "
-    "glm_moe_dsa"
-).split()
+    "qwen3_moe",
+    "qwen3_next",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "olmoe",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+)
 EXPERT_NAMES: dict[str, dict[str, str]] = {
-    **dict.fromkeys(_QWEN_LIKE, {"gate": "router", **_BY_PROJECTION}),
-    **dict.fromkeys(("mixtral", "minimax_m2"), {"gate": "router", **_BY_NUMBER}),
+    **{kind: {"gate": "router", **_BY_PROJECTION} for kind in _QWEN_LIKE},
+    **{kind: {"gate": "router", **_BY_NUMBER} for kind in ("mixtral", "minimax_m2")},
 }
 """model_type -> old name -> the fused tensor PEFT adapts for it."""
-_NO_MAMBA_OUT = {"falcon_h1", "mamba", "mamba2", "nemotron_h"}
+NO_MAMBA_OUT = {"falcon_h1", "mamba", "mamba2", "nemotron_h"}
 """PEFT refuses out_proj of these: their fused kernels would bypass the adapter."""
 
 
@@ -101,6 +108,7 @@ def lora_counts(
     saved = tuple(modules_to_save)
     names = _names(model, targets)
     modules, fused = _split(model, names)
+    _refuse_mamba(model, modules)
     fused |= {_parameter(name) for name in target_parameters}
     adapted: list[AdaptedModule] = []
     matched: set[str] = set()
@@ -127,9 +135,7 @@ def lora_counts(
 
 def linear_names(model: ModelSpec) -> list[str]:
     """Return the leaf names of the decoder layers' linears, sorted."""
-    return sorted(
-        {m.leaf for layer in model.layers for m in layer.modules if m.kind in LINEARS}
-    )
+    return sorted({m.leaf for layer in model.layers for m in layer.modules if m.kind in LINEARS})
 
 
 def is_attention(module: ModuleSpec, layer: LayerSpec) -> bool:
@@ -176,8 +182,23 @@ def _names(model: ModelSpec, targets: str | Iterable[str]) -> set[str]:
         module.name
         for layer in model.layers
         for module in layer.modules
-        if module.kind in LINEARS and chosen(module, layer)
+        if module.kind in LINEARS and chosen(module, layer) and not _is_refused(model, module.leaf)
     }
+
+
+def _is_refused(model: ModelSpec, leaf: str) -> bool:
+    return model.model_type in NO_MAMBA_OUT and leaf in ("out_proj", "conv1d")
+
+
+def _refuse_mamba(model: ModelSpec, names: set[str]) -> None:
+    for name in sorted(names):
+        if _is_refused(model, name.rsplit(".", 1)[-1]):
+            allowed = [leaf for leaf in linear_names(model) if not _is_refused(model, leaf)]
+            raise UnsupportedError(
+                f"lora.targets: PEFT does not adapt {name!r} of {model.model_type} models "
+                "(so not all-linear either)",
+                hint=f"name the others: {','.join(allowed)}",
+            )
 
 
 def _split(model: ModelSpec, names: set[str]) -> tuple[set[str], set[str]]:
@@ -258,16 +279,12 @@ def _adapt_expert(
         )
     if part == "router":
         rows, columns = module.shapes[0]
-        return _make(
-            module.name, layer, number * module.count, (columns, rows), rank, 1, False
-        )
+        return _make(module.name, layer, number * module.count, (columns, rows), rank, 1, False)
     shapes = [shape for shape in module.shapes if len(shape) == 3]
     experts, first, second = shapes[1 if part == "down" else 0]
     sides = (first, second) if _is_transposed(model) else (second, first)
     leaf = {"gate_up": "gate_up_proj", "down": "down_proj", "up": "up_proj"}[part]
-    return _make(
-        f"{module.name}.{leaf}", layer, number * module.count, sides, rank, experts, False
-    )
+    return _make(f"{module.name}.{leaf}", layer, number * module.count, sides, rank, experts, False)
 
 
 def _is_transposed(model: ModelSpec) -> bool:
