@@ -43,6 +43,7 @@ def group_advantages(
     unbiased (n - 1), 0 for one sample. A NaN reward (a reward function that failed) is left out of
     its group's statistics and gets advantage 0. Raises ValueError if the sizes don't match.
     """
+    scale = Scale(scale)
     if rewards.dim() != 1 or rewards.numel() == 0 or rewards.numel() % num_generations:
         raise ValueError(
             f"rewards {tuple(rewards.shape)}: need [S] with S a multiple of "

@@ -87,6 +87,11 @@ class LossSettings:
     is zero: nothing is learnt. On policy it is `logp - logp.detach()` that carries the gradient."""
 
     def __post_init__(self) -> None:
+        # plain strings, as run files have them, become members: below, identity is compared
+        object.__setattr__(self, "loss_type", LossType(self.loss_type))
+        object.__setattr__(self, "kl", KlEstimator(self.kl))
+        if self.ratio_level is not None:
+            object.__setattr__(self, "ratio_level", RatioLevel(self.ratio_level))
         _require("epsilon", self.epsilon, 0.0 <= self.epsilon < 1.0, "0 up to below 1")
         if self.epsilon_high is not None:
             _require("epsilon_high", self.epsilon_high, self.epsilon_high > 0, "above 0")
