@@ -138,7 +138,7 @@ def read_weights(policy: Policy, folder: Path) -> None:
         from peft import set_peft_model_state_dict
 
         tensors = load_file(folder / "adapter_model.safetensors")
-        result = set_peft_model_state_dict(policy.model, tensors)
+        result: Any = set_peft_model_state_dict(policy.model, tensors)
         if result.unexpected_keys:
             raise ValueError(f"unknown adapter weight {result.unexpected_keys[0]}")
         return

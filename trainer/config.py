@@ -1,19 +1,17 @@
 """The `train:` section of run.yaml: what a run learns from, how it steps and where it writes."""
 
-import difflib
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from planner.errors import UsageError
 from planner.recipe import Method, RunFile, Section, Task
+from planner.runfile import read_yaml, validate
 
 Positive = Annotated[float, Field(gt=0)]
 Steps = Annotated[int, Field(ge=1, le=10**9, strict=True)]
-M = TypeVar("M", bound=BaseModel)
 
 
 class Schedule(StrEnum):
@@ -154,73 +152,18 @@ def read_run(path: Path, *, root: Path | None = None) -> tuple[RunFile, TrainSec
     Relative paths of datasets, reward files and output count from the run file's folder.
     Raises UsageError with the field, its value and what is allowed.
     """
-    try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(f"no such run file: {path}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(
-            f"{path}: not a readable YAML file ({str(error).splitlines()[0]})"
-        ) from None
-    if not isinstance(document, dict):
-        raise UsageError(f"{path}: expected a mapping with model, recipe, machine and train")
-    return parse_run(document, root=root or path.parent)
+    return parse_run(read_yaml(path), root=root or path.parent)
 
 
 def parse_run(document: dict[str, Any], *, root: Path) -> tuple[RunFile, TrainSection]:
     """Validate a run document; see `read_run`."""
-    run = validated(RunFile, document)
+    run = validate(RunFile, document)
     if not run.train:
         raise UsageError("run.yaml has no train: section", hint="give at least output and dataset")
-    train = validated(TrainSection, run.train, prefix="train.")
+    train = validate(TrainSection, run.train, label="train")
     _check_together(run, train)
     output = root / Path(train.output).expanduser()
     return run, train.model_copy(update={"output": str(output)})
-
-
-def validated(model: type[M], document: dict[str, Any], *, prefix: str = "") -> M:
-    """Return `document` as `model`, or raise one UsageError for its first mistake."""
-    try:
-        return model.model_validate(document)
-    except ValidationError as error:
-        raise _first_mistake(model, error, prefix=prefix) from None
-
-
-def _first_mistake(model: type[BaseModel], error: ValidationError, *, prefix: str) -> UsageError:
-    mistakes = error.errors(include_url=False)
-    # an unknown key is often the cause of a missing one: say it first
-    mistakes.sort(key=lambda item: item["type"] != "extra_forbidden")
-    first = mistakes[0]
-    place = [str(part) for part in first["loc"]]
-    name = prefix + ".".join(place)
-    if first["type"] == "extra_forbidden":
-        known = _fields_at(model, place[:-1])
-        near = difflib.get_close_matches(place[-1], known, n=3, cutoff=0.5)
-        hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(sorted(known))}"
-        return UsageError(f"{name}: unknown key", hint=hint)
-    if first["type"] == "missing":
-        return UsageError(f"{name}: missing")
-    value = repr(first.get("input"))[:60]
-    message = first["msg"].removeprefix("Value error, ")
-    if not place:
-        return UsageError(f"{prefix.rstrip('.') or 'run.yaml'}: {message}")
-    more = f" (and {len(mistakes) - 1} more)" if len(mistakes) > 1 else ""
-    return UsageError(f"{name}: {value} is not allowed: {message}{more}")
-
-
-def _fields_at(model: type[BaseModel], place: list[str]) -> list[str]:
-    """Return the keys allowed at `place`, following nested sections and tuples of sections."""
-    for part in place:
-        if part.isdigit():
-            continue
-        annotation = model.model_fields[part].annotation
-        options = (annotation, *getattr(annotation, "__args__", ()))
-        model = next(
-            option
-            for option in options
-            if isinstance(option, type) and issubclass(option, BaseModel)
-        )
-    return list(model.model_fields)
 
 
 def _check_together(run: RunFile, train: TrainSection) -> None:

@@ -10,6 +10,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +36,17 @@ from trainer.rollout import (
     sampling_settings,
     split,
 )
-from trainer.scoring import log_probs
-from trainer.session import Result, Session, prepare_output
+from trainer.scoring import hidden_rows, log_probs
+from trainer.session import Result, Say, Session, prepare_output, silent
+from trainer.stepping import Update
 
 Splitter = Callable[[Sequence[int], int], list[MicroBatch]]
 """(completions, budget in tokens) -> micro-batches"""
 
 
-def train_grpo(run: RunFile, train: TrainSection, *, root: Path, resume: bool = False) -> Result:
+def train_grpo(
+    run: RunFile, train: TrainSection, *, root: Path, resume: bool = False, say: Say = silent
+) -> Result:
     """Train by GRPO as the run file says; return how it ended. Raises VramwiseError."""
     # everything that can be wrong without a model, first
     samples = load_samples(train.dataset, root=root)
@@ -51,7 +55,7 @@ def train_grpo(run: RunFile, train: TrainSection, *, root: Path, resume: bool = 
     rewards = load_rewards(train.rewards, root=root)
     output = prepare_output(run, train, resume=resume)
 
-    ready = prepare(run, train)
+    ready = prepare(run, train, say=say)
     policy, stepper = ready.policy, ready.stepper
     order = Order(size=len(samples), seed=train.seed, shuffle=train.dataset.shuffle)
     session = Session(train, output=output, policy=policy, stepper=stepper, order=order)
@@ -112,8 +116,7 @@ def train_grpo(run: RunFile, train: TrainSection, *, root: Path, resume: bool = 
             if updates == 0:
                 session.skip(step, "the loss or a gradient is NaN or infinite", logged)
                 continue
-            line = f"reward {logged['reward']:.3f}  kl {logged.get('kl', 0):.4f}  {logged['seconds']:.1f} s"
-            session.log(step, logged, line=line)
+            session.log(step, logged, line=_line(logged))
     engine.close()
     return session.result()
 
@@ -134,7 +137,10 @@ def learn(
     policy = ready.policy
     settings = loss_settings(train, beta=ready.recipe.beta or 0.0, limit=ready.completion_tokens)
     usable = rollout.usable(mask_truncated=train.loss.mask_truncated)
-    chosen = [index for index, use in enumerate(usable) if use]
+    counted = [index for index, use in enumerate(usable) if use]
+    # an advantage of 0 and no KL term: no gradient, so no forward; the normaliser still counts it
+    chosen = [index for index in counted if settings.beta or advantages[index]]
+    teaching = set(chosen)
     advantages = advantages.to(policy.device)
 
     def micro_batches(part: Sequence[int], budget: int) -> list[MicroBatch]:
@@ -158,7 +164,13 @@ def learn(
     corrects = engine.name != "transformers"
 
     def loss(batch: MicroBatch, normaliser: float) -> tuple[Tensor, LossStats]:
-        scored = log_probs(policy, batch, entropy=True, **ready.shape)
+        with ready.memory("forward"):
+            hidden = hidden_rows(policy, batch)
+        with ready.memory("loss"):
+            return head_loss(batch, hidden, normaliser)
+
+    def head_loss(batch: MicroBatch, hidden: Tensor, normaliser: float) -> tuple[Tensor, LossStats]:
+        scored = log_probs(policy, batch, hidden, entropy=True, **ready.shape)
         sampler = sampler_log_probs(rollout, batch) if corrects else None
         weights = None
         if sampler is not None:
@@ -176,23 +188,30 @@ def learn(
             entropy=scored.entropy,
         )
 
-    made, last, total = 0, None, None
+    made = 0
+    last: Update[LossStats] | None = None
+    total: LossStats | None = None
     for _ in range(train.num_iterations):
-        for part in _parts(chosen, train.updates_per_rollout):
+        for part in _parts(counted, train.updates_per_rollout):
             normaliser = loss_normaliser(
-                settings, num_sequences=len(part), num_tokens=sum(rollout.lengths[i] for i in part)
+                settings,
+                num_sequences=len(part),
+                num_tokens=sum(rollout.lengths[index] for index in part),
             )
+            part = [index for index in part if index in teaching]
+            if not part:
+                continue
             last = ready.stepper.run(
                 step,
-                micro_batches=lambda budget, part=part: micro_batches(part, budget),
-                loss=lambda batch, normaliser=normaliser: loss(batch, normaliser),
+                micro_batches=partial(micro_batches, part),
+                loss=partial(loss, normaliser=normaliser),
                 longest=max(len(rollout.sequence(index).token_ids) for index in part),
             )
             made += not last.skipped
             for stats in last.stats:
                 total = stats if total is None else total + stats
     if last is None or total is None:
-        return 1, {"loss": 0.0, "no_completions": True}
+        return 1, {"loss": 0.0, "grad_norm": 0.0, "nothing_to_learn": True}
     logged = total.summary() | {"grad_norm": last.grad_norm, "lr": last.lr}
     logged |= {"train_tokens": last.num_tokens, "micro_batches": len(last.stats)}
     logged |= {"budget_tokens": ready.stepper.budget.tokens}
@@ -206,7 +225,7 @@ def score_tokens(
     """Return completion -> log-probabilities [tokens] under the policy as it is now."""
     scored: dict[int, Tensor] = {}
     for batch in micro_batches(chosen, ready.stepper.budget.tokens):
-        logp = log_probs(ready.policy, batch, **ready.shape).logp
+        logp = log_probs(ready.policy, batch, hidden_rows(ready.policy, batch), **ready.shape).logp
         for place, index in enumerate(batch.indices):
             scored[index] = logp[batch.sequence_ids == place]
     return scored
@@ -236,6 +255,18 @@ def rollout_metrics(rollout: Rollout, scores: Scores) -> dict[str, Any]:
         first = scores.failures[0]
         logged["reward_failure"] = f"{first.reward} on completion {first.index}: {first.error}"
     return logged
+
+
+def _line(logged: dict[str, Any]) -> str:
+    """Return the step's figures for the progress line."""
+    parts = [f"reward {logged['reward']:.3f}", f"length {logged['completions/mean_length']:.1f}"]
+    if "entropy" in logged:
+        parts += [f"entropy {logged['entropy']:.2f}", f"grad {logged['grad_norm']:.2f}"]
+    if logged.get("nothing_to_learn"):
+        parts.append("all rewards of every group are equal: nothing to learn")
+    if "reward_failure" in logged:
+        parts.append(f"{logged['reward_failures']} reward failures: {logged['reward_failure']}")
+    return "  ".join([*parts, f"{logged['seconds']:.1f} s"])
 
 
 def _gather(scored: dict[int, Tensor], batch: MicroBatch) -> Tensor:

@@ -5,9 +5,8 @@ Shapes: B rows, T tokens, H hidden, V vocabulary.
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -117,6 +116,8 @@ def load_policy(
         model = _add_adapters(model, recipe.lora, dtype=dtype, seed=seed)
     # dropout would make the ratio of new and old log-probabilities noise
     model.eval()
+    if recipe.method is Method.QLORA:
+        _keep_differentiable(model)
     return Policy(
         model=model,
         tokenizer=tokenizer,
@@ -212,11 +213,15 @@ def _add_adapters(model: Any, lora: LoraSection, *, dtype: torch.dtype, seed: in
     return wrapped
 
 
-def autocast(policy: Policy, recipe: Recipe) -> Any:
-    """Return the autocast context of `recipe.mixed_precision`; none by default."""
-    if recipe.mixed_precision in (None, "none"):
-        return nullcontext()
-    return torch.autocast(policy.device.type, dtype=DTYPES[recipe.mixed_precision])
+def _keep_differentiable(model: Any) -> None:
+    """Put 4-bit linears in training mode, where they have no dropout anyway.
+
+    On a CPU with AVX512-BF16 an eval-mode bitsandbytes 0.50 linear repacks itself for a kernel that has
+    no backward: gradients would silently stop there.
+    """
+    for module in model.modules():
+        if type(module).__name__ == "Linear4bit":
+            module.training = True
 
 
 def eos_ids(policy: Policy) -> tuple[int, ...]:
@@ -224,8 +229,3 @@ def eos_ids(policy: Policy) -> tuple[int, ...]:
     own = policy.base.generation_config.eos_token_id
     ids = set(own if isinstance(own, list | tuple) else [own]) | {policy.tokenizer.eos_token_id}
     return tuple(sorted(index for index in ids if index is not None))
-
-
-def is_local(source: str) -> bool:
-    """Return whether `source` is a folder here."""
-    return Path(source).is_dir()

@@ -20,6 +20,7 @@ from planner.model import ModelSpec
 from planner.plan import Plan, plan
 from planner.recipe import Attention, Checkpointing, Recipe, RunFile, Task
 from planner.units import format_bytes, parse_bytes
+from profiler.torch_recorder import record
 from trainer.batching import Layout, ScoredSequence, collate
 from trainer.checkpointing import checkpoint_layers, decoder_layers
 from trainer.config import TrainSection
@@ -28,8 +29,8 @@ from trainer.fake_device import FakeDevice
 from trainer.losses import sft_loss
 from trainer.model import Policy, load_policy
 from trainer.phase_memory import PhaseMemory
-from trainer.scoring import log_probs
-from trainer.stepping import Stepper, TokenBudget, make_optimizer
+from trainer.scoring import hidden_rows, log_probs
+from trainer.stepping import Stepper, TokenBudget, make_run_optimizer
 from trainer.tiled_mlp import tile_mlps
 
 MLP_TILE_TOKENS = 2048
@@ -78,7 +79,7 @@ def prepare(
     )
     stepper = Stepper(
         policy,
-        make_optimizer(policy, recipe, train),
+        make_run_optimizer(policy, recipe, train),
         train,
         budget=TokenBudget(max(tokens, planned.resolved.seq_tokens)),
         memory=memory,
@@ -204,13 +205,13 @@ def rehearse(ready: Preflight, train: TrainSection) -> None:
 
 def _rehearse_once(ready: Preflight, train: TrainSection) -> dict[str, int]:
     """Return phase -> peak bytes of a step at the longest lengths, weights unchanged."""
-    from trainer.measure import measured
-
-    with measured(ready.policy) as recorder:
+    policy = ready.policy
+    optimizer = make_run_optimizer(policy, ready.recipe, train)
+    with record(policy.model, optimizer, subject="vramwise preflight") as live:
         if ready.recipe.task is Task.GRPO:
-            engine = TransformersEngine(ready.policy, recipe=ready.recipe)
+            engine = TransformersEngine(policy, recipe=ready.recipe)
             rows = engine.max_rows(ready.prompts_per_step * ready.num_generations)
-            with recorder.phase("rollout"):
+            with live.phase("rollout"):
                 engine.rehearse(
                     rows,
                     num_prompts=-(-rows // ready.num_generations),
@@ -218,19 +219,21 @@ def _rehearse_once(ready: Preflight, train: TrainSection) -> dict[str, int]:
                     completion_tokens=ready.completion_tokens,
                 )
         batch = _worst_batch(ready)
-        with recorder.phase("forward"):
-            scored = log_probs(ready.policy, batch, entropy=True, **ready.shape)
+        with live.phase("forward"):
+            hidden = hidden_rows(policy, batch)
+        with live.phase("loss"):
+            scored = log_probs(policy, batch, hidden, entropy=True, **ready.shape)
             # the value is 0, so gradients are too: memory is all that is wanted
             share = sft_loss(scored.logp, num_tokens=len(batch.targets)) * 0.0
-        with recorder.phase("backward"):
+        del hidden, scored
+        with live.phase("backward"):
             share.backward()
-        optimizer = make_optimizer(ready.policy, ready.recipe, train)
         for group in optimizer.param_groups:
             group["lr"] = 0.0
-        with recorder.phase("step"):
+        with live.phase("step"):
             optimizer.step()
-        ready.stepper.optimizer.zero_grad(set_to_none=True)
-    return recorder.peaks()
+        optimizer.zero_grad(set_to_none=True)
+    return {phase.name: phase.peak_bytes for phase in live.recording.phases}
 
 
 def _worst_batch(ready: Preflight) -> Any:

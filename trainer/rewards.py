@@ -56,7 +56,7 @@ class Scores:
 
 def load_rewards(sections: Sequence[RewardSection], *, root: Path) -> list[Reward]:
     """Return the reward functions of a run; files count from `root`. Raises UsageError."""
-    rewards = []
+    rewards: list[Reward] = []
     for section in sections:
         if ".py:" in section.name:
             function = _from_file(section.name, root=root)

@@ -19,9 +19,16 @@ TRUNCATED_CHUNK_BYTES = 64 * MiB
 """fp32 logits of one chunk in the truncated head."""
 
 
+def hidden_rows(policy: Policy, batch: MicroBatch) -> Tensor:
+    """Return the hidden states [N, H] that predict the batch's scored tokens."""
+    hidden = policy.hidden(batch.input_ids, **_inputs(batch))
+    return hidden.flatten(0, 1).index_select(0, batch.rows)
+
+
 def log_probs(
     policy: Policy,
     batch: MicroBatch,
+    hidden: Tensor,
     *,
     temperature: float = 1.0,
     top_k: int = 0,
@@ -29,9 +36,10 @@ def log_probs(
     entropy: bool = False,
     chunk_rows: int | None = None,
 ) -> LogProbs:
-    """Return log-probabilities [N] of the batch's scored tokens as the sampler saw them."""
-    hidden = policy.hidden(batch.input_ids, **_inputs(batch))
-    hidden = hidden.flatten(0, 1).index_select(0, batch.rows)
+    """Return log-probabilities [N] of the batch's scored tokens as the sampler saw them.
+
+    hidden [N, H] from `hidden_rows`.
+    """
     head = policy.head
     if top_k > 0 or top_p < 1:
         shape = {"temperature": temperature, "top_k": top_k, "top_p": top_p}

@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,13 @@ from trainer.model import Policy
 from trainer.stepping import Stepper
 
 RUN_FILE = "run.yaml"
+Say = Callable[[str], None]
+"""Where prose goes: stderr for a command, nowhere by default."""
 OWN_NAMES = (checkpoints.FOLDER, COMPLETIONS_FOLDER, METRICS_FILE, RUN_FILE, "tensorboard", "final")
+
+
+def silent(_text: str) -> None:
+    """Say nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

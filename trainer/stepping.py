@@ -3,70 +3,44 @@
 import gc
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from planner.errors import UnsupportedError, VramwiseError
+from planner.errors import VramwiseError
 from planner.recipe import Method, Optimizer, Recipe
 from trainer.batching import MicroBatch
 from trainer.config import Schedule, TrainSection
 from trainer.model import Policy
-from trainer.optim import ElementwiseOptimizer, OptimizerSettings, Rule, StateFormat
+from trainer.optim import NO_SCALE, LossScale, apply_step, make_optimizer
 from trainer.phase_memory import PhaseMemory
 
 T = TypeVar("T")
-FIRST_LOSS_SCALE = 2.0**16
-GROW_AFTER = 200
-"""Steps without overflow before the loss scale doubles."""
-RULES = {
-    Optimizer.ADAMW: (Rule.ADAMW, StateFormat.FP32),
-    Optimizer.ADAMW_FUSED: (Rule.ADAMW, StateFormat.FP32),
-    Optimizer.ADAMW_8BIT: (Rule.ADAMW, StateFormat.INT8),
-    Optimizer.PAGED_ADAMW: (Rule.ADAMW, StateFormat.FP32),
-    Optimizer.PAGED_ADAMW_8BIT: (Rule.ADAMW, StateFormat.INT8),
-    Optimizer.LION: (Rule.LION, StateFormat.FP32),
-    Optimizer.LION_8BIT: (Rule.LION, StateFormat.INT8),
-    Optimizer.SGD: (Rule.SGD, StateFormat.FP32),
-    Optimizer.SGD_MOMENTUM: (Rule.SGD_MOMENTUM, StateFormat.FP32),
-}
-PAGED = (Optimizer.PAGED_ADAMW, Optimizer.PAGED_ADAMW_8BIT)
 
 
-def make_optimizer(policy: Policy, recipe: Recipe, train: TrainSection) -> ElementwiseOptimizer:
+def make_run_optimizer(
+    policy: Policy, recipe: Recipe, train: TrainSection
+) -> torch.optim.Optimizer:
     """Return the optimizer of `recipe` over the policy's trained weights.
 
     Adapters in half precision have an fp32 master unless the recipe says otherwise; full training in
-    bf16 rounds stochastically instead. Paged optimizers keep their state in pinned host memory.
+    bf16 rounds stochastically instead.
     """
-    name = recipe.optimizer or Optimizer.ADAMW
-    if name not in RULES:
-        raise UnsupportedError(
-            f"recipe.optimizer: the trainer has no {name}", hint=f"one of {', '.join(RULES)}"
-        )
-    rule, state_format = RULES[name]
     master = recipe.master_weights
     if master is None:
         master = recipe.method is not Method.FULL or policy.dtype == torch.float16
-    settings = OptimizerSettings(
-        rule=rule,
+    return make_optimizer(
+        policy.trainable(),
+        kind=recipe.optimizer or Optimizer.ADAMW,
         lr=train.lr,
-        betas=train.adam_betas,
         weight_decay=train.weight_decay,
+        betas=train.adam_betas,
         master_weights=master,
-        state_format=state_format,
-        offload=recipe.optimizer_offload or name in PAGED,
+        offload=recipe.optimizer_offload,
         seed=train.seed,
     )
-    parameters = [parameter for _, parameter in policy.trainable()]
-    matrices = [parameter for parameter in parameters if parameter.dim() > 1]
-    vectors = [parameter for parameter in parameters if parameter.dim() <= 1]
-    groups: list[dict[str, Any]] = [{"params": matrices}]
-    if vectors:
-        groups.append({"params": vectors, "weight_decay": 0.0})
-    return ElementwiseOptimizer(groups, settings)
 
 
 def learning_rate(step: int, train: TrainSection) -> float:
@@ -114,15 +88,17 @@ class Update(Generic[T]):
     """Tokens the model ran forward, padding included."""
     skipped: bool
     """Loss or gradient was NaN or infinite: weights are as before."""
+    scale: float
+    """Loss scale of the step."""
 
 
 class Stepper:
-    """Runs optimizer steps. `scale` is the fp16 loss scale, 1 in other dtypes."""
+    """Runs optimizer steps; fp16 has a dynamic loss scale."""
 
     def __init__(
         self,
         policy: Policy,
-        optimizer: ElementwiseOptimizer,
+        optimizer: torch.optim.Optimizer,
         train: TrainSection,
         *,
         budget: TokenBudget,
@@ -130,11 +106,10 @@ class Stepper:
     ) -> None:
         self.optimizer = optimizer
         self.budget = budget
-        self.scale = FIRST_LOSS_SCALE if policy.dtype == torch.float16 else 1.0
+        self.scale = LossScale() if policy.dtype == torch.float16 else NO_SCALE
         self._parameters = [parameter for _, parameter in policy.trainable()]
         self._train = train
         self._memory = memory
-        self._good_steps = 0
 
     def run(
         self,
@@ -169,11 +144,10 @@ class Stepper:
         try:
             while True:
                 update = self._accumulate(step, micro_batches, loss)
-                overflow = update.skipped and self.scale > 1 and math.isfinite(update.loss)
+                # fp16 overflow: the scale is halved by now, and the step is done again
+                overflow = update.skipped and update.scale > 1 and math.isfinite(update.loss)
                 if not overflow:
                     return update
-                self.scale /= 2
-                self._good_steps = 0
         except torch.OutOfMemoryError:
             self.optimizer.zero_grad(set_to_none=True)
             return None
@@ -189,63 +163,46 @@ class Stepper:
         total: Tensor | float = 0.0
         num_tokens = 0
         for batch in micro_batches(self.budget.tokens):
-            with self._memory("forward"):
-                share, part = loss(batch)
+            share, part = loss(batch)
             with self._memory("backward"):
-                (share * self.scale).backward()
+                (share * self.scale.value).backward()
             total = total + share.detach()
             stats.append(part)
             num_tokens += batch.num_tokens
             del share
-        with self._memory("step"):
-            norm = self._grad_norm()
-            skipped = not (math.isfinite(norm) and math.isfinite(float(total)))
-            lr = learning_rate(step, self._train)
-            if not skipped:
-                self._apply(norm, lr)
-            self.optimizer.zero_grad(set_to_none=True)
+        scale, lr = self.scale, learning_rate(step, self._train)
+        norm, stepped = math.nan, False
+        if math.isfinite(float(total)):
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            with self._memory("step"):
+                norm, stepped, self.scale = apply_step(
+                    self.optimizer,
+                    self._parameters,
+                    scale=scale,
+                    max_norm=self._train.max_grad_norm,
+                )
+        self.optimizer.zero_grad(set_to_none=True)
         return Update(
             stats=stats,
             loss=float(total),
             grad_norm=norm,
             lr=lr,
             num_tokens=num_tokens,
-            skipped=skipped,
+            skipped=not stepped,
+            scale=scale.value,
         )
-
-    def _apply(self, norm: float, lr: float) -> None:
-        clip = min(1.0, self._train.max_grad_norm / (norm + 1e-6))
-        # the factor goes into the optimizer's fp32 arithmetic, not into the half-precision gradients
-        self.optimizer.grad_factor = clip / self.scale
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self._good_steps += 1
-        if self.scale > 1 and self._good_steps % GROW_AFTER == 0:
-            self.scale = min(self.scale * 2, FIRST_LOSS_SCALE)
-
-    @torch.no_grad()
-    def _grad_norm(self) -> float:
-        """Return the 2-norm of all gradients, without the loss scale."""
-        norms = [
-            torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)
-            for parameter in self._parameters
-            if parameter.grad is not None
-        ]
-        if not norms:
-            return 0.0
-        return float(torch.linalg.vector_norm(torch.stack(norms))) / self.scale
 
     def state(self) -> dict[str, Any]:
         """Return what `restore` needs beside the optimizer."""
         return {
             "budget_tokens": self.budget.tokens,
             "halvings": self.budget.halvings,
-            "scale": self.scale,
-            "good_steps": self._good_steps,
+            "scale": self.scale.value,
+            "good_steps": self.scale.good_steps,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken."""
         self.budget.tokens, self.budget.halvings = state["budget_tokens"], state["halvings"]
-        self.scale, self._good_steps = state["scale"], state["good_steps"]
+        self.scale = replace(self.scale, value=state["scale"], good_steps=state["good_steps"])

@@ -1,0 +1,89 @@
+"""Command line of the trainer: train, demo, merge."""
+
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add the trainer's verbs to `app`."""
+    app.command()(train)
+    app.command()(demo)
+    app.command()(merge)
+
+
+def train(
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="model, recipe, train")],
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on from the newest checkpoint in the output folder")
+    ] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
+) -> None:
+    """Train what RUN.yaml says: SFT or GRPO, planned, checked at step 0, and logged.
+
+    Reward functions named as FILE.py:FUNCTION are imported: this runs that file's code.
+    """
+    from trainer.run import report, train_run
+
+    result = train_run(run_file, resume=resume, say=_say)
+    _print(report(result), as_json=json_output)
+    if result.stopped_by is not None:
+        typer.echo(
+            f"stopped by {signal.Signals(result.stopped_by).name} after step {result.steps}; "
+            f"go on with: vramwise train {run_file} --resume",
+            err=True,
+        )
+        raise typer.Exit(128 + result.stopped_by)
+
+
+def demo(
+    output: Annotated[Path, typer.Option(help="folder for logs and checkpoints")] = Path(
+        "runs/demo"
+    ),
+    steps: Annotated[int, typer.Option(min=20, help="GRPO steps")] = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    model: Annotated[
+        str,
+        typer.Option(help="smollm2, small (made on the spot), or auto: smollm2 if it is to be had"),
+    ] = "auto",
+    json_output: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
+) -> None:
+    """Plan, trace and train a small model by GRPO on this machine; minutes, no GPU needed."""
+    from trainer.demo import run_demo
+
+    _print(
+        run_demo(output=output, steps=steps or None, seed=seed, model=model, say=_say),
+        as_json=json_output,
+    )
+
+
+def merge(
+    source: Annotated[Path, typer.Argument(help="a run's output folder, or one checkpoint")],
+    output: Annotated[Path, typer.Argument(help="new folder for the merged model")],
+    base: Annotated[
+        str | None, typer.Option(help="base model; default: the one of the run")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="dtype of the merged weights")] = "bf16",
+    json_output: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
+) -> None:
+    """Fold the adapters of a checkpoint into its base model and write the whole model."""
+    from trainer.merge import merge_checkpoint
+
+    _print(merge_checkpoint(source, output, base=base, dtype=dtype), as_json=json_output)
+
+
+def _say(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def _print(document: dict[str, object], *, as_json: bool) -> None:
+    if as_json:
+        import json
+
+        typer.echo(json.dumps(document))
+        return
+    for key, value in document.items():
+        if key != "schema_version" and not isinstance(value, list | dict):
+            typer.echo(f"{key}: {value}")

@@ -1,0 +1,58 @@
+"""One run from its file to its end, and what to say about it."""
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+from planner.recipe import RunFile, Task
+from trainer.config import TrainSection, read_run
+from trainer.grpo import train_grpo
+from trainer.session import Result, Say, silent
+from trainer.sft import train_sft
+
+SCHEMA_VERSION = 1
+
+
+def train_run(path: Path, *, resume: bool = False, say: Say = silent) -> Result:
+    """Run the file at `path`; relative paths in it count from its folder."""
+    run, train = read_run(path)
+    return train_parsed(run, train, root=path.parent, resume=resume, say=say)
+
+
+def train_parsed(
+    run: RunFile, train: TrainSection, *, root: Path, resume: bool = False, say: Say = silent
+) -> Result:
+    """Run a validated run file."""
+    quiet()
+    algorithm = train_grpo if run.recipe.task is Task.GRPO else train_sft
+    return algorithm(run, train, root=root, resume=resume, say=say)
+
+
+def report(result: Result) -> dict[str, Any]:
+    """Return the JSON document of `vramwise train --json`."""
+    last = result.metrics[-1] if result.metrics else {}
+    figures = {
+        key: last[key]
+        for key in ("loss", "reward", "kl", "entropy", "tokens_per_second")
+        if isinstance(last.get(key), int | float) and math.isfinite(last[key])
+    }
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "output": str(result.output),
+        "steps": result.steps,
+        "bad_steps": result.bad_steps,
+        "stopped_by": result.stopped_by,
+        "seconds": round(result.seconds, 1),
+        "last": figures,
+        "metrics_file": str(result.output / "metrics.jsonl"),
+    }
+
+
+def quiet() -> None:
+    """Keep progress bars and hints of libraries off stderr; their errors stay."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    for name in ("transformers", "bitsandbytes", "peft", "datasets"):
+        logging.getLogger(name).setLevel(logging.ERROR)
