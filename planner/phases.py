@@ -218,4 +218,14 @@ def _serve(model: ModelSpec, r: Resolved, machine: Machine, base: Term, space: T
         cache = kv_cache(model, r)
         return Budget((_phase("load", base, space), _phase("rollout", base, cache, space)), ())
     cache, work = kv_cache(model, r), engine(model, r, machine)
+    if r.tensor_parallel > 1:
+        heads = max((layer.mixer.num_kv_heads for layer in model.layers), default=1)
+        base = _share(base, r.tensor_parallel)
+        cache = _share(cache, min(r.tensor_parallel, max(1, heads)))  # MLA and spare ranks replicate
     return Budget((_phase("load", base, space), _phase("rollout", base, cache, work, space)), ())
+
+
+def _share(term: Term, ranks: int) -> Term:
+    """Return one rank's part of a term that tensor parallelism splits."""
+    part = -(-term.bytes // ranks)
+    return Term(term.name, part, "{0:,} B / {1} ranks", (term.bytes, ranks), term.source)

@@ -160,6 +160,8 @@ class Recipe(Section):
 
     optimizer: Optimizer | None = None
     optimizer_offload: bool = False
+    optimizer_in_backward: bool = False
+    """Each parameter is stepped as soon as its gradient exists (torchtune's optimizer_in_bwd)."""
 
     micro_batch_size: Count | None = None
     """Sequences in one forward pass on one GPU."""

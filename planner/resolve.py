@@ -47,6 +47,7 @@ class Resolved:
     lora_dropout: float
     optimizer: Optimizer
     optimizer_offload: bool
+    optimizer_in_backward: bool
     sequences: int
     """Sequences in one forward pass (DPO: chosen and rejected)."""
     grad_accum: int
@@ -153,6 +154,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         lora_dropout=recipe.lora.dropout,
         optimizer=Optimizer(_choose(recipe.optimizer, defaults, "optimizer", "adamw")),
         optimizer_offload=recipe.optimizer_offload,
+        optimizer_in_backward=recipe.optimizer_in_backward,
         sequences=sequences,
         grad_accum=recipe.gradient_accumulation,
         prompt_tokens=prompt,

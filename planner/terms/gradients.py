@@ -25,6 +25,8 @@ def gradient_width(r: Resolved) -> int:
 def gradients(model: ModelSpec, r: Resolved) -> Term:
     """Return all gradients' bytes on one GPU."""
     count, width = trained_parameters(model, r), gradient_width(r)
+    if r.optimizer_in_backward and r.method is Method.FULL:
+        return _largest(model, r, width)
     outside = r.sharding is Sharding.FSDP and bool(r.quantization)
     shards = r.gpus if r.sharding in SHARDED and not outside else 1
     # DDP keeps its reduction buckets beside the gradients
@@ -36,4 +38,17 @@ def gradients(model: ModelSpec, r: Resolved) -> Term:
         "{0:,} trained parameters x {1} B x {2} / {3} shard(s)",
         (count, width, copies, shards),
         "autograd: the parameter's dtype",
+    )
+
+
+def _largest(model: ModelSpec, r: Resolved, width: int) -> Term:
+    """Return the gradients that live at once when every parameter is stepped in the backward."""
+    layer = max(layer.parameters for layer in model.layers)
+    count = max(layer, model.vocab * model.hidden)
+    return Term(
+        "gradients",
+        -(-count * width // (r.gpus if r.sharding in SHARDED else 1)),
+        "{0:,} parameters of the largest layer or matrix x {1} B: stepped in the backward",
+        (count, width),
+        "torchtune optimizer_in_bwd: a hook steps and frees each gradient",
     )

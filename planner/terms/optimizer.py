@@ -66,7 +66,8 @@ def optimizer(model: ModelSpec, r: Resolved) -> OptimizerCosts:
         f"{r.optimizer} states follow the parameter's dtype",
     )
     nothing = Term("optimizer", 0)
-    if r.optimizer_offload:
+    if r.optimizer_offload or r.optimizer in PAGED:
+        # paged states are managed memory: no part of torch's pool, evicted to the host when pressed
         return OptimizerCosts(nothing, term, nothing)
     # foreach AdamW holds sqrt(exp_avg_sq) of every parameter at once
     step = int(count * state_width) // shards if r.optimizer is Optimizer.ADAMW else 0
