@@ -81,9 +81,10 @@ def vllm_kv(
     pages = _pages(model, kv_dtype, block_size, kernel_block, prefix_caching)
     if not pages:
         raise UsageError(f"{model.name}: keeps no KV cache, so vLLM reports no tokens")
-    groups = _groups(pages)
-    bytes_per_block = max(sum(page.bytes for page in group) for group in groups)
-    per_sequence = sum(_blocks(group[0], max_model_len, in_flight_tokens) for group in groups)
+    bytes_per_block, groups = _groups(pages)
+    per_sequence = sum(
+        number * _blocks(page, max_model_len, in_flight_tokens) for page, number in groups
+    )
     return VllmKv(
         num_blocks=kv_bytes // bytes_per_block,
         bytes_per_block=bytes_per_block,
@@ -94,29 +95,31 @@ def vllm_kv(
 
 def _pages(
     model: ModelSpec, kv_dtype: str, block_size: int, kernel_block: int, prefix_caching: bool
-) -> list[Page]:
-    """Return every cached layer's page, sizes not yet made equal between kinds."""
+) -> dict[Page, int]:
+    """Return how many layers cache each page, sizes not yet made equal between kinds."""
     element = ELEMENT_BYTES[normal_dtype(kv_dtype, field="kv_dtype")]
-    order = [model.layers[index] for index in model.layer_order]
-    states = [_state_page_bytes(layer, element) for layer in order]
-    per_token = [layer_bytes_per_token(_without_indexer(layer), element) for layer in order]
-    attention = [size for size in per_token if size]
-    if any(states) and attention:
+    states = [_state_page_bytes(layer, element) for layer in model.layers]
+    per_token = [layer_bytes_per_token(_without_indexer(layer), element) for layer in model.layers]
+    if any(states) and any(per_token):
         # attention blocks grow until one holds a whole state; the state's page is padded to it
-        step = max(kernel_block, block_size)
-        block_size = step * int(-(-max(states) // (step * max(attention))))
-        states = [int(block_size * max(attention)) if size else 0 for size in states]
-    pages = []
-    for layer, state, token in zip(order, states, per_token, strict=True):
+        step, widest = max(kernel_block, block_size), max(per_token)
+        block_size = step * int(-(-max(states) // (step * widest)))
+        states = [int(block_size * widest) if size else 0 for size in states]
+    pages: dict[Page, int] = {}
+
+    def add(page: Page, count: int) -> None:
+        pages[page] = pages.get(page, 0) + count
+
+    for layer, state, token in zip(model.layers, states, per_token, strict=True):
         if state:
             blocks = _state_blocks(layer) if prefix_caching else 1
-            pages.append(Page(layer.mixer.kind, 0, block_size, state, blocks))
+            add(Page(layer.mixer.kind, 0, block_size, state, blocks), layer.count)
         if token:
             kind, window = _window(layer)
-            pages.append(Page(kind, window, block_size, int(block_size * token)))
+            add(Page(kind, window, block_size, int(block_size * token)), layer.count)
         if layer.mixer.index_head_dim:
             size = layer.mixer.index_head_dim + INDEXER_TOKEN_OVERHEAD_BYTES
-            pages.append(Page(MixerKind.MLA, 0, block_size, block_size * size))
+            add(Page(MixerKind.MLA, 0, block_size, block_size * size), layer.count)
     return pages
 
 
@@ -152,24 +155,21 @@ def _state_blocks(layer: LayerSpec) -> int:
     return 3 if mamba2 else 2
 
 
-def _groups(pages: list[Page]) -> list[list[Page]]:
-    """Split layers into groups that share a block table, as vLLM does."""
-    kinds = {(page.kind, page.window) for page in pages}
-    if len(kinds) == 1:
-        return [pages]  # one kind: one group, whatever the page sizes
+def _groups(pages: dict[Page, int]) -> tuple[int, list[tuple[Page, int]]]:
+    """Split layers into groups that share a block table: (bytes per block, [(page, groups)])."""
+    if len({(page.kind, page.window) for page in pages}) == 1:
+        # one kind: one group, whatever the page sizes
+        total = sum(page.bytes * count for page, count in pages.items())
+        return total, [(next(iter(pages)), 1)]
     largest = max(page.bytes for page in pages)
-    equal = [_grown(page, largest) for page in pages]
-    buckets: dict[Page, list[Page]] = {}
-    for page in equal:
-        buckets.setdefault(page, []).append(page)
-    counts = [len(bucket) for bucket in buckets.values()]
+    layers: dict[Page, int] = {}
+    for page, count in pages.items():
+        grown = _grown(page, largest)
+        layers[grown] = layers.get(grown, 0) + count
+    fewest, most = min(layers.values()), max(layers.values())
     # equally many layers a group: the rarest kind's count, unless all are about as many
-    size = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
-    groups = []
-    for page, bucket in buckets.items():
-        number = -(-len(bucket) // size)
-        groups += [[page] * size] * number
-    return groups
+    size = most if most < 1.5 * fewest else fewest
+    return size * largest, [(page, -(-count // size)) for page, count in layers.items()]
 
 
 def _grown(page: Page, largest: int) -> Page:

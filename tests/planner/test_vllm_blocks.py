@@ -1,9 +1,12 @@
 """vLLM's block arithmetic on hand-worked cases; real vLLM checks it in tests/trainer."""
 
+from dataclasses import replace
+
 import pytest
 
 from planner.errors import UsageError
 from planner.hub import find_model
+from planner.model import MixerKind
 from planner.terms.vllm_blocks import vllm_kv
 from planner.units import GiB
 
@@ -34,14 +37,9 @@ def test_a_pool_too_small_for_a_block_holds_nothing():
 
 
 def test_a_model_without_cache_is_refused():
+    model = find_model("llama-3.1-8b")
+    layers = tuple(
+        replace(layer, mixer=replace(layer.mixer, kind=MixerKind.NONE)) for layer in model.layers
+    )
     with pytest.raises(UsageError, match="no KV cache"):
-        empty = find_model("llama-3.1-8b")
-        from dataclasses import replace
-
-        from planner.model import MixerKind
-
-        layers = tuple(
-            replace(layer, mixer=replace(layer.mixer, kind=MixerKind.NONE))
-            for layer in empty.layers
-        )
-        vllm_kv(replace(empty, layers=layers), kv_bytes=GiB, max_model_len=16)
+        vllm_kv(replace(model, layers=layers), kv_bytes=GiB, max_model_len=16)

@@ -1,5 +1,7 @@
 """Real vLLM in this process: one copy of the weights, pushed weights, log-probs equal to the policy's."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,11 +11,13 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from planner.errors import UsageError, VramwiseError
+from planner.recipe import Method, Recipe
 from planner.units import MiB
 from trainer.engines.protocol import SamplingSettings
-from trainer.engines.vllm_llm import VllmSettings, prompt_logprobs, reported_kv_tokens, vllm_model
+from trainer.engines.vllm_llm import prompt_logprobs, reported_kv_tokens, vllm_model
 from trainer.engines.vllm_push import VllmPushEngine, merged_weights
 from trainer.engines.vllm_shared import VllmSharedEngine, map_parameters
+from trainer.model import Policy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm")]
 
@@ -43,20 +47,37 @@ def qwen2_folder(tmp_path_factory):
     return make_folder(tmp_path_factory.mktemp("qwen2"), config)
 
 
-def settings(folder, **changes):
-    values = {
-        "model": folder,
-        "dtype": "float32",
-        "max_model_len": 256,
-        "max_num_seqs": 8,
-        "kv_bytes": 16 * MiB,
-    }
-    return VllmSettings(**values | changes)
+RECIPE = Recipe(
+    task="grpo",
+    context=256,
+    engine={"kv_bytes": 16 * MiB, "max_num_seqs": 8},
+    lora={"rank": 8},
+)
+
+
+def make_policy(folder, model, method=Method.LORA):
+    return Policy(
+        model=model,
+        tokenizer=SimpleNamespace(eos_token_id=EOS),
+        method=method,
+        source=folder,
+        revision=None,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
 
 
 def empty_policy(folder):
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+
+
+def materialise_adapters(policy):
+    for module in policy.modules():
+        if hasattr(module, "get_delta_weight"):
+            module.lora_A.to_empty(device="cpu")
+            module.lora_B.to_empty(device="cpu")
+            module.reset_lora_parameters("default", True)
 
 
 def shift(policy, names, scale=0.05):
@@ -75,43 +96,34 @@ def own_logprobs(policy):
 
 @pytest.fixture(scope="module")
 def shared(qwen2_folder):
-    engine = VllmSharedEngine(settings(qwen2_folder, lora_rank=8), eos_token_ids=[EOS])
-    policy = engine.adopt(empty_policy(qwen2_folder))
-    yield engine, policy
+    """An engine, and its policy that never had base weights of its own."""
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
+    model = get_peft_model(empty_policy(qwen2_folder), config)
+    materialise_adapters(model)
+    engine = VllmSharedEngine(make_policy(qwen2_folder, model), recipe=RECIPE)
+    yield engine, model
     engine.close()
 
 
-@pytest.fixture(scope="module")
-def shared_lora(shared):
-    engine, base = shared
-    torch.manual_seed(1)
-    config = LoraConfig(
-        r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False
-    )
-    policy = get_peft_model(base, config)
-    engine.attach(policy, probe_token_ids=PROBE)
-    return engine, policy
-
-
 def test_the_policy_holds_no_weights_of_its_own(shared):
-    engine, policy = shared
-    model = vllm_model(engine.llm)
-    storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    assert all(p.untyped_storage().data_ptr() in storages for p in policy.parameters())
-    assert engine.shared_bytes == sum(p.numel() * 4 for p in policy.parameters())
+    engine, model = shared
+    base = [(n, p) for n, p in model.named_parameters() if "lora_" not in n]
+    storages = {p.untyped_storage().data_ptr() for p in vllm_model(engine.llm).parameters()}
+    assert all(p.untyped_storage().data_ptr() in storages for _, p in base)
+    assert engine.shared_bytes == sum(p.numel() * 4 for _, p in base)
     # q, k and v are three slices of one storage
-    attention = policy.get_submodule("model.layers.0.self_attn")
-    pointers = {
-        attention.get_submodule(n).weight.untyped_storage().data_ptr()
-        if not hasattr(attention.get_submodule(n), "base_layer")
-        else attention.get_submodule(n).base_layer.weight.untyped_storage().data_ptr()
-        for n in ("q_proj", "k_proj", "v_proj")
+    attention = "base_model.model.model.layers.0.self_attn."
+    slices = {
+        p.untyped_storage().data_ptr()
+        for n, p in base
+        if n.startswith(attention) and "_proj" in n and "o_proj" not in n and n.endswith("weight")
     }
-    assert len(pointers) == 1
+    assert len(slices) == 1
 
 
-def test_a_changed_adapter_changes_generation_ten_times_in_a_row(shared_lora):
-    engine, policy = shared_lora
+def test_a_changed_adapter_changes_generation_ten_times_in_a_row(shared):
+    engine, policy = shared
     before = own_logprobs(policy)
     for _ in range(10):
         shift(policy, "lora_")
@@ -123,8 +135,8 @@ def test_a_changed_adapter_changes_generation_ten_times_in_a_row(shared_lora):
         before = after
 
 
-def test_an_adapter_that_was_not_published_is_caught(shared_lora):
-    engine, policy = shared_lora
+def test_an_adapter_that_was_not_published_is_caught(shared):
+    engine, policy = shared
     shift(policy, "lora_", scale=0.5)
     with pytest.raises(VramwiseError, match="disagree"):
         engine.check("before publishing")
@@ -132,8 +144,8 @@ def test_an_adapter_that_was_not_published_is_caught(shared_lora):
     engine.check("after publishing")
 
 
-def test_sampled_logprobs_are_the_policys(shared_lora):
-    engine, policy = shared_lora
+def test_sampled_logprobs_are_the_policys(shared):
+    engine, policy = shared
     sampling = SamplingSettings(num_generations=3, max_new_tokens=6, temperature=0.7, seed=5)
     prompts = [[5, 6, 7], [8, 9, 10, 11]]
     completions = engine.generate(prompts, sampling)
@@ -150,15 +162,15 @@ def test_sampled_logprobs_are_the_policys(shared_lora):
         assert torch.allclose(expected, torch.tensor(completion.logprobs), atol=1e-4)
 
 
-def test_a_seed_repeats_a_rollout(shared_lora):
-    engine, _ = shared_lora
+def test_a_seed_repeats_a_rollout(shared):
+    engine, _ = shared
     sampling = SamplingSettings(num_generations=2, max_new_tokens=8, seed=11)
     first = engine.generate([[5, 6, 7]], sampling)
     assert engine.generate([[5, 6, 7]], sampling) == first
 
 
-def test_a_rollout_that_takes_too_long_is_aborted_and_the_engine_lives(shared_lora):
-    engine, _ = shared_lora
+def test_a_rollout_that_takes_too_long_is_aborted_and_the_engine_lives(shared):
+    engine, _ = shared
     from trainer.engines import vllm_llm
 
     sampling = SamplingSettings(num_generations=1, max_new_tokens=200)
@@ -168,10 +180,10 @@ def test_a_rollout_that_takes_too_long_is_aborted_and_the_engine_lives(shared_lo
     assert len(again) == 1
 
 
-def test_merging_restores_the_shared_weights_bit_for_bit(shared_lora):
+def test_merging_restores_the_shared_weights_bit_for_bit(shared):
     from trainer.engines.vllm_shared import MergedWeights
 
-    engine, policy = shared_lora
+    engine, policy = shared
     before = {n: p.detach().clone() for n, p in policy.named_parameters()}
     with_adapter = own_logprobs(policy)
     merged = MergedWeights(policy)
@@ -184,18 +196,6 @@ def test_merging_restores_the_shared_weights_bit_for_bit(shared_lora):
     assert all(torch.equal(before[n], p) for n, p in policy.named_parameters())
 
 
-def test_full_fine_tuning_writes_into_vllms_weights(shared_lora, qwen2_folder):
-    engine, policy = shared_lora
-    base = policy.get_base_model()
-    for layer in ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.gate_proj"):
-        module = base.get_submodule(layer)
-        weight = getattr(module, "base_layer", module).weight
-        with torch.no_grad():
-            weight.add_(torch.randn_like(weight) * 0.05)
-    engine.update_weights()
-    assert engine.check("after an in-place step") < 1e-5
-
-
 def test_kv_cache_is_what_was_asked_for(shared):
     engine, _ = shared
     # 2 tensors x 2 layers x 2 heads x 32 x 4 bytes = 1024 bytes a token
@@ -205,26 +205,61 @@ def test_kv_cache_is_what_was_asked_for(shared):
 
 
 def test_push_engine_takes_adapters_merged_and_full_weights(qwen2_folder):
-    engine = VllmPushEngine(settings(qwen2_folder), eos_token_ids=[EOS])
+    torch.manual_seed(2)
+    base = AutoModelForCausalLM.from_pretrained(qwen2_folder, dtype=torch.float32)
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, use_dora=True)
+    model = get_peft_model(base, config)
+    engine = VllmPushEngine(make_policy(qwen2_folder, model), recipe=RECIPE)
     try:
-        torch.manual_seed(2)
-        base = AutoModelForCausalLM.from_pretrained(qwen2_folder, dtype=torch.float32)
-        config = LoraConfig(
-            r=4, target_modules="all-linear", init_lora_weights=False, use_dora=True
-        )
-        policy = get_peft_model(base, config)
-        engine.attach(policy, probe_token_ids=PROBE)
         for _ in range(3):
-            shift(policy, "lora_")
+            shift(model, "lora_")
             engine.update_weights()
             assert engine.check("after a push") < 1e-5
         with torch.no_grad():
-            norm = policy.get_base_model().get_submodule("model.norm").weight
-            norm.mul_(1.5)
+            base.get_submodule("model.norm").weight.mul_(1.5)
         with pytest.raises(VramwiseError, match="disagree"):
             engine.check("before the push")
         engine.update_weights()
         assert engine.check("after a full push") < 1e-5
+    finally:
+        engine.close()
+
+
+def test_push_engine_serves_plain_adapters_alone(qwen2_folder):
+    torch.manual_seed(4)
+    base = AutoModelForCausalLM.from_pretrained(qwen2_folder, dtype=torch.float32)
+    model = get_peft_model(
+        base, LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj"])
+    )
+    engine = VllmPushEngine(make_policy(qwen2_folder, model), recipe=RECIPE)
+    try:
+        for _ in range(3):
+            shift(model, "lora_")
+            engine.update_weights()
+            assert engine.check("after an adapter") < 1e-5
+        # vLLM's own copy kept the base weights: without the adapter it gives other log-probs
+        plain = prompt_logprobs(engine.llm, PROBE)
+        assert (plain - own_logprobs(model)).abs().mean() > 1e-3
+    finally:
+        engine.close()
+
+
+def test_full_fine_tuning_shares_trainable_weights(qwen2_folder):
+    model = empty_policy(qwen2_folder)
+    policy = make_policy(qwen2_folder, model, method=Method.FULL)
+    engine = VllmSharedEngine(policy, recipe=RECIPE.model_copy(update={"method": Method.FULL}))
+    try:
+        assert all(p.requires_grad for p in model.parameters())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for _ in range(3):
+            before = own_logprobs(model)
+            ids = torch.tensor([PROBE])
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.update_weights()
+            assert engine.check("after a step") < 1e-5
+            assert (own_logprobs(model) - before).abs().mean() > 1e-3
     finally:
         engine.close()
 
@@ -246,7 +281,9 @@ def test_pushed_weights_are_pefts_own_merge(qwen2_folder):
 
 
 def test_weights_that_vllm_packed_are_refused(qwen2_folder):
-    engine = VllmPushEngine(settings(qwen2_folder), eos_token_ids=[EOS])
+    base = AutoModelForCausalLM.from_pretrained(qwen2_folder, dtype=torch.float32)
+    policy = make_policy(qwen2_folder, base, method=Method.FULL)
+    engine = VllmPushEngine(policy, recipe=RECIPE.model_copy(update={"method": Method.FULL}))
     try:
         with pytest.raises(UsageError, match="dropped the plain weight") as caught:
             map_parameters(empty_policy(qwen2_folder), vllm_model(engine.llm))

@@ -3,6 +3,8 @@
 A file of its own: vLLM keeps process-wide groups, and these engines need them fresh.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -11,11 +13,11 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from planner.errors import MissingExtraError, UsageError
-from planner.units import MiB
-from trainer.engines import vllm_llm
-from trainer.engines.vllm_llm import VllmSettings
+from planner.recipe import Method, Recipe
+from trainer.engines import vllm_settings
 from trainer.engines.vllm_push import VllmPushEngine
 from trainer.engines.vllm_shared import VllmSharedEngine
+from trainer.model import Policy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm")]
 
@@ -25,15 +27,20 @@ def make_folder(path, config):
     return str(path)
 
 
-def settings(folder, **changes):
-    values = {
-        "model": folder,
-        "dtype": "float32",
-        "max_model_len": 256,
-        "max_num_seqs": 8,
-        "kv_bytes": 16 * MiB,
-    }
-    return VllmSettings(**values | changes)
+def make_policy(folder, model):
+    return Policy(
+        model=model,
+        tokenizer=SimpleNamespace(eos_token_id=1),
+        method=Method.FULL,
+        source=folder,
+        revision=None,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+
+
+def recipe(**engine):
+    return Recipe(task="grpo", method="full", context=256, engine={"max_num_seqs": 8, **engine})
 
 
 SMALL = {
@@ -49,35 +56,39 @@ SMALL = {
 def test_a_mixture_of_experts_is_refused_with_the_reason(tmp_path):
     config = MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4)
     folder = make_folder(tmp_path / "mixtral", config)
-    engine = VllmSharedEngine(settings(folder), eos_token_ids=[1])
-    try:
-        with torch.device("meta"):
-            policy = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-        with pytest.raises(UsageError, match="mixture of experts") as caught:
-            engine.adopt(policy)
-        assert "vllm-push" in caught.value.hint
-    finally:
-        engine.close()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    with pytest.raises(UsageError, match="mixture of experts") as caught:
+        VllmSharedEngine(make_policy(folder, model), recipe=recipe())
+    assert "vllm-push" in caught.value.hint
 
 
 def test_an_engine_that_cannot_start_says_what_to_change(tmp_path):
     folder = make_folder(tmp_path / "llama", LlamaConfig(**SMALL))
+    model = AutoModelForCausalLM.from_pretrained(folder)
     with pytest.raises(UsageError, match="vLLM cannot start") as caught:
-        VllmPushEngine(settings(folder, kv_bytes=4096), eos_token_ids=[1])
+        VllmPushEngine(make_policy(folder, model), recipe=recipe(kv_bytes=4096))
     assert "kv_bytes" in caught.value.hint
+
+
+def test_without_a_length_the_engine_is_not_started(tmp_path):
+    folder = make_folder(tmp_path / "llama", LlamaConfig(**SMALL))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(UsageError, match="longest sequence"):
+        VllmPushEngine(make_policy(folder, model), recipe=Recipe(task="grpo", method="full"))
 
 
 def test_without_vllm_the_extra_is_named(monkeypatch):
     def missing(name):
-        raise vllm_llm.PackageNotFoundError(name)
+        raise vllm_settings.PackageNotFoundError(name)
 
-    monkeypatch.setattr(vllm_llm, "version", missing)
+    monkeypatch.setattr(vllm_settings, "version", missing)
     with pytest.raises(MissingExtraError) as caught:
-        vllm_llm.installed_version()
+        vllm_settings.installed_version()
     assert (caught.value.exit_code, "vllm" in caught.value.hint) == (5, True)
 
 
 def test_an_old_vllm_is_refused(monkeypatch):
-    monkeypatch.setattr(vllm_llm, "version", lambda name: "0.8.5.post1")
+    monkeypatch.setattr(vllm_settings, "version", lambda name: "0.8.5.post1")
     with pytest.raises(UsageError, match="too old"):
-        vllm_llm.installed_version()
+        vllm_settings.installed_version()

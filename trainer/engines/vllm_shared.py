@@ -18,9 +18,12 @@ import torch
 from transformers import PreTrainedModel
 
 from planner.errors import UsageError
+from planner.plan import Plan
+from planner.recipe import Method, Recipe
 from trainer.engines import vllm_llm
 from trainer.engines.protocol import Completion, SamplingSettings
-from trainer.engines.vllm_llm import VllmSettings
+from trainer.engines.vllm_settings import settings_for
+from trainer.model import Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,35 +278,30 @@ class VllmSharedEngine:
 
     name = "vllm-shared"
 
-    def __init__(self, settings: VllmSettings, *, eos_token_ids: Sequence[int]) -> None:
-        """Start vLLM; the policy is given later by `attach`, once it is built on top."""
-        self._settings = settings
-        self._eos = tuple(eos_token_ids)
-        with vllm_llm.unpacked_cpu_linears():
-            self.llm = vllm_llm.start_llm(settings)
-        self._policy: Any = None
+    def __init__(self, policy: Policy, *, recipe: Recipe, plan: Plan | None = None) -> None:
+        """Start vLLM, give the policy its weights, and check that both compute the same.
+
+        The policy's base may be on the meta device: it then never had weights of its own.
+        """
+        if has_adapters(policy.model) and policy.model.peft_config["default"].modules_to_save:
+            raise refuse("modules_to_save trains whole modules beside the shared ones")
+        if policy.method is Method.QLORA:
+            raise refuse("the 4-bit layouts of bitsandbytes and vLLM differ")
+        self._policy = policy
+        self._settings = settings_for(policy, recipe=recipe, plan=plan)
         self._folder = AdapterFolder()
         self._lora: Any = None
-        self._merged: MergedWeights | None = None
-        self.shared_bytes = 0
-
-    def adopt(self, policy: torch.nn.Module) -> torch.nn.Module:
-        """Give a bare transformers policy (on the meta device or not) vLLM's weights; return it."""
-        self.shared_bytes = adopt(policy, vllm_llm.vllm_model(self.llm))
-        return policy
-
-    def attach(self, policy: Any, *, probe_token_ids: Sequence[int]) -> None:
-        """Take the finished policy (adapters on top), check storage and log-probs, publish weights."""
-        if has_adapters(policy) and policy.peft_config["default"].modules_to_save:
-            raise refuse("modules_to_save trains whole modules beside the shared ones")
-        model = vllm_llm.vllm_model(self.llm)
-        assert_shared(policy, model, map_parameters(policy, model))
-        self._policy = policy
-        self._probe = tuple(probe_token_ids)
-        if needs_merging(policy):
-            self._merged = MergedWeights(policy)
-        self.update_weights()
-        self.check("after building")
+        self._probe = vllm_llm.probe_tokens(policy, min(32, self._settings.max_model_len - 1))
+        self._merged = MergedWeights(policy.model) if needs_merging(policy.model) else None
+        with vllm_llm.unpacked_cpu_linears():
+            self.llm = vllm_llm.start_llm(self._settings)
+        try:
+            self.shared_bytes = adopt(policy.model, vllm_llm.vllm_model(self.llm))
+            self.update_weights()
+            self.check("after building")
+        except BaseException:
+            self.close()
+            raise
 
     def check(self, when: str) -> float:
         """Compare log-probs of engine and policy on the probe prompt; stop when they differ."""
@@ -312,12 +310,14 @@ class VllmSharedEngine:
             self._merged.merge()
             try:
                 self.llm.reset_prefix_cache()
-                with self._policy.disable_adapter():
-                    return vllm_llm.check_agreement(self.llm, self._policy, self._probe, when=when)
+                with self._policy.model.disable_adapter():
+                    return vllm_llm.check_agreement(
+                        self.llm, self._policy.model, self._probe, when=when
+                    )
             finally:
                 self._merged.restore()
         return vllm_llm.check_agreement(
-            self.llm, self._policy, self._probe, lora_request=self._lora, when=when
+            self.llm, self._policy.model, self._probe, lora_request=self._lora, when=when
         )
 
     def generate(
@@ -332,7 +332,7 @@ class VllmSharedEngine:
                 self.llm,
                 prompts,
                 settings,
-                eos_token_ids=self._eos,
+                eos_token_ids=vllm_llm.stop_ids(self._policy, settings),
                 timeout_s=self._settings.generation_timeout_s,
                 lora_request=self._lora,
             )
@@ -342,8 +342,8 @@ class VllmSharedEngine:
 
     def update_weights(self) -> None:
         """Make the next generate use the weights as trained: adapters reload, shared weights are there."""
-        if has_adapters(self._policy) and self._merged is None:
-            self.llm.llm_engine.add_lora(self._folder.request(self._policy))
+        if has_adapters(self._policy.model) and self._merged is None:
+            self.llm.llm_engine.add_lora(self._folder.request(self._policy.model))
             self._lora = self._folder.loaded()
         self.llm.reset_prefix_cache()
 
