@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,7 +12,7 @@ from planner.errors import VramwiseError
 from planner.families import model_spec_from_config
 from planner.hub import catalogue_model, load_catalogue
 from planner.machine import Machine, find_gpu, make_machine
-from planner.model import ModelSpec
+from planner.model import ModelSpec, ModuleKind, ModuleSpec
 from planner.units import GiB
 
 _SUFFIXES = [
@@ -37,9 +38,9 @@ _SUFFIXES = [
     "thinking",
     "qat",
     "text",
-    "q8_0",
-    "q4_k_m",
-    "q4_0",
+    "q8-0",
+    "q4-k-m",
+    "q4-0",
     "merged",
     "2507",
     "2506",
@@ -61,8 +62,11 @@ _SPELLINGS = (
     (r"^qwen1half", "qwen1.5"),
     (r"^qwq-32b", "qwen2.5-32b"),
     (r"^tiny-?llama.*", "tinyllama-1.1b"),
-    (r"^dolphin-.*mistral-7b|^cognitivecomputations_dolphin-.*mistral-7b", "mistral-7b-v0.1"),
-    (r"^mistral-7b(-v0.2)?$|^mistral-7b-instruct$|^llava-v?1.6-mistral-7b$", "mistral-7b-v0.1"),
+    (r"^.*dolphin-.*mistral-7b", "mistral-7b-v0.1"),
+    (r"^qwen3\.6-35b-a3b", "qwen3.5-35b-a3b"),
+    (r"^phi-3-vision-128k", "phi-3-mini-128k"),
+    (r"^qwen2\.5-vl-(\d+)b.*", r"qwen2.5-vl-\1b"),
+    (r"^mistral-7b(-v0.2)?$|^mistral-7b-instruct$", "mistral-7b-v0.1"),
     (r"^mixtral$", "mixtral-8x7b"),
     (r"^deepseek-r1-0528-qwen3-8b", "qwen3-8b"),
     (r"^deepseek-coder-v2-lite", "deepseek-v2-lite"),
@@ -103,6 +107,16 @@ def _index() -> dict[str, tuple[str, bool]]:
     return index
 
 
+def _measured_model(entry: dict[str, Any]) -> ModelSpec:
+    """Return a measured model; towers that are only counted become one flat parameter."""
+    spec = model_spec_from_config(entry["config"], name=entry["name"], source="measured models")
+    count = entry.get("tower_parameters", 0)
+    if not count:
+        return spec
+    tower = ModuleSpec(name="tower", kind=ModuleKind.PARAMETER, shapes=((count,),))
+    return replace(spec, towers=(*spec.towers, tower))
+
+
 @cache
 def model_named(text: str) -> ModelSpec:
     """Return the model a row names; raises NotCovered when no size or family is known."""
@@ -112,8 +126,7 @@ def model_named(text: str) -> ModelSpec:
             name, in_catalogue = found
             if in_catalogue:
                 return catalogue_model(name)
-            entry = _measured()[name]
-            return model_spec_from_config(entry["config"], name=name, source="measured models")
+            return _measured_model(_measured()[name])
     raise NotCovered(f"the model {text[:60]!r} is not known or not named")
 
 

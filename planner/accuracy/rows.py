@@ -2,7 +2,7 @@
 
 import csv
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -44,6 +44,8 @@ class Row:
 
     layout: Layout
     fields: dict[str, str]
+    peers: dict[str, float] = field(default_factory=dict)
+    """The other figures of the same run, by quantity, in bytes or their own unit."""
 
     def __getitem__(self, column: str) -> str:
         return self.fields.get(column, "").strip()
@@ -56,7 +58,7 @@ class Row:
     @property
     def run(self) -> str:
         """What ties the figures of one run together."""
-        return self["group"] or self["record_id"] or self["id"]
+        return self["group"] or self["record_id"] or self["source_url_or_repo"] or self["id"]
 
     @property
     def quantity(self) -> str:
@@ -95,11 +97,16 @@ class Row:
         value = self.number(column)
         return int(value) if value is not None and value >= 1 and value == int(value) else None
 
+    def _decimal(self) -> bool:
+        return "decimal" in self["notes"] or "OpenRLHF" in self["source_title"]
+
     def truth(self) -> float | None:
         """Return the figure in bytes (or in its own unit: tokens, blocks, x)."""
         if self.layout is Layout.SFT and self["value_bytes"]:
             return self.number("value_bytes")
         value, unit = self.number("value"), self["unit_printed"] or self["unit"]
+        if self.layout is Layout.RL and unit == "GB" and not self._decimal():
+            unit = "GiB"  # Unsloth, TRL, verl and Hugging Face print GiB and call it GB
         if value is None or "unclear" in unit:
             return None
         return value * _UNIT_BYTES.get(unit, 1)
@@ -107,7 +114,13 @@ class Row:
 
 def read_rows(path: Path) -> list[Row]:
     """Return the rows of a CSV file; raises UsageError when its columns are not known."""
-    return list(_iterate(path))
+    rows = list(_iterate(path))
+    runs: dict[str, dict[str, float]] = {}
+    for row in rows:
+        value = row.truth()
+        if value is not None:
+            runs.setdefault(row.run, {})[row.quantity] = value
+    return [replace(row, peers=runs.get(row.run, {})) for row in rows]
 
 
 def _iterate(path: Path) -> Iterator[Row]:

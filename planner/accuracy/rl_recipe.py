@@ -1,0 +1,145 @@
+"""Columns of rl.csv -> Recipe."""
+
+import re
+from typing import Any
+
+from planner.accuracy.lora_targets import lora_targets
+from planner.accuracy.prediction import NotCovered
+from planner.accuracy.rows import Row
+from planner.model import ModelSpec
+from planner.recipe import (
+    Attention,
+    Checkpointing,
+    EngineKind,
+    EngineSection,
+    LoraSection,
+    Loss,
+    Method,
+    Optimizer,
+    Recipe,
+    Reference,
+    Sharding,
+    Task,
+)
+
+_TASKS = {"sft": Task.SFT, "dpo": Task.DPO, "orpo": Task.DPO, "kto": Task.DPO}
+_GRPO = frozenset({"grpo", "gspo", "dapo", "dr_grpo", "rloo", "reinforce", "cispo"})
+_CHECKPOINTING = {
+    "full": Checkpointing.FULL,
+    "none": Checkpointing.NONE,
+    "offload": Checkpointing.OFFLOAD,
+}
+_ATTENTION = {"fa2": Attention.FLASH, "sdpa": Attention.SDPA, "eager": Attention.EAGER}
+_REFERENCE = {
+    "none": Reference.NONE,
+    "separate": Reference.SEPARATE,
+    "adapter_off": Reference.ADAPTER_OFF,
+}
+_OPTIMIZERS = {
+    "adamw_8bit": Optimizer.ADAMW_8BIT,
+    "paged_adamw_8bit": Optimizer.PAGED_ADAMW_8BIT,
+    "adamw_torch": Optimizer.ADAMW,
+    "none": Optimizer.SGD,
+}
+
+
+def rl_recipe(row: Row, model: ModelSpec) -> Recipe:
+    """Return the recipe of a training row; raises NotCovered with the reason."""
+    if row["method"] not in {"full", "lora", "qlora"}:
+        raise NotCovered("the row does not state the training method")
+    method = Method(row["method"])
+    task = _task(row["algo"])
+    values: dict[str, Any] = {
+        "task": task,
+        "method": method,
+        "framework": _framework(row),
+        "dtype": "fp32" if row["dtype"] == "fp32" else "bf16",
+        "mixed_precision": _mixed_precision(row),
+        "quantization": "nf4" if method is Method.QLORA else None,
+        "optimizer": _OPTIMIZERS.get(row["optimizer"]),
+        "micro_batch_size": row.integer("batch_per_device"),
+        "num_generations": row.integer("num_generations"),
+        "checkpointing": _CHECKPOINTING.get(row["grad_ckpt"]),
+        "attention": _ATTENTION.get(row["attn"]),
+        "loss": _loss(row["loss_impl"]),
+        "reference": _REFERENCE.get(row["ref_model"]),
+        "sharding": _sharding(row),
+        "gradient_accumulation": _accumulation(row),
+        **_lengths(row, task),
+    }
+    if task is Task.GRPO:
+        kind = EngineKind.TRANSFORMERS if row["vllm"] in {"none", ""} else EngineKind.VLLM_PUSH
+        values["engine"] = EngineSection(
+            kind=kind, gpu_memory_utilization=row.number("vllm_gpu_mem_util")
+        )
+    if method is not Method.FULL:
+        targets = lora_targets(row["lora_targets"] or "all-linear", model)
+        values["lora"] = LoraSection(rank=row.integer("lora_rank") or 16, targets=targets)
+    return Recipe(**values)
+
+
+def _task(name: str) -> Task:
+    if name in _GRPO:
+        return Task.GRPO
+    if name in _TASKS:
+        return _TASKS[name]
+    raise NotCovered(f"algorithm {name!r} is not one that the planner knows")
+
+
+def _framework(row: Row) -> str:
+    name = row["framework"].lower()
+    if name == "trl":
+        # full logits: before the fused head of 1.x
+        return "trl-0.15" if row["loss_impl"] == "full_logits" else "trl"
+    known = {
+        "unsloth": "unsloth",
+        "hf": "hf-trainer",
+        "huggingface": "hf-trainer",
+        "ms-swift": "ms-swift",
+        "verl": "verl",
+        "custom": "fused-logp-loop",
+    }
+    if name not in known:
+        raise NotCovered(f"the framework {name!r} is not known")
+    return known[name]
+
+
+def _mixed_precision(row: Row) -> str | None:
+    if "bf16 autocast" in row["notes"]:
+        return "bf16"
+    return "none" if row["framework"] == "custom" else None
+
+
+def _loss(text: str) -> Loss | None:
+    if text == "full_logits":
+        return Loss.FULL
+    return Loss.CHUNKED if text in {"chunked", "liger"} else None
+
+
+def _sharding(row: Row) -> Sharding:
+    text = row["sharding"].lower()
+    if text in {"", "none"}:
+        return Sharding.NONE
+    if re.search(r"tp|pp|cp|ep|megatron", text):
+        raise NotCovered("tensor, pipeline, context or expert parallel training is not modelled")
+    return Sharding(text.removesuffix("2") if text.startswith("fsdp") else text)
+
+
+def _accumulation(row: Row) -> int:
+    stated = re.search(r"\bGA (\d+)|grad acc (\d+)", row["notes"])
+    return int(stated[1] or stated[2]) if stated else 1
+
+
+def _lengths(row: Row, task: Task) -> dict[str, int]:
+    prompt, completion = row.integer("prompt_len"), row.integer("completion_len")
+    context = row.integer("seq_len")
+    if completion is None and context is None:
+        raise NotCovered("the row does not state the sequence length")
+    if completion is None or task is not Task.GRPO:
+        return {"context": context or (prompt or 0) + (completion or 0)}
+    stated = re.search(r"about (\d+) tokens", row["notes"])
+    guess = (context - completion) if context else int(stated[1]) if stated else None
+    length = prompt or guess
+    if not length:
+        raise NotCovered("the row does not state the prompt length")
+    return {"prompt_length": length, "completion_length": completion}
