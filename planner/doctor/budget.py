@@ -83,7 +83,7 @@ def read_budget(event: Event) -> Budget | None:
     if unalloc is None and alloc is not None and get("reserved") is not None:
         unalloc = max(0, (get("reserved") or 0) - alloc)
     unaccounted = None
-    if None not in (total, free, alloc):
+    if total is not None and free is not None and alloc is not None and unalloc is not None:
         unaccounted = (total or 0) - (free or 0) - (alloc or 0) - (unalloc or 0)
     # "this process has 0 bytes" means that the driver cannot see the pid (containers)
     proc = get("proc") or get("proc_named")

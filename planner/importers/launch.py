@@ -8,7 +8,7 @@ from typing import Any
 from planner.errors import UsageError
 from planner.importers.loading import MAX_BYTES, load_json, load_yaml
 from planner.importers.settings import Settings, as_bool, as_int
-from planner.recipe import Sharding
+from planner.recipe import Method, Sharding
 
 _STAGE = re.compile(r"(?:zero|ds_z|stage)[-_ ]?([0123])", re.IGNORECASE)
 
@@ -156,6 +156,12 @@ def apply_launch(settings: Settings, recipe: dict[str, Any], launch: Launch) -> 
     """Write a launch into a recipe; return the GPU count if it is known."""
     if launch.sharding is not None:
         recipe["sharding"] = launch.sharding
+    zero = launch.sharding in (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3)
+    if zero and recipe.get("dtype") in ("bf16", "fp16") and recipe.get("method") is Method.FULL:
+        recipe["master_weights"] = True
+        settings.effect(
+            "DeepSpeed keeps an fp32 master and fp32 Adam states beside 16-bit weights: 16 B/parameter, sharded"
+        )
     if launch.optimizer_offload:
         recipe["optimizer_offload"] = True
         settings.effect("the optimizer is offloaded to host memory")

@@ -53,7 +53,7 @@ def read(
             "gradient_checkpointing is not the switch here: disable_gradient_checkpointing is"
         )
     chosen = settings.raw("flash_attn", to="attention", default="auto")
-    recipe["attention"] = words.attention(chosen)
+    recipe["attention"] = words.attention(chosen) or "sdpa"
     liger = settings.flag("enable_liger_kernel", to="loss")
     recipe["loss"] = Loss.CHUNKED if liger and stage in ("pt", "sft") else Loss.FULL
     if liger and stage not in ("pt", "sft"):

@@ -3,9 +3,11 @@
 import json
 import re
 from functools import lru_cache
+from typing import Any
 
 from planner.datafiles import data_dir
 from planner.errors import VramwiseError
+from planner.families import model_spec_from_config
 from planner.hub import catalogue_names, find_model, load_catalogue
 from planner.model import ModelSpec
 
@@ -15,7 +17,8 @@ _QUANTIZED = (
     (re.compile(r"awq", re.IGNORECASE), "awq-4bit"),
     (re.compile(r"w4a16|int4", re.IGNORECASE), "gptq-4bit"),
     (re.compile(r"fp8", re.IGNORECASE), "fp8"),
-    (re.compile(r"nvfp4|mxfp4", re.IGNORECASE), "mxfp4"),
+    (re.compile(r"nvfp4", re.IGNORECASE), "nvfp4"),
+    (re.compile(r"mxfp4", re.IGNORECASE), "mxfp4"),
 )
 _SUFFIXES = re.compile(
     r"[-_](?:unsloth|bnb|4bit|8bit|16bit|instruct|chat|it|base|hf|sft|dpo|qlora|lora|full|pt|preview|gguf|awq|gptq|int4|int8|fp8"
@@ -82,6 +85,14 @@ def resolve_name(name: str) -> str | None:
     return None
 
 
+@lru_cache(maxsize=1)
+def _configs() -> dict[str, dict[str, Any]]:
+    """Return folded name -> config of models that importers meet and the catalogue lacks."""
+    table = json.loads((data_dir() / "importers" / "derivatives.json").read_text(encoding="utf-8"))
+    return {fold(row["name"]): row for row in table["configs"]}
+
+
+@lru_cache(maxsize=512)
 def resolve_model(name: str) -> ModelSpec | None:
     """Return the model of a name as people write it, from disk or the catalogue, or None."""
     for spelling in (name, resolve_name(name)):
@@ -90,4 +101,6 @@ def resolve_model(name: str) -> ModelSpec | None:
                 return find_model(spelling, offline=True)
             except (VramwiseError, OSError, ValueError, RuntimeError):
                 continue
+    if row := _configs().get(fold(name)):
+        return model_spec_from_config(row["config"], name=row["name"], source=row["source"])
     return None

@@ -202,7 +202,7 @@ class Settings:
         for key, value in self.values.items():
             if key in self.used or value is None or value == "" or value is False:
                 continue
-            if HARMLESS.search(key):
+            if HARMLESS.search(key.replace("-", "_")):
                 self.report.ignored += 1
             else:
                 self.unread(key, value, "unknown")

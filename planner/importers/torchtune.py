@@ -92,8 +92,9 @@ def read(values: dict[str, Any], *, version: str | None = None, text: str = "") 
     fused = settings.flag("optimizer.fused")
     recipe["optimizer"] = words.optimizer(settings, f"{name} fused" if fused else name)
     if settings.flag("optimizer_in_bwd", to="gradients"):
+        recipe["optimizer_in_backward"] = True
         settings.effect(
-            "optimizer_in_bwd steps each parameter in the backward: gradients of one layer at a time live, the plan counts all of them"
+            "optimizer_in_bwd steps each parameter in the backward: gradients of one layer at a time live"
         )
     recipe["compile"] = settings.flag("compile")
     if dpo:

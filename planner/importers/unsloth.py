@@ -105,7 +105,11 @@ def _method(settings: Settings, recipe: dict[str, Any], model: str, adapted: boo
         method = Method.FULL
     elif four or named:
         method, recipe["quantization"], recipe["double_quant"] = Method.QLORA, named or "nf4", True
-        if not settings.flag("load.use_exact_model_name"):
+        if "gpt-oss" in model.lower():
+            # Unsloth's copy holds every expert as a 4-bit linear, transformers' fused experts stay 16 bit
+            recipe["quantization"] = "mxfp4"
+            settings.effect("gpt-oss: experts as 4-bit linears, counted at MXFP4's 4.25 bits")
+        elif not settings.flag("load.use_exact_model_name"):
             settings.effect(
                 "a plain name is swapped for Unsloth's -bnb-4bit copy; the dynamic copies keep some layers in 16 bit and are larger"
             )
