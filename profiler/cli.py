@@ -126,3 +126,80 @@ def watch_command(
             _emit(reading_document(reader))
         else:
             watch(reader, once=once, rate_hz=rate)
+
+
+@profile.command("snapshot")
+def snapshot_command(
+    file: Annotated[Path, typer.Argument(help="A file of torch.cuda.memory._dump_snapshot().")],
+    device: Annotated[int | None, typer.Option(help="GPU number [default: the fullest].")] = None,
+    vocab: Annotated[
+        int | None, typer.Option(min=2, help="Vocabulary size: tells logits by their shape.")
+    ] = None,
+    save: Annotated[Path | None, typer.Option(help="Also save as a recording (JSON).")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
+) -> None:
+    """Explain a torch memory snapshot: who owns the peak, how fragmented the pool is."""
+    from rich.console import Console
+
+    from profiler.snapshot import read_snapshot
+    from profiler.snapshot_analysis import analyse, to_recording
+    from profiler.snapshot_report import document, terminal
+
+    analysis = analyse(read_snapshot(file, device=device), vocab=vocab)
+    if save is not None:
+        to_recording(analysis, subject=file.name).save(save)
+    if json_output:
+        _emit(document(analysis))
+    else:
+        Console().print(terminal(analysis))
+
+
+@profile.command("compare")
+def compare_command(
+    run: Annotated[Path, typer.Argument(metavar="RUN.YAML", help="The plan's run file.")],
+    recording: Annotated[Path, typer.Argument(metavar="RECORDING", help="recording.json")],
+    json_output: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
+) -> None:
+    """Put plan and recording side by side, phase by phase, and explain the largest error."""
+    from planner.hub import find_model
+    from planner.plan import plan
+    from planner.runfile import load_run_file, machine_of
+    from profiler.compare import compare, to_text
+    from profiler.explain import as_measured, explain
+    from profiler.recording import Recording
+
+    run_file = load_run_file(run)
+    measured = Recording.load(recording)
+    machine = machine_of(run_file.machine)
+    planned = as_measured(plan(find_model(run_file.model), run_file.recipe, machine), measured)
+    result = compare(planned, measured)
+    reasons = explain(result, planned, measured)
+    if json_output:
+        _emit({**result.to_dict(), "explanation": reasons})
+    else:
+        typer.echo("\n".join([to_text(result), "", *reasons]))
+
+
+@profile.command("calibrate")
+def calibrate_command(
+    path: Annotated[
+        Path | None, typer.Option(help="Where to save [default: ~/.config/vramwise].")
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
+) -> None:
+    """Measure this GPU's context, allocator and bandwidth; later plans use it."""
+    from planner.units import format_bytes
+    from profiler.calibration import calibrate, save
+
+    found = calibrate()
+    file = save(found, path)
+    if json_output:
+        _emit(found.to_dict())
+        return
+    typer.echo(f"{found.gpu}, driver {found.driver}, torch {found.torch}")
+    for name in ("torch_total_bytes", "context_bytes", "workspace_bytes", "segment_bytes"):
+        typer.echo(f"  {name.removesuffix('_bytes'):<14}{format_bytes(getattr(found, name)):>12}")
+    for name in ("bandwidth", "host_to_device"):
+        rate = getattr(found, f"{name}_bytes_per_s") / 1e9
+        typer.echo(f"  {name:<14}{rate:>9.1f} GB/s")
+    typer.echo(f"saved to {file}; plans for this GPU use it from now on", err=True)

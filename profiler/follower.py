@@ -68,7 +68,7 @@ class Follower:
         if id(model) in self._adopted:
             return
         self._adopted.add(id(model))
-        config = getattr(model, "config", None)
+        config: Any = getattr(model, "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         self.vocab = self.vocab or int(getattr(text, "vocab_size", 0) or 0)
         with self.storages.in_phase("load"):

@@ -93,7 +93,7 @@ def recipe_of(model: Any, arguments: Any, optimizer: Any, shapes: Shapes) -> Rec
 
 def longest_in_data(arguments: Any, loader: Any, tokenizer: Any) -> Shapes:
     """Look up the longest row among the first rows of the data, if the data can be indexed."""
-    data = getattr(loader, "dataset", None)
+    data: Any = getattr(loader, "dataset", None)
     try:
         rows = [data[index] for index in range(min(len(data), MAX_ROWS))]
     except (TypeError, KeyError, NotImplementedError, IndexError):
@@ -119,9 +119,9 @@ def _prompt_tokens(row: Any, tokenizer: Any) -> int | None:
         return len(tokenizer(prompt)["input_ids"])
     if getattr(tokenizer, "chat_template", None) is None:
         return None
-    ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True)
-    ids = ids["input_ids"] if hasattr(ids, "keys") else ids
-    return len(ids[0]) if ids and isinstance(ids[0], list) else len(ids)
+    ids: Any = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True)
+    flat: Any = ids["input_ids"] if hasattr(ids, "keys") else ids
+    return len(flat[0]) if flat and isinstance(flat[0], list) else len(flat)
 
 
 def _task(arguments: Any) -> str:

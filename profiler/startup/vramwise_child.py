@@ -91,8 +91,8 @@ class Child:
 
     def _start_fresh(self):
         self.journal = Journal(self.folder)
-        self.book = None
-        self.follower = None
+        self.book: Any = None
+        self.follower: Any = None
         self.last_line_s = 0.0
         self.sampler = None
         self.greeted = False
