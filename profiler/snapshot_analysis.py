@@ -1,11 +1,11 @@
 """What a snapshot says: the peak in its history, who owned it, and how fragmented the pool is."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from profiler.recording import LiveTensor, PhaseRecord, Recording
 from profiler.snapshot import ROUND_BYTES, Block, Snapshot, Stack
-from profiler.snapshot_terms import Owner, owner_of, weight_sizes_of
+from profiler.snapshot_terms import BEFORE, Owner, owner_of, weight_sizes_of
 
 TOP = 25
 
@@ -71,21 +71,22 @@ class Analysis:
 def analyse(snapshot: Snapshot, *, vocab: int | None = None) -> Analysis:
     """Return the peak, its owners and the fragmentation of a snapshot."""
     peak_bytes, alive = _peak(snapshot)
-    sizes = weight_sizes_of((stack, size) for _, size, stack, _ in alive)
-    blocks = tuple(
-        LiveBlock(
-            address=address,
-            bytes=size,
-            stack=stack,
-            owner=owner_of(stack, size, weight_sizes=sizes, long_lived=stays, vocab=vocab),
-        )
-        for address, size, stack, stays in sorted(alive, key=lambda item: -item[1])
-    )
+    with_history = any(event.action == "alloc" for event in snapshot.events)
+    gradients = weight_sizes_of((stack, size) for _, size, stack, _ in alive)
+    if with_history:
+        gradients += Counter(size for _, size, stack, stays in alive if stays and not stack)
+    blocks = []
+    for address, size, stack, stays in sorted(alive, key=lambda item: -item[1]):
+        if with_history and stays and not stack:
+            owner = BEFORE
+        else:
+            owner = owner_of(stack, size, gradients=gradients, long_lived=stays, vocab=vocab)
+        blocks.append(LiveBlock(address=address, bytes=size, stack=stack, owner=owner))
     return Analysis(
         snapshot=snapshot,
         peak_bytes=peak_bytes,
-        at_peak=blocks,
-        from_history=any(event.action == "alloc" for event in snapshot.events),
+        at_peak=tuple(blocks),
+        from_history=with_history,
         fragmentation=fragmentation(snapshot),
     )
 
