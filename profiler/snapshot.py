@@ -17,6 +17,7 @@ from profiler.safe_pickle import load_plain
 MAX_FRAMES = 64
 """Innermost frames kept of a stack."""
 ROUND_BYTES = 512
+PROFILE = "torch.profiler"
 ACTIVE = ("active_allocated", "active_awaiting_free", "active_pending_free")
 
 
@@ -139,13 +140,15 @@ def from_data(data: dict[str, Any], *, device: int | None = None) -> Snapshot:
         known = ", ".join(map(str, sorted(reserved))) or "none"
         raise UsageError(f"--device: {device} is not in the snapshot", hint=f"devices: {known}")
     trace = traces[device] if device < len(traces) else []
+    events = [_event(raw, index, stacks) for index, raw in enumerate(trace)]
+    version = _format(data)
     settings = data.get("allocator_settings")
     return Snapshot(
         device=device,
         segments=tuple(segment for segment in segments if segment.device == device),
-        events=tuple(_event(raw, index, stacks) for index, raw in enumerate(trace)),
+        events=tuple(_without_rewrites(events) if version == PROFILE else events),
         settings=settings if isinstance(settings, dict) else {},
-        format=_format(data),
+        format=version,
     )
 
 
@@ -155,7 +158,7 @@ def _format(data: dict[str, Any]) -> str:
     if any("history" in block for block in blocks):
         return "before torch 2.1"
     if blocks and not any("address" in block for block in blocks):
-        return "torch.profiler"
+        return PROFILE
     return "torch 2.6 or newer" if "external_annotations" in data else "torch 2.1 or newer"
 
 
@@ -209,6 +212,22 @@ def _block(raw: Any, where: str, position: int, stacks: "_Stacks") -> Block:
         active=raw.get("state") in ACTIVE,
         stack=stacks.get(frames, where),
     )
+
+
+def _without_rewrites(events: list[TraceEvent]) -> Iterator[TraceEvent]:
+    """Leave out free + alloc of one address: so a profile writes an update in place."""
+    index = 0
+    while index < len(events):
+        event, then = events[index], events[index + 1 : index + 3]
+        if (
+            event.action == "free_requested"
+            and [each.action for each in then] == ["free_completed", "alloc"]
+            and all((e.address, e.bytes) == (event.address, event.bytes) for e in then)
+        ):
+            index += 3
+            continue
+        yield event
+        index += 1
 
 
 def _event(raw: Any, index: int, stacks: "_Stacks") -> TraceEvent:

@@ -133,7 +133,7 @@ Alive = list[tuple[int, int, Stack, bool]]
 def _peak(snapshot: Snapshot) -> tuple[int, Alive]:
     """Walk the history backwards from the dump: its end is known, its start may be cut off."""
     live: dict[int, Block] = {block.address: block for block in snapshot.active_blocks()}
-    sizes = {address: block.bytes for address, block in live.items()}
+    sizes = {address: rounded(block.bytes) for address, block in live.items()}
     total = best = sum(sizes.values())
     best_index = len(snapshot.events)
     for index in range(len(snapshot.events) - 1, -1, -1):
@@ -151,7 +151,7 @@ def _peak(snapshot: Snapshot) -> tuple[int, Alive]:
 def _alive_at(snapshot: Snapshot, moment: int, final: dict[int, Block]) -> Alive:
     """Return what was in use just before event number `moment`."""
     alive: dict[int, tuple[int, Stack]] = {
-        address: (block.bytes, block.stack) for address, block in final.items()
+        address: (rounded(block.bytes), block.stack) for address, block in final.items()
     }
     events = snapshot.events
     gone: set[int] = set()
