@@ -27,8 +27,8 @@ from torch import Tensor
 
 from planner.errors import MissingExtraError, UsageError
 
-CHUNK_ELEMENTS = 2**22
-"""16 MiB in fp32: a handful of these is a step's scratch. A multiple of BLOCK."""
+CHUNK_ELEMENTS = 2**21
+"""8 MiB in fp32: up to eight of these is a step's scratch. A multiple of BLOCK."""
 BLOCK = 256
 """Elements that share one scale in int8 state (bitsandbytes' block)."""
 MIN_INT8_ELEMENTS = 4096

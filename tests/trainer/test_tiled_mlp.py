@@ -1,0 +1,75 @@
+"""The tiled MLP: the same numbers, and intermediates of one tile only."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from planner.errors import UsageError
+from planner.recipe import Checkpointing
+from profiler.storages import StorageTracker
+from trainer.checkpointing import checkpoint_layers, decoder_layers
+from trainer.tiled_mlp import tile_mlps
+
+WIDTH, INNER = 16, 256
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=WIDTH,
+        intermediate_size=INNER,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=31,
+    )
+    return LlamaForCausalLM(config)
+
+
+def step(model, tokens=24):
+    ids = torch.randint(0, 31, (2, tokens), generator=torch.Generator().manual_seed(0))
+    model.zero_grad()
+    logits = model(input_ids=ids, use_cache=False).logits
+    logits.square().mean().backward()
+    return logits.detach(), [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("tile_tokens", [1, 7, 16, 47, 48, 1000])
+@pytest.mark.parametrize("checkpointing", [Checkpointing.NONE, Checkpointing.FULL])
+def test_same_logits_and_gradients(model, tile_tokens, checkpointing):
+    logits, grads = step(model)
+    assert tile_mlps(model, tile_tokens=tile_tokens) == 3
+    checkpoint_layers(decoder_layers(model), mode=checkpointing)
+    tiled_logits, tiled_grads = step(model)
+    torch.testing.assert_close(tiled_logits, logits)
+    torch.testing.assert_close(tiled_grads, grads)
+
+
+def peak_of_inner(model):
+    """Return the most bytes alive in tensors whose last size is the MLP's width."""
+    with StorageTracker() as tracker:
+        step(model, tokens=128)
+    live = peak = 0
+    for event in tracker.events:
+        if event.block.shape and event.block.shape[-1] == INNER and len(event.block.shape) > 1:
+            live += event.block.bytes if event.alloc else -event.block.bytes
+            peak = max(peak, live)
+    return peak
+
+
+def test_intermediates_of_one_tile_are_alive(model):
+    checkpoint_layers(decoder_layers(model), mode=Checkpointing.FULL)
+    whole = peak_of_inner(model)
+    tile_mlps(model, tile_tokens=32)  # of 256 tokens: an eighth
+    tiled = peak_of_inner(model)
+    weights = 2 * WIDTH * INNER * 4 * 3  # gradients of down_proj [H, I] have that last size too
+    assert whole > 4 * 256 * INNER * 4
+    assert tiled < whole / 4 + weights
+
+
+def test_wrong_settings_are_named(model):
+    with pytest.raises(UsageError, match="tile_tokens"):
+        tile_mlps(model, tile_tokens=0)
+    with pytest.raises(UsageError, match="Linear"):
+        tile_mlps(torch.nn.Linear(2, 2), tile_tokens=4)
