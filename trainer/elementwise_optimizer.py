@@ -2,7 +2,7 @@
 
 One class, `ElementwiseOptimizer`, does AdamW, Lion and SGD. Every tensor is stepped in chunks: a
 chunk of weights and state is widened to fp32, updated, and written back, so a step's scratch is
-about 64 MiB however large the model is (torch's foreach AdamW takes 2 bytes a parameter more).
+about 48 MiB however large the model is (torch's foreach AdamW takes 2 bytes a parameter more).
 
 Where the exact weights live:
 * fp32 weights: in the parameter.
@@ -28,7 +28,7 @@ from torch import Tensor
 from planner.errors import MissingExtraError, UsageError
 
 CHUNK_ELEMENTS = 2**21
-"""8 MiB in fp32: up to eight of these is a step's scratch. A multiple of BLOCK."""
+"""8 MiB in fp32: up to six of these is a step's scratch. A multiple of BLOCK."""
 BLOCK = 256
 """Elements that share one scale in int8 state (bitsandbytes' block)."""
 MIN_INT8_ELEMENTS = 4096
