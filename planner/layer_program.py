@@ -66,8 +66,10 @@ class LayerCosts(NamedTuple):
     """Backward from the kept state: what is kept and the incoming gradient included."""
     recompute: Envelope
     """Recompute and backward under checkpointing, without the stored input."""
-    weight_grads: int
-    """Bytes of the layer's weight gradients."""
+    recompute_fetched: Envelope
+    """The same with an input that came back from the host, while something needs it."""
+    keeps_input: bool
+    """Something in the layer saved its input itself (an fp32 residual stream)."""
     input_per_token: float
 
 
@@ -109,52 +111,70 @@ class Program:
         if cast:
             tape.drop(inner)
         if s.quantized and width != s.act:
-            out = self._cast(out, rows * width)
+            out = self.cast(out, rows * width)
         return self._lora(x, out, module, width) if module.leaf in s.adapted else out
 
-    def _cast(self, x: Value, per_token: float) -> Value:
+    def cast(self, x: Value, per_token: float) -> Value:
+        """Record a copy of `x` in another size; `x` is dropped."""
         out = self.tape.op((x,), per_token)
         self.tape.drop(x)
         return out
 
     def _lora(self, x: Value, base: Value, module: ModuleSpec, width: int) -> Value:
+        """Record PEFT's base(x) + B(A(dropout(x))) * scaling; `base` is dropped."""
         s, tape = self.s, self.tape
         rows, columns = module.out_features, module.in_features
         fused = "lora" in s.fused
         inside = s.act if s.autocast or fused else s.adapter
-        cast = x
-        if not fused and s.adapter != width:
-            cast = tape.op((x,), columns * s.adapter)
-        if s.autocast and not fused and s.adapter != s.act:
-            narrowed = tape.op((cast,), columns * s.act)
-            if cast is not x:
-                tape.drop(cast)
-            cast = narrowed
+        held: list[Value] = []
+        if s.quantized:
+            base = self.cast(base, base.size)  # PEFT clones what a 4-bit layer returns
+        inner = x
+        peft_casts = not fused and s.adapter != width and not (s.quantized and s.autocast)
+        if peft_casts:
+            inner = tape.op((x,), columns * s.adapter)
+            held.append(inner)  # PEFT's own variable, until its forward returns
+        passing: list[Value] = []
         if s.dropout:
             mask = tape.value(columns, needs_grad=False)  # one byte an element
-            dropped = tape.op((cast,), columns * inside, saves=(mask,))
+            inner = tape.op((inner,), inner.size, saves=(mask,))
             tape.drop(mask)
-            if cast is not x:
-                tape.drop(cast)
-            cast = dropped
-        low = tape.op(
-            (cast,), s.rank * inside, saves=(cast,), weight_grad=s.rank * columns * s.adapter
-        )
-        high = tape.op((low,), rows * inside, saves=(low,), weight_grad=s.rank * rows * s.adapter)
+            passing.append(inner)
+        if inside != inner.size / columns:
+            inner = tape.op((inner,), columns * inside)  # autocast
+            passing.append(inner)
+        low = self._adapter((inner,), s.rank * columns, s.rank * inside)
+        tape.drop(*passing)
+        high = self._adapter((low,), s.rank * rows, rows * inside)
         tape.drop(low)
-        scaled = tape.op((high,), rows * inside)
-        tape.drop(high)
-        if fused or inside <= base.size / rows:
-            out = tape.add(base, scaled, base.size)
-            tape.drop(base, scaled)
-        else:
-            # fp32 + bf16: the sum is fp32, then cast back to the layer's dtype
-            total = tape.op((base, scaled), rows * inside)
-            tape.drop(base, scaled)
-            out = self._cast(total, base.size)
-        if cast is not x:
-            tape.drop(cast)
+        scaled = self.cast(high, rows * inside)
+        out = self._sum(base, scaled)
+        tape.drop(*held)
         return out
+
+    def _adapter(self, inputs: tuple[Value, ...], count: int, per_token: float) -> Value:
+        """Record one adapter matrix of `count` elements."""
+        s, tape = self.s, self.tape
+        saves = inputs
+        if s.autocast and s.adapter != s.act:
+            saves = (*inputs, tape.value(0, count * s.act, needs_grad=False))
+        out = tape.op(inputs, per_token, saves=saves, weight_grad=count * s.adapter)
+        tape.drop(*saves[1:])
+        return out
+
+    def _sum(self, base: Value, update: Value) -> Value:
+        """Record base + update in the layer's dtype; both are dropped."""
+        tape, size = self.tape, base.size
+        if self.s.quantized and update.size != size and not self.s.autocast:
+            update = self.cast(update, size)  # PEFT casts before it adds
+        if update.size == size:
+            out = tape.add(base, update, size)
+            tape.drop(base, update)
+            return out
+        # torch promotes: the sum is as wide as the wider, then goes back to the layer's dtype
+        total = tape.op((base, update), max(size, update.size))
+        tape.drop(base, update)
+        return total if total.size == size else self.cast(total, size)
 
     def norm(self, x: Value, width: int, features: int) -> Value:
         """Record a norm over `features` elements of `width` bytes."""
@@ -164,7 +184,9 @@ class Program:
         if "rmsnorm" in s.fused or s.norm == "layernorm":
             wide = s.norm == "layernorm" and s.autocast
             # native layer norm saves its input and two fp32 statistics; so do the fused kernels
-            return tape.op((x,), features * 4 if wide else size, saves=(x,), weight_grad=weight_grad)
+            return tape.op(
+                (x,), features * 4 if wide else size, saves=(x,), weight_grad=weight_grad
+            )
         wide_x, cast = x, width != 4
         if cast:
             wide_x = tape.op((x,), features * 4)
@@ -175,17 +197,20 @@ class Program:
         tape.drop(mean)
         normed = tape.op((wide_x, rstd), features * 4, saves=(wide_x, rstd), scratch=features * 4)
         tape.drop(rstd)
+        narrow = normed
         if cast:
             tape.drop(wide_x)
-            normed = self._cast(normed, size)
+            narrow = tape.op((normed,), size)
         out = tape.op(
-            (normed,),
+            (narrow,),
             size,
-            saves=(normed,) if s.full else (),
+            saves=(narrow,) if s.full else (),
             scratch=size if s.full else 0,
             weight_grad=weight_grad,
         )
-        tape.drop(normed)
+        if cast:
+            tape.drop(narrow)
+        tape.drop(normed)  # a variable of the norm's forward: alive until it returns
         return out
 
     def rope(self, x: Value, size: float) -> Value:
@@ -201,15 +226,15 @@ class Program:
         tape.drop(cosine, sine, x)
         return out
 
-    def sdpa(self, q: Value, k: Value, v: Value, heads: int, head_dim: int, v_dim: int) -> Value:
-        """Record scaled dot-product attention; q, k and v are dropped."""
+    def sdpa(self, q: Value, k: Value, v: Value, heads: int, v_dim: int, width: int) -> Value:
+        """Record scaled dot-product attention on elements of `width` bytes; q, k, v are dropped."""
         s, tape = self.s, self.tape
-        out_size = heads * v_dim * s.act
+        out_size = heads * v_dim * width
         if s.attention == "eager":
-            return self._eager(q, k, v, heads, out_size)
+            return self._eager(q, k, v, heads, out_size, width)
         if (s.repeat_kv or (s.masked and s.attention == "sdpa")) and k.size != q.size:
-            k = self._cast(k, q.size)
-            v = self._cast(v, heads * v_dim * s.act)
+            k = self.cast(k, q.size)
+            v = self.cast(v, out_size)
         lse = tape.value(heads * 4, needs_grad=False)
         # the backward kernel accumulates dq in fp32
         out = tape.op(
@@ -217,25 +242,28 @@ class Program:
             out_size,
             saves=(q, k, v, lse),
             saves_out=True,
-            scratch=heads * head_dim * 4,
+            scratch=q.size * 4 / width,
         )
         tape.drop(q, k, v, lse)
         return out
 
-    def _eager(self, q: Value, k: Value, v: Value, heads: int, out_size: float) -> Value:
-        s, tape = self.s, self.tape
-        row = heads * s.seq
+    def _eager(
+        self, q: Value, k: Value, v: Value, heads: int, out_size: float, width: int
+    ) -> Value:
+        """Record transformers' eager_attention_forward: scores of [heads, T, T] in full."""
+        tape = self.tape
+        row = heads * self.s.seq
         if k.size != q.size:
-            k, v = self._cast(k, q.size), self._cast(v, out_size)
-        scores = tape.op((q, k), row * s.act, saves=(q, k))
-        scaled = self._cast(scores, row * s.act)
-        masked = self._cast(scaled, row * s.act)
+            k, v = self.cast(k, q.size), self.cast(v, out_size)
+        scores = tape.op((q, k), row * width, saves=(q, k))
+        scaled = self.cast(scores, row * width)
+        masked = self.cast(scaled, row * width)
         soft = tape.op((masked,), row * 4, saves_out=True)
         tape.drop(masked)
-        narrow = self._cast(soft, row * s.act) if s.act != 4 else soft
+        narrow = self.cast(soft, row * width) if width != 4 else soft
         out = tape.op((narrow, v), out_size, saves=(narrow, v))
         tape.drop(narrow, q, k, v)
-        return self._cast(out, out_size)
+        return self.cast(out, out_size)
 
 
 def _by_leaf(layer: LayerSpec) -> dict[str, ModuleSpec]:
@@ -257,7 +285,7 @@ def _is_mlp(module: ModuleSpec) -> bool:
 def _attention(p: Program, x: Value, layer: LayerSpec, hidden: int, width: int) -> Value:
     """Record an attention block: projections, rope, attention, output projection."""
     s, tape, mixer = p.s, p.tape, layer.mixer
-    inner = s.act if s.autocast or not s.quantized else width
+    inner = width if s.quantized else s.act
     modules = [m for m in layer.modules if m.kind in _LINEARS and not _is_mlp(m)]
     ins = [m for m in modules if m.leaf not in OUT_LEAVES]
     out_module = next((m for m in modules if m.leaf in OUT_LEAVES), None)
@@ -279,10 +307,15 @@ def _attention(p: Program, x: Value, layer: LayerSpec, hidden: int, width: int) 
             _qk_norm(p, k, mixer.head_dim * kv, inner),
         )
     q, k = p.rope(q, sizes[0]), p.rope(k, sizes[1])
-    context = p.sdpa(q, k, v, heads, mixer.head_dim, v_dim)
+    inside = inner
+    if inner > s.act and (s.autocast or s.attention == "flash"):
+        # autocast, or transformers for flash attention, brings fp32 queries to 16 bits
+        inside = s.act
+        q, k, v = (p.cast(x, x.size * inside / inner) for x in (q, k, v))
+    context = p.sdpa(q, k, v, heads, v_dim, inside)
     if out_module is None:
         return context
-    out = p.linear(context, out_module, inner)
+    out = p.linear(context, out_module, inside)
     tape.drop(context)
     return out
 
@@ -296,7 +329,7 @@ def _qk_norm(p: Program, x: Value, features: int, width: int) -> Value:
 def _mlp(p: Program, x: Value, layer: LayerSpec, width: int) -> Value:
     """Record a dense MLP."""
     s, tape = p.s, p.tape
-    inner = s.act if s.autocast or not s.quantized else width
+    inner = width if s.quantized else s.act
     modules = [m for m in layer.modules if m.kind in _LINEARS and _is_mlp(m)]
     ins = [m for m in modules if m.leaf not in DOWN_LEAVES]
     down = next(m for m in modules if m.leaf in DOWN_LEAVES)
@@ -448,45 +481,47 @@ def _measure(layer: LayerSpec, hidden: int, settings: OpSettings) -> LayerCosts:
     plain = Tape(grad_enabled=False)
     x = plain.value(width)
     run_layer(Program(plain, settings), x, layer, hidden)
-    kept, forward, backward, grads = _graph(layer, hidden, settings)
+    kept, forward, backward, keeps_input = _graph(layer, hidden, settings)
     return LayerCosts(
         kept,
         forward,
         envelope(plain.points),
         backward,
-        _recompute(layer, hidden, settings),
-        grads,
+        _recompute(layer, hidden, settings, fetched=False),
+        _recompute(layer, hidden, settings, fetched=True),
+        keeps_input,
         width,
     )
 
 
 def _graph(
     layer: LayerSpec, hidden: int, settings: OpSettings
-) -> tuple[Point, Envelope, Envelope, int]:
+) -> tuple[Point, Envelope, Envelope, bool]:
     """Run forward and backward with everything kept."""
     tape = Tape(keep_weight_grads=not settings.accumulate)
     x = tape.value(hidden * settings.residual, needs_grad=settings.input_grad)
     out = run_layer(Program(tape, settings), x, layer, hidden)
     tape.drop(x, out)
-    forward, kept = envelope(tape.points), tape.now()
+    forward, kept, keeps_input = envelope(tape.points), tape.now(), x.storage.refs > 0
     tape.points.clear()
     tape.start_backward(out, hidden * settings.residual)
     tape.run()
-    grads = max((point.weight_grads for point in tape.points), default=0)
-    return kept, forward, envelope(tape.points), grads
+    return kept, forward, envelope(tape.points), keeps_input
 
 
-def _recompute(layer: LayerSpec, hidden: int, settings: OpSettings) -> Envelope:
+def _recompute(layer: LayerSpec, hidden: int, settings: OpSettings, *, fetched: bool) -> Envelope:
     """Run a checkpointed layer's backward: non-reentrant, stopping early, as torch does.
 
     Backward starts on nodes that saved nothing; the first that needs a saved tensor makes the
-    forward run again up to the last tensor that anything saved.
+    forward run again up to the last tensor that anything saved. The stored input is left out;
+    if it was `fetched` from the host it is counted, and freed when nothing saved it.
     """
     width = hidden * settings.residual
     tape = Tape(keep_weight_grads=not settings.accumulate)
     x = tape.value(width)
     out = run_layer(Program(tape, settings), x, layer, hidden)
-    tape.drop(out)
+    tape.drop(out, x) if fetched else tape.drop(out)
+    counted = 0 if fetched else width
     again = tape.points[: max(tape.last_save, 1)]
     kept = tape.now()
     tape.points.clear()
@@ -497,8 +532,8 @@ def _recompute(layer: LayerSpec, hidden: int, settings: OpSettings) -> Envelope:
         for p in tape.points
     ]
     waiting = tape.now().per_token - kept.per_token
-    points = [Point(p.per_token + waiting - width, *p[1:]) for p in again]
+    points = [Point(p.per_token + waiting - counted, *p[1:]) for p in again]
     tape.points.clear()
     tape.run()
-    rest = [Point(p.per_token - width, *p[1:]) for p in tape.points]
+    rest = [Point(p.per_token - counted, *p[1:]) for p in tape.points]
     return envelope(early + points + rest)

@@ -86,7 +86,8 @@ class Tape:
         self.points: list[Point] = []
         self.nodes: list[Node] = []
         self.last_save = 0
-        """How many points there were when something was last saved for backward."""
+        """How many points there were when something was last saved for backward: inputs are saved
+        before the operation runs, outputs after."""
 
     def alloc(self, per_token: float, constant: int = 0, *, weight_grad: int = 0) -> Storage:
         """Allocate a storage and note the point."""
@@ -134,6 +135,7 @@ class Tape:
 
         `saves` are kept for backward; `scratch` is what its backward needs in passing.
         """
+        before = len(self.points)
         if forward_scratch or weight_scratch:
             self.spike(per_token + forward_scratch, weight_scratch)
         needs = self.grad_enabled and (bool(weight_grad) or any(v.needs_grad for v in inputs))
@@ -143,7 +145,7 @@ class Tape:
             for storage in saved:
                 storage.refs += 1
             if saved:
-                self.last_save = len(self.points)
+                self.last_save = len(self.points) if saves_out else before
             self.nodes.append(
                 Node((out,), inputs, False, saved, scratch, weight_grad, weight_scratch)
             )

@@ -103,10 +103,12 @@ def _tail(model: ModelSpec, settings: OpSettings) -> Tail:
     out = Program(tape, settings).norm(x, settings.residual, model.hidden)
     tape.drop(x)
     forward, kept_forward = envelope(tape.points), tape.live
-    if not settings.full:
+    # a trained head saves its input, unless autocast made it a copy of its own
+    saved = settings.full and settings.residual == settings.act
+    if not saved:
         tape.drop(out)
     kept_backward = tape.live
-    if settings.full:
+    if saved:
         tape.drop(out)
     tape.points.clear()
     tape.start_backward(out, width)
@@ -161,6 +163,8 @@ def _everything(
         before_last + largest(last.forward, tokens).at(tokens),
         kept + largest(tail.forward, tokens).at(tokens),
     )
+    if not bottom.keeps_input:  # the model's forward holds the embeddings' output
+        forward += int(first.input_per_token * tokens)
     return Activations(
         kept=kept,
         forward=forward,
@@ -199,8 +203,9 @@ def _checkpointed(
     every = r.checkpoint_every if r.checkpointing is Checkpointing.EVERY_K else 1
     inputs = -(-layers // every)
     resident = min(layers, r.keep_layers) if offload else inputs
-    staged = min(layers, r.keep_layers + 1 if offload else inputs)
-    kept = fixed + resident * one
+    # a frozen model's embedding output is made a leaf, which its gradient node holds
+    leaf = one if offload and not settings.full and resident < layers else 0
+    kept = fixed + resident * one + leaf
     widest = max(costs, key=lambda cost: largest(cost.recompute, tokens).total(tokens))
     segment = (every - 1) * widest.kept.at(tokens)
     work = largest(widest.recompute, tokens)
@@ -216,19 +221,25 @@ def _checkpointed(
     if r.switch("reentrant"):
         # the recomputed output is a Python variable until the layer's backward is done
         waiting = one
-    late = (2 if offload and layers > 2 else 1) * one  # its own input, and the next one coming
+    low = work.at(tokens) + one
+    if offload and resident < layers:
+        # the next layer's input is on its way while this one's is used
+        low = largest(widest.recompute_fetched, tokens).at(tokens) + leaf
+        low += one if layers - resident > 1 else 0
     frozen = not settings.full and r.sharding is Sharding.FSDP and r.gpus > 1
     if frozen and r.checkpointing is Checkpointing.FULL:
         # FSDP1 watches a frozen unit's inputs with register_multi_grad_hook, which holds every
         # layer's input and the input's gradient until the backward ends
-        late = 2 * inputs * one
+        low = work.at(tokens) + 2 * inputs * one
     return Activations(
         kept=kept,
         # the largest layer runs while its own input is already among the kept ones
         forward=max(
-            kept + plain - (0 if offload else one),
+            kept + plain - (one if resident else 0),
             kept + largest(tail.forward, tokens).at(tokens),
         )
+        # the model's forward holds the embeddings' output, offloaded or not
+        + (one if offload and not leaf and resident < layers else 0)
         + cache,
         no_grad=fixed + plain,
         loss_forward=kept + int(tail.kept_forward * tokens),
@@ -236,11 +247,11 @@ def _checkpointed(
         backward=(
             Moment(kept + norm.at(tokens), 0, layers),
             Moment(
-                fixed + staged * one + segment + waiting + work.at(tokens),
+                kept + segment + waiting + work.at(tokens),
                 work.weight_grads,
                 layers,
             ),
-            Moment(fixed + late + segment + waiting + work.at(tokens), work.weight_grads, 1),
+            Moment(fixed + segment + waiting + low, work.weight_grads, 1),
         ),
         autocast_cache=cache,
         host=(layers - resident) * pinned(one, r) if offload else 0,

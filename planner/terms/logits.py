@@ -8,6 +8,7 @@ from planner.model import ModelSpec
 from planner.recipe import Method
 from planner.resolve import Resolved
 from planner.terms.term import Term
+from planner.terms.weights import trained_width
 
 
 class Logits(NamedTuple):
@@ -30,9 +31,7 @@ def logits(model: ModelSpec, r: Resolved) -> Logits:
     law, act = r.law, element_bytes(r.compute_dtype)
     rows = scored_rows(r, law)
     if law.kind == "full":
-        # a quantised head is dequantised while it multiplies
-        head = model.vocab * model.hidden * act if r.switch("quantized_head") else 0
-        extra = head if r.quantization else 0
+        extra = _casts(model, r, rows, act)
         return Logits(
             _full(rows, model.vocab, law.forward, act, law.source, extra),
             _full(rows, model.vocab, law.backward, act, law.source, extra),
@@ -40,6 +39,23 @@ def logits(model: ModelSpec, r: Resolved) -> Logits:
         )
     term = _chunked(model, r, law, rows, act)
     return Logits(term, term, term)
+
+
+def head_width(r: Resolved) -> int:
+    """Return bytes of an element of the head's weight."""
+    if r.quantization:
+        return 4 if r.switch("kbit_upcast") is True else element_bytes(r.dtype)
+    return trained_width(r) if r.method is Method.FULL else element_bytes(r.dtype)
+
+
+def _casts(model: ModelSpec, r: Resolved, rows: int, act: int) -> int:
+    """Return copies beside the logits: a head's weight and, trained, its input under autocast."""
+    if r.quantization and r.switch("quantized_head"):
+        return model.vocab * model.hidden * act  # dequantised while it multiplies
+    if not r.autocast or head_width(r) == act:
+        return 0
+    trained = r.method is Method.FULL and r.trains
+    return act * model.hidden * (model.vocab + (rows if trained else 0))
 
 
 def _full(
@@ -50,7 +66,8 @@ def _full(
     return Term(
         "logits",
         rows * vocab * per_element + extra,
-        "{0:,} rows x {1:,} vocabulary x {2} B ({3})" + (" + head {4:,} B" if extra else ""),
+        "{0:,} rows x {1:,} vocabulary x {2} B ({3})"
+        + (" + copies for the head {4:,} B" if extra else ""),
         (rows, vocab, per_element, _Names(tuple(sizes)), extra),
         source,
     )
