@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from planner.errors import UsageError
 from planner.plan import Plan
@@ -60,7 +59,7 @@ def map_parameters(policy: torch.nn.Module, model: torch.nn.Module) -> dict[str,
     parameters = dict(model.named_parameters())
     modules = dict(model.named_modules())
     plan: dict[str, Slice] = {}
-    for full_name, parameter in policy.named_parameters():
+    for full_name, parameter in policy.named_parameters(remove_duplicate=False):
         if "lora_" in full_name or "modules_to_save" in full_name:
             continue
         name = base_name(full_name)
@@ -133,20 +132,19 @@ def adopt(policy: torch.nn.Module, model: torch.nn.Module) -> int:
     """
     mapping = map_parameters(policy, model)
     parameters = dict(model.named_parameters())
-    shared = 0
+    views: dict[Slice, torch.nn.Parameter] = {}
     for name, place in mapping.items():
-        source = parameters[place.source].data
-        view = source[place.start : place.start + place.rows]
         module_path, _, leaf = name.rpartition(".")
         module = policy.get_submodule(module_path)
         old = getattr(module, leaf)
-        setattr(module, leaf, torch.nn.Parameter(view, requires_grad=old.requires_grad))
-        shared += view.numel() * view.element_size()
-    if isinstance(policy, PreTrainedModel):
-        policy.tie_weights()
+        rows = old.shape[0]
+        if place not in views:  # tied parameters map to one place and stay one Parameter
+            view = parameters[place.source].data[place.start : place.start + rows]
+            views[place] = torch.nn.Parameter(view, requires_grad=old.requires_grad)
+        setattr(module, leaf, views[place])
     _rebuild_meta_buffers(policy, device=next(iter(parameters.values())).device)
     assert_shared(policy, model, mapping)
-    return shared
+    return sum(view.numel() * view.element_size() for view in views.values())
 
 
 def assert_shared(
