@@ -1,0 +1,88 @@
+"""LLaMA-Factory's YAML (v0 schema), keys of 0.9.5."""
+
+from planner.errors import UnsupportedError
+from planner.exporters.common import Exported, Writer
+from planner.recipe import Attention, Checkpointing, Loss, Method, RunFile, Task
+
+VERSION = "0.9.5"
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_FLASH = {Attention.EAGER: "disabled", Attention.SDPA: "sdpa", Attention.FLASH: "fa2"}
+
+
+def export(run: RunFile, *, version: str | None = None) -> Exported:
+    """Return a run as a LLaMA-Factory config."""
+    writer, recipe = Writer(run), run.recipe
+    if recipe.task not in (Task.SFT, Task.DPO):
+        raise UnsupportedError(
+            f"export: LLaMA-Factory has no {recipe.task.value}", hint="trl or axolotl has"
+        )
+    put = writer.put
+    put("model_name_or_path", run.model)
+    put("stage", recipe.task.value)
+    put("do_train", True)
+    put("finetuning_type", "full" if recipe.method is Method.FULL else "lora")
+    if recipe.method is Method.QLORA:
+        put("quantization_bit", 4)
+        put("double_quantization", recipe.double_quant)
+    elif recipe.quantization == "int8":
+        put("quantization_bit", 8)
+    if recipe.method is not Method.FULL:
+        put("lora_rank", recipe.lora.rank)
+        put("lora_target", _words(writer.targets(all_linear="all", attention=_ATTENTION, mlp=_MLP)))
+        put("lora_dropout", recipe.lora.dropout)
+        put("use_dora", True if recipe.lora.dora else None)
+        put("additional_target", ",".join(recipe.lora.modules_to_save) or None)
+    _precision(writer)
+    put("per_device_train_batch_size", recipe.micro_batch_size)
+    put("gradient_accumulation_steps", recipe.gradient_accumulation)
+    put("cutoff_len", writer.context())
+    put("packing", recipe.packing)
+    if recipe.checkpointing is not None:
+        put("disable_gradient_checkpointing", recipe.checkpointing is Checkpointing.NONE)
+        put("use_unsloth_gc", True if recipe.checkpointing is Checkpointing.OFFLOAD else None)
+    put("flash_attn", _FLASH.get(recipe.attention) if recipe.attention else None)
+    if recipe.loss is Loss.CHUNKED:
+        put("enable_liger_kernel", True)
+        writer.lost("a fused loss: Liger's works for pt and sft only", when=recipe.task is Task.DPO)
+    put("optim", writer.optimizer())
+    if recipe.task is Task.DPO:
+        put("pref_beta", recipe.beta)
+    if recipe.sharding.value.startswith("zero"):
+        offload = (
+            "_offload" if recipe.optimizer_offload and recipe.sharding.value != "zero1" else ""
+        )
+        put("deepspeed", f"examples/deepspeed/ds_z{recipe.sharding.value[-1]}{offload}_config.json")
+    writer.lost(
+        "fsdp: give it to accelerate (examples/accelerate/fsdp_config.yaml)",
+        when=recipe.sharding.value == "fsdp",
+    )
+    prefix = f"FORCE_TORCHRUN=1 NPROC_PER_NODE={run.machine.gpus} " if run.machine.gpus > 1 else ""
+    return Exported(
+        tool="llamafactory",
+        version=version or VERSION,
+        filename="llamafactory.yaml",
+        text=writer.yaml(f"LLaMA-Factory {version or VERSION}, written by vramwise"),
+        command=f"{prefix}llamafactory-cli train llamafactory.yaml",
+        left_out=tuple(writer.left_out),
+    )
+
+
+def _precision(writer: Writer) -> None:
+    recipe = writer.recipe
+    if recipe.method is Method.FULL and recipe.dtype == "bf16" and not recipe.master_weights:
+        writer.put("pure_bf16", True)
+    elif recipe.dtype == "fp16" or recipe.mixed_precision == "fp16":
+        writer.put("fp16", True)
+    else:
+        writer.put("bf16", True)
+
+
+def _words(targets: object) -> str:
+    return (
+        targets
+        if isinstance(targets, str)
+        else ",".join(map(str, targets))
+        if isinstance(targets, list)
+        else "all"
+    )
