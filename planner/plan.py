@@ -7,8 +7,8 @@ from planner.machine import Machine
 from planner.model import ModelSpec
 from planner.phases import Phase, budget
 from planner.recipe import Recipe, Sharding
+from planner.reserved import communication_bytes, reserved
 from planner.resolve import Resolved, resolve
-from planner.terms.overhead import slack
 from planner.terms.term import Term
 from planner.units import format_bytes
 
@@ -128,8 +128,9 @@ def plan_resolved(model: ModelSpec, resolved: Resolved, machine: Machine) -> Pla
     """Return the plan of a recipe whose choices are all made."""
     result = budget(model, resolved, machine)
     peak = max(result.phases, key=lambda phase: phase.total_bytes)
-    low, typical, high = slack(resolved)
-    reserved = int(peak.total_bytes * typical)
+    capacity = max(0, machine.vram_bytes - machine.context_bytes)
+    pool = reserved(result.phases, resolved, model.vocab, capacity)
+    outside = machine.context_bytes + communication_bytes(resolved)
     return Plan(
         model=model.name,
         machine=machine,
@@ -137,11 +138,11 @@ def plan_resolved(model: ModelSpec, resolved: Resolved, machine: Machine) -> Pla
         phases=result.phases,
         peak_phase=peak.name,
         peak_bytes=peak.total_bytes,
-        low_bytes=int(peak.total_bytes * low),
-        high_bytes=int(peak.total_bytes * high),
-        reserved_peak_bytes=reserved,
-        device_used_bytes=reserved + machine.context_bytes,
-        capacity_bytes=max(0, machine.vram_bytes - machine.context_bytes),
+        low_bytes=pool.low,
+        high_bytes=pool.high,
+        reserved_peak_bytes=pool.typical,
+        device_used_bytes=pool.typical + outside,
+        capacity_bytes=capacity,
         host_peak_bytes=sum(term.bytes for term in result.host),
         host_terms=result.host,
         assumptions=resolved.assumptions,
@@ -152,5 +153,5 @@ def plan_resolved(model: ModelSpec, resolved: Resolved, machine: Machine) -> Pla
 def _not_modeled(r: Resolved) -> tuple[str, ...]:
     notes = []
     if r.gpus > 1 and r.sharding is not Sharding.NONE:
-        notes.append("NCCL buffers beyond the context: real use is up to 1 GiB higher")
+        notes.append("NCCL buffers beyond the 0.8 GiB counted: real use differs by up to 0.5 GiB")
     return tuple(notes)

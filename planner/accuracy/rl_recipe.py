@@ -56,10 +56,11 @@ def rl_recipe(row: Row, model: ModelSpec) -> Recipe:
         "dtype": "fp32" if row["dtype"] == "fp32" else "bf16",
         "mixed_precision": _mixed_precision(row),
         "quantization": "nf4" if method is Method.QLORA else None,
+        "double_quant": True if "double quant" in row["notes"] else None,
         "optimizer": _OPTIMIZERS.get(row["optimizer"]),
         "micro_batch_size": row.integer("batch_per_device"),
         "num_generations": row.integer("num_generations"),
-        "checkpointing": _CHECKPOINTING.get(row["grad_ckpt"]),
+        "checkpointing": _checkpointing(row, method),
         "attention": _ATTENTION.get(row["attn"]),
         "loss": _loss(row["loss_impl"]),
         "reference": _REFERENCE.get(row["ref_model"]),
@@ -74,8 +75,16 @@ def rl_recipe(row: Row, model: ModelSpec) -> Recipe:
         )
     if method is not Method.FULL:
         targets = lora_targets(row["lora_targets"] or "all-linear", model)
-        values["lora"] = LoraSection(rank=row.integer("lora_rank") or 16, targets=targets)
+        values["lora"] = LoraSection(
+            rank=row.integer("lora_rank") or 16, targets=targets, dtype=_adapter_dtype(row)
+        )
     return Recipe(**values)
+
+
+def _adapter_dtype(row: Row) -> str | None:
+    """TRL from 1.0 on casts the adapters of a quantised base to bf16."""
+    recent = re.search(r"trl 1\.|results_2026", f"{row['notes']} {row['source_url_or_repo']}")
+    return "bf16" if row["framework"] == "trl" and row["method"] == "qlora" and recent else None
 
 
 def _task(name: str) -> Task:
@@ -108,6 +117,13 @@ def _mixed_precision(row: Row) -> str | None:
     if "bf16 autocast" in row["notes"]:
         return "bf16"
     return "none" if row["framework"] == "custom" else None
+
+
+def _checkpointing(row: Row, method: Method) -> Checkpointing | None:
+    stated = _CHECKPOINTING.get(row["grad_ckpt"])
+    if stated is None and method is Method.QLORA:
+        return Checkpointing.FULL  # prepare_model_for_kbit_training turns it on
+    return stated
 
 
 def _loss(text: str) -> Loss | None:

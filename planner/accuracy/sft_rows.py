@@ -9,6 +9,7 @@ from planner.accuracy.rows import Row
 from planner.accuracy.sft_recipe import recipe_of
 from planner.plan import Plan, plan
 from planner.recipe import Recipe, Sharding
+from planner.units import GiB
 
 ALLOCATED = (0.92, 1.08)
 """Tensors are counted one by one; what the interval covers is dataset padding and library versions."""
@@ -68,8 +69,9 @@ def figure(quantity: str, result: Plan, recipe: Recipe) -> Prediction:
         return around(quantity, load_bytes(result), *STATIC_SLACK)
     low, high = result.low_bytes, result.high_bytes
     if quantity == "nvidia_smi_used_peak":
-        context = result.machine.context_bytes
-        return Prediction(quantity, result.device_used_bytes, low + context, high + context)
+        outside = result.device_used_bytes - result.reserved_peak_bytes
+        # driver and desktop processes are on the card too; a context is 0.3 to 1.3 GiB
+        return Prediction(quantity, result.device_used_bytes, low, high + outside + GiB)
     return Prediction(quantity, result.reserved_peak_bytes, low, high)
 
 

@@ -90,7 +90,7 @@ class Engine:
 
     def _newer(self, major: int, minor: int) -> bool:
         found = re.search(r"(\d+)\.(\d+)", self.version)
-        return bool(found) and (int(found[1]), int(found[2])) >= (major, minor)
+        return found is not None and (int(found[1]), int(found[2])) >= (major, minor)
 
     def pool(self, kv_bytes: float) -> VllmKv:
         """Return how vLLM cuts a pool of `kv_bytes` on one GPU."""
