@@ -42,10 +42,28 @@ def _plan(
     check: Annotated[
         bool, typer.Option("--check", help="Exit with code 3 if it does not fit.")
     ] = False,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(
+            "--lengths", help="Data set (JSONL, Parquet, numbers): where does it run out?"
+        ),
+    ] = None,
+    order: Annotated[
+        str, typer.Option("--order", help="Of the samples: shuffled, bucketed or file.")
+    ] = "shuffled",
+    export: Annotated[
+        str | None,
+        typer.Option("--export", help="Print as settings of trl, axolotl, llamafactory or vllm."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say whether a run fits, what takes the memory, when, and what would make it fit."""
+    """Say whether a run fits, what takes the memory, when, and what would make it fit.
+
+    The subject is a model, a run.yaml, or the config of axolotl, LLaMA-Factory, TRL, torchtune,
+    ms-swift, verl, Unsloth or vLLM (YAML, JSON, shell, Python or notebook; nothing is run).
+    """
     from planner.advise import levers
+    from planner.doctor_cli import export_text, foreign_extras
     from planner.errors import DoesNotFitError
     from planner.plan import plan
     from planner.report import text
@@ -54,14 +72,17 @@ def _plan(
     described = describe(subject, flags)
     recipe = described.run.recipe
     result = plan(described.model, recipe, described.machine)
+    extra = foreign_extras(described, lengths=lengths, order=order)
     if save is not None:
         save_run_file(described.run, save)
         typer.echo(f"wrote {save}", err=True)
-    if as_json:
-        _print_json(result.to_dict())
+    if export is not None:
+        typer.echo(export_text(described.run, export), nl=False)
+    elif as_json:
+        _print_json(result.to_dict() | extra.document)
     else:
         best = levers(described.model, recipe, described.machine, result)
-        typer.echo(text(result, best))
+        typer.echo(text(result, best) + extra.prose)
     if check and not result.fits:
         raise DoesNotFitError(
             f"does not fit: {result.why}", hint="`vramwise advise` says what helps"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from planner.importers import Imported
     from planner.machine import Machine
     from planner.model import ModelSpec
     from planner.recipe import RunFile
@@ -32,6 +33,8 @@ OPTIONS: dict[str, Any] = {
     "framework": _option(str | None, "--framework", "vramwise, trl, unsloth, hf-trainer ...", _RUN),
     "revision": _option(str | None, "--revision", "Revision of a hub model.", _RUN),
     "offline": _option(bool, "--offline", "Read nothing from the network.", _RUN),
+    "tool_version": _option(str | None, "--tool-version", "Version of the tool whose config is given.", _RUN),
+    "launch": _option(Path | None, "--launch", "accelerate or DeepSpeed file that goes with that config.", _RUN),
     "batch_size": _option(int | None, "--batch-size", "Sequences in one forward pass on one GPU.", _SIZE),
     "grad_accum": _option(int | None, "--grad-accum", "Micro-batches before a step.", _SIZE),
     "prompt_length": _option(int | None, "--prompt-length", "Tokens of a prompt.", _SIZE),
@@ -73,7 +76,7 @@ RECIPE_FIELDS = {
     "sleep_level": "engine.sleep_level",
 }
 MACHINE_FIELDS = ("gpu", "gpus", "vram", "host_ram")
-OTHER_FIELDS = ("revision", "offline")
+OTHER_FIELDS = ("revision", "offline", "tool_version", "launch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,8 @@ class Described:
     run: "RunFile"
     model: "ModelSpec"
     machine: "Machine"
+    imported: "Imported | None" = None
+    """Another tool's config, and what became of it."""
 
 
 def with_run_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -112,17 +117,25 @@ def with_run_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def describe(subject: str, flags: dict[str, Any]) -> Described:
-    """Return the run that a model name or run.yaml and the flags describe; flags win."""
+    """Return the run that a model name, run.yaml or foreign config and the flags describe; flags win."""
     from planner.hub import find_model
+    from planner.importers import import_subject, resolve_model
     from planner.runfile import load_run_file, machine_of, validate
 
-    if subject.endswith(RUN_SUFFIXES):
+    imported = import_subject(
+        subject, version=flags.get("tool_version"), launch=flags.get("launch")
+    )
+    if imported is not None:
+        document = imported.run.model_dump(exclude_unset=True)
+    elif subject.endswith(RUN_SUFFIXES):
         document = load_run_file(Path(subject)).model_dump(exclude_unset=True)
     else:
         document = {"model": subject}
     run = _with_flags(document, flags, validate)
-    model = find_model(run.model, revision=run.revision, offline=bool(flags["offline"]))
-    return Described(run, model, machine_of(run.machine))
+    model = resolve_model(run.model) if imported is not None and run.revision is None else None
+    if model is None:
+        model = find_model(run.model, revision=run.revision, offline=bool(flags["offline"]))
+    return Described(run, model, machine_of(run.machine), imported)
 
 
 def _with_flags(
@@ -133,7 +146,7 @@ def _with_flags(
     recipe = dict(document.get("recipe") or {})
     machine = dict(document.get("machine") or {})
     for name, value in flags.items():
-        if value is None or name == "offline":
+        if value is None or name in ("offline", "tool_version", "launch"):
             continue
         if name == "revision":
             document["revision"] = value

@@ -2,10 +2,15 @@
 
 import json
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from planner.cli_options import Described
+    from planner.recipe import RunFile
 
 
 def register(app: typer.Typer) -> None:
@@ -67,3 +72,51 @@ def explain(
         typer.echo(json.dumps(document, indent=2))
     else:
         typer.echo(diagnosis_text(found), nl=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extras:
+    """What a foreign config and a length file add to a plan."""
+
+    prose: str = ""
+    document: dict[str, Any] = field(default_factory=dict)
+
+
+def foreign_extras(described: "Described", *, lengths: Path | None, order: str) -> Extras:
+    """Return the length report for `plan --lengths`; the import's report goes to stderr."""
+    from planner.errors import UsageError
+
+    document: dict[str, Any] = {}
+    prose = ""
+    if described.imported is not None:
+        from planner.importers.report import report_text
+
+        typer.echo(report_text(described.imported), err=True)
+        document["imported"] = described.imported.to_dict()
+    if lengths is not None:
+        from planner.lengths import ORDERS, assess, read_lengths
+
+        if order not in ORDERS:
+            raise UsageError(f"order: {order[:40]!r} is not known", hint=", ".join(ORDERS))
+        found = assess(
+            read_lengths(lengths),
+            described.model,
+            described.run.recipe,
+            described.machine,
+            order=order,
+        )
+        prose = f"\n\n{found.text()}"
+        document["lengths"] = found.to_dict()
+    return Extras(prose=prose, document=document)
+
+
+def export_text(run: "RunFile", tool: str) -> str:
+    """Return a run as another tool's settings; what it cannot express goes to stderr."""
+    from planner.exporters import export_run
+
+    name, _, version = tool.partition("@")
+    exported = export_run(run, name, version=version or None)
+    for sentence in exported.left_out:
+        typer.echo(f"not expressed: {sentence}", err=True)
+    typer.echo(f"start with: {exported.command}", err=True)
+    return exported.text

@@ -22,7 +22,7 @@ def export(run: RunFile, *, version: str | None = None) -> Exported:
     if recipe.method is not Method.FULL:
         _adapter(writer)
     half = recipe.dtype in (None, "bf16")
-    put("bf16", True if half else False)
+    put("bf16", bool(half))
     put("fp16", True if recipe.dtype == "fp16" else None)
     put("micro_batch_size", recipe.micro_batch_size)
     put("gradient_accumulation_steps", recipe.gradient_accumulation)

@@ -29,12 +29,21 @@ from planner.importers.launch import (
     read_launch_file,
 )
 from planner.importers.loading import flatten, load_json, load_yaml, notebook_source, read_text
+from planner.importers.names import resolve_model
 from planner.importers.python_calls import Calls, read_calls
 from planner.importers.settings import Imported, ImportReport, Settings
 from planner.importers.shell import Script, flags, parse_shell
 from planner.recipe import Task
 
-__all__ = ["TOOLS", "ImportReport", "Imported", "import_config", "looks_foreign"]
+__all__ = [
+    "TOOLS",
+    "ImportReport",
+    "Imported",
+    "import_config",
+    "import_subject",
+    "looks_foreign",
+    "resolve_model",
+]
 
 _VERBS = {"sft": Task.SFT, "grpo": Task.GRPO, "dpo": Task.DPO, "kto": Task.DPO, "rloo": Task.GRPO}
 
@@ -61,6 +70,18 @@ def import_config(
     if spread is not None and found.run.recipe.sharding.value == "none":
         found = _with_launch(found, spread)
     return found
+
+
+def import_subject(
+    subject: str, *, version: str | None = None, launch: Path | None = None
+) -> Imported | None:
+    """Return the import of what `plan` was given if it is another tool's config, else None."""
+    path = Path(subject)
+    try:
+        foreign = looks_foreign(path)
+    except OSError:  # a name longer than a path may be
+        return None
+    return import_config(path, version=version, launch=launch) if foreign else None
 
 
 def looks_foreign(path: Path) -> bool:

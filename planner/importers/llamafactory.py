@@ -119,7 +119,7 @@ def _precision(
 
 def _special_optimizers(settings: Settings, recipe: dict[str, Any]) -> None:
     for key in ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon"):
-        if settings.flag(key, to="optimizer"):
+        if settings.flag(key):
             if key == "use_muon":
                 recipe["optimizer"] = Optimizer.MUON
             else:
@@ -152,6 +152,9 @@ def _sharding(
     gpus = None
     if value := settings.raw("deepspeed", to="sharding"):
         gpus = apply_launch(settings, recipe, deepspeed_setting(settings, value, base))
+    zero3 = recipe.get("sharding") is Sharding.ZERO3
+    if zero3 and recipe["method"] is Method.FULL and recipe["mixed_precision"] != "none":
+        recipe["dtype"], recipe["master_weights"] = "bf16", True  # no fp32 cast under ZeRO-3
     if settings.raw("fsdp", "fsdp_config", to="sharding"):
         recipe["sharding"] = Sharding.FSDP
     return finish_sharding(settings, recipe, gpus or from_words(text).gpus)
