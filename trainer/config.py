@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from planner.errors import UsageError
-from planner.recipe import Method, RunFile, Section, Task
+from planner.errors import UnsupportedError, UsageError
+from planner.recipe import Loss, Method, Reference, RunFile, Section, Sharding, Task
 from planner.runfile import read_yaml, validate
 
 Positive = Annotated[float, Field(gt=0)]
@@ -182,6 +182,31 @@ def _check_together(run: RunFile, train: TrainSection) -> None:
             raise UsageError(
                 f"recipe.num_generations: {recipe.num_generations} leaves nothing to compare with",
                 hint="2 or more (8 is usual)",
+            )
+    refused = (
+        ("sharding", recipe.sharding is not Sharding.NONE, "none: the trainer uses one device"),
+        (
+            "mixed_precision",
+            recipe.mixed_precision not in (None, "none"),
+            "none: set dtype instead",
+        ),
+        ("loss", recipe.loss is Loss.FULL, "chunked: the trainer never makes full logits"),
+        ("compile", recipe.compile, "false"),
+        (
+            "reference",
+            recipe.reference not in (None, Reference.NONE, Reference.ADAPTER_OFF),
+            "adapter-off",
+        ),
+        (
+            "beta",
+            bool(recipe.beta) and recipe.method is Method.FULL,
+            "0 with method full: its reference would be a second copy; adapters need none",
+        ),
+    )
+    for name, wrong, allowed in refused:
+        if wrong:
+            raise UnsupportedError(
+                f"recipe.{name}: {getattr(recipe, name)} cannot be trained", hint=f"use {allowed}"
             )
     if train.loss.kl != "k3" and not recipe.beta:
         raise UsageError(f"train.loss.kl: {train.loss.kl} has no effect with recipe.beta 0")

@@ -45,9 +45,18 @@ Splitter = Callable[[Sequence[int], int], list[MicroBatch]]
 
 
 def train_grpo(
-    run: RunFile, train: TrainSection, *, root: Path, resume: bool = False, say: Say = silent
+    run: RunFile,
+    train: TrainSection,
+    *,
+    root: Path,
+    resume: bool = False,
+    say: Say = silent,
+    on_ready: Callable[[Preflight], None] = lambda ready: None,
 ) -> Result:
-    """Train by GRPO as the run file says; return how it ended. Raises VramwiseError."""
+    """Train by GRPO as the run file says; return how it ended. Raises VramwiseError.
+
+    `on_ready` is given the prepared run before its first step.
+    """
     # everything that can be wrong without a model, first
     samples = load_samples(train.dataset, root=root)
     check_columns(samples, train.dataset, task="grpo")
@@ -56,6 +65,7 @@ def train_grpo(
     output = prepare_output(run, train, resume=resume)
 
     ready = prepare(run, train, say=say)
+    on_ready(ready)
     policy, stepper = ready.policy, ready.stepper
     order = Order(size=len(samples), seed=train.seed, shuffle=train.dataset.shuffle)
     session = Session(train, output=output, policy=policy, stepper=stepper, order=order)

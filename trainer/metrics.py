@@ -71,8 +71,8 @@ def reward_metrics(
     metrics: dict[str, float] = {}
     for name, values in by_reward.items():
         said = [value for value in values if value is not None and math.isfinite(value)]
-        mean, std = mean_std(said)
-        metrics[f"rewards/{name}/mean"] = mean
+        average, std = mean_std(said)
+        metrics[f"rewards/{name}/mean"] = average
         metrics[f"rewards/{name}/std"] = std
         metrics[f"rewards/{name}/silent_frac"] = 1 - len(said) / max(1, len(values))
         metrics[f"rewards/{name}/seconds"] = seconds[name]
@@ -91,14 +91,20 @@ def length_metrics(lengths: Sequence[int], finished: Sequence[bool]) -> dict[str
     }
 
 
+def mean(values: Sequence[float]) -> float:
+    """Return the mean; NaN of nothing."""
+    return mean_std(values)[0]
+
+
 def mean_std(values: Sequence[float]) -> tuple[float, float]:
     """Return mean and unbiased standard deviation; NaN of nothing, 0 deviation of one."""
     if not values:
         return math.nan, math.nan
-    mean = sum(values) / len(values)
+    average = sum(values) / len(values)
     if len(values) < 2:
-        return mean, 0.0
-    return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
+        return average, 0.0
+    squares = sum((value - average) ** 2 for value in values)
+    return average, math.sqrt(squares / (len(values) - 1))
 
 
 def save_completions(output: Path, step: int, columns: Mapping[str, Sequence[Any]]) -> Path:

@@ -7,7 +7,7 @@ micro-batch, optimizer state), so that memory that runs out does so now and not 
 import gc
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -20,6 +20,7 @@ from planner.model import ModelSpec
 from planner.plan import Plan, plan
 from planner.recipe import Attention, Checkpointing, Recipe, RunFile, Task
 from planner.units import format_bytes, parse_bytes
+from profiler.recording import Recording
 from profiler.torch_recorder import record
 from trainer.batching import Layout, ScoredSequence, collate
 from trainer.checkpointing import checkpoint_layers, decoder_layers
@@ -55,13 +56,23 @@ class Preflight:
     prompts_per_step: int
     device: Any
     """Context of the whole run: the pretended device limit, or nothing."""
-    measured_bytes: dict[str, int] = field(default_factory=dict)
-    """Phase -> peak of the rehearsal."""
+    measured: Recording | None = None
+    """The rehearsal."""
 
     @property
     def planned_bytes(self) -> dict[str, int]:
-        """Return phase -> planned peak."""
-        return {phase.name: phase.total_bytes for phase in self.plan.phases}
+        """Return phase -> planned peak. Overhead is CUDA's: on a CPU there is none."""
+        on_gpu = self.policy.device.type == "cuda"
+        return {
+            phase.name: sum(term.bytes for term in phase.terms if on_gpu or term.name != "overhead")
+            for phase in self.plan.phases
+        }
+
+    @property
+    def measured_bytes(self) -> dict[str, int]:
+        """Return phase -> peak of the rehearsal; empty without one."""
+        phases = self.measured.phases if self.measured else ()
+        return {phase.name: phase.peak_bytes for phase in phases}
 
 
 def prepare(
@@ -105,7 +116,7 @@ def prepare(
     )
     if train.preflight:
         with ready.device:
-            rehearse(ready, train)
+            ready = replace(ready, measured=rehearse(ready, train))
         say(table(ready))
     return ready
 
@@ -183,12 +194,11 @@ def apply_memory_choices(policy: Policy, recipe: Recipe) -> None:
         tile_mlps(policy.base, tile_tokens=MLP_TILE_TOKENS)
 
 
-def rehearse(ready: Preflight, train: TrainSection) -> None:
-    """Run every phase once at full size and note its peak; halves the micro-batch until it fits."""
+def rehearse(ready: Preflight, train: TrainSection) -> Recording:
+    """Run every phase once at full size and return what each held; halves the micro-batch until it fits."""
     while True:
         try:
-            ready.measured_bytes.update(_rehearse_once(ready, train))
-            return
+            return _rehearse_once(ready, train)
         except torch.OutOfMemoryError:
             pass
         ready.stepper.optimizer.zero_grad(set_to_none=True)
@@ -203,11 +213,14 @@ def rehearse(ready: Preflight, train: TrainSection) -> None:
             ) from None
 
 
-def _rehearse_once(ready: Preflight, train: TrainSection) -> dict[str, int]:
-    """Return phase -> peak bytes of a step at the longest lengths, weights unchanged."""
+def _rehearse_once(ready: Preflight, train: TrainSection) -> Recording:
+    """Return what every phase of a step holds at the longest lengths; weights stay as they are."""
     policy = ready.policy
+    # its own optimizer: state is made for real, and thrown away with it
     optimizer = make_run_optimizer(policy, ready.recipe, train)
     with record(policy.model, optimizer, subject="vramwise preflight") as live:
+        with live.phase("step"):
+            _step_without_change(policy, optimizer)
         if ready.recipe.task is Task.GRPO:
             engine = TransformersEngine(policy, recipe=ready.recipe)
             rows = engine.max_rows(ready.prompts_per_step * ready.num_generations)
@@ -223,17 +236,22 @@ def _rehearse_once(ready: Preflight, train: TrainSection) -> dict[str, int]:
             hidden = hidden_rows(policy, batch)
         with live.phase("loss"):
             scored = log_probs(policy, batch, hidden, entropy=True, **ready.shape)
-            # the value is 0, so gradients are too: memory is all that is wanted
-            share = sft_loss(scored.logp, num_tokens=len(batch.targets)) * 0.0
+            share = sft_loss(scored.logp, num_tokens=len(batch.targets))
         del hidden, scored
         with live.phase("backward"):
             share.backward()
-        for group in optimizer.param_groups:
-            group["lr"] = 0.0
-        with live.phase("step"):
-            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return {phase.name: phase.peak_bytes for phase in live.recording.phases}
+    return live.recording
+
+
+def _step_without_change(policy: Policy, optimizer: torch.optim.Optimizer) -> None:
+    """Step with gradients of 0 at a rate of 0: optimizer state exists, weights are as before."""
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for _, parameter in policy.trainable():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 def _worst_batch(ready: Preflight) -> Any:
