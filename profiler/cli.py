@@ -102,6 +102,8 @@ def _print_recording(recording: "Recording", folder: Path) -> None:
     from profiler.report import terminal
 
     console = Console(stderr=True)
+    if not console.is_terminal:  # a log file has no width: eight columns of sizes need this much
+        console = Console(stderr=True, width=120)
     console.print(terminal(recording))
     console.print(f"results: {folder}/ (recording.json, timeline.parquet, report.html)")
 
@@ -157,7 +159,9 @@ def snapshot_command(
 @profile.command("compare")
 def compare_command(
     run: Annotated[Path, typer.Argument(metavar="RUN.YAML", help="The plan's run file.")],
-    recording: Annotated[Path, typer.Argument(metavar="RECORDING", help="recording.json")],
+    recording: Annotated[
+        Path, typer.Argument(metavar="RECORDING", help="recording.json, or a vLLM log")
+    ],
     json_output: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
 ) -> None:
     """Put plan and recording side by side, phase by phase, and explain the largest error."""
@@ -166,10 +170,10 @@ def compare_command(
     from planner.runfile import load_run_file, machine_of
     from profiler.compare import compare, to_text
     from profiler.explain import as_measured, explain
-    from profiler.recording import Recording
+    from profiler.vllm_log import load_measured
 
     run_file = load_run_file(run)
-    measured = Recording.load(recording)
+    measured = load_measured(recording)
     machine = machine_of(run_file.machine)
     planned = as_measured(plan(find_model(run_file.model), run_file.recipe, machine), measured)
     result = compare(planned, measured)

@@ -310,8 +310,7 @@ def does_not_fit(signals: Signals) -> Cause | None:
     if (
         state is None
         or card is None
-        or (not signals.context.method
-        and signals.context.task != "ppo")
+        or (not signals.context.method and signals.context.task != "ppo")
     ):
         return None
     sure = state.low_bytes > card or (signals.context.mixed_fp32 and state.high_bytes > card)

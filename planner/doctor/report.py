@@ -4,6 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from planner.doctor.diagnose import Diagnosis, Failure, parsed_facts
+from planner.doctor.serving import serving_report
 from planner.units import format_bytes
 
 SCHEMA_VERSION = 1
@@ -14,13 +15,13 @@ def diagnosis_dict(diagnosis: Diagnosis) -> dict[str, Any]:
     errors = [_failure_dict(failure, diagnosis) for failure in diagnosis.failures]
     log = diagnosis.scan.vllm
     context = diagnosis.context
+    serving = serving_report(log, context)
     return {
         "schema_version": SCHEMA_VERSION,
         **errors[0],
         "errors": errors,
-        "vllm_log": asdict(log) | {"kv_bytes_per_token": log.kv_bytes_per_token}
-        if log.started
-        else None,
+        "vllm_log": asdict(log) if log.started else None,
+        "serving": serving.to_dict() if serving else None,
         "context": {
             "model": context.model.name if context.model else None,
             "model_name": context.model_name,
@@ -59,6 +60,11 @@ def diagnosis_text(diagnosis: Diagnosis) -> str:
         _failure_text(number, failure, diagnosis)
         for number, failure in enumerate(diagnosis.failures, 1)
     ]
+    serving = serving_report(diagnosis.scan.vllm, diagnosis.context)
+    if serving is not None:
+        parts.insert(0, serving.text())
+        if diagnosis.failures[0].event is None:  # a start-up that went well
+            del parts[1:]
     return "\n\n".join(parts) + "\n"
 
 
