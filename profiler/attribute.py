@@ -43,11 +43,14 @@ def rounded(num_bytes: int) -> int:
     return -(-num_bytes // ROUND_BYTES) * ROUND_BYTES
 
 
-def assign_terms(events: Sequence[BlockEvent], *, vocab: int) -> None:
+def assign_terms(
+    events: Sequence[BlockEvent], *, vocab: int, embedding: tuple[int, ...] = ()
+) -> None:
     """Give every block without a known role its term.
 
     Logits: what phase loss allocates (logits, tiles of them, a chunked head's buffers), and any
-    tensor whose last dimension is the vocabulary.
+    tensor whose last dimension is the vocabulary. Gradients: also the parts of a tied embedding's
+    gradient (`embedding` is its shape when it is trained) before autograd sums them.
     Optimizer: whatever the step allocates. Everything else is an activation.
     """
     for event in events:
@@ -58,6 +61,8 @@ def assign_terms(events: Sequence[BlockEvent], *, vocab: int) -> None:
             block.term = "optimizer"
         elif block.phase == "rollout":
             block.term = "kv_cache" if block.op.startswith("aten.cat") else "activations"
+        elif embedding and block.shape == embedding and block.phase in ("loss", "backward"):
+            block.term = "gradients"
         elif block.phase == "loss" or (
             block.phase != "load" and block.shape and block.shape[-1] == vocab
         ):

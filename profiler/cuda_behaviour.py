@@ -12,7 +12,7 @@ would follow the CPU; `CudaBehaviour` (a torch function mode) turns each to CUDA
 * `F.rms_norm`: CUDA has one fused kernel that saves the input and 1/rms.
 * optimizers: foreach is CUDA's default, not the CPU's; subjects pass `foreach=True` or `fused=True`.
 * values: fake tensors have none. Traced batches are full and unpacked, so a mask check that asks
-  `all(...)` is answered yes; any other branch on a value ends the trace with a message.
+  `all(...)` is answered yes, and the largest position is the length less one; any other branch on a value ends the trace with a message.
 * placement: `.cpu()`, `.to("cpu")` and pinned memory copy to the host, where they do not count as
   device memory; `.to("cuda")` or `.to(device)` brings a fresh device copy.
 
@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from profiler import cuda_attention
@@ -77,8 +78,10 @@ class CudaBehaviour(TorchFunctionMode):
             torch.Tensor.cuda: self._to_device,
             torch.Tensor.pin_memory: self._to_host,
             torch.Tensor.to: self._to,
-            torch.Tensor.all: _all,
-            torch.all: _all,
+            torch.Tensor.all: partial(_yes, torch.Tensor.all),
+            torch.all: partial(_yes, torch.all),
+            torch.max: _max,
+            torch.Tensor.max: _max,
             torch.Tensor.__bool__: _truth,
         }
 
@@ -184,13 +187,23 @@ def _rms_norm(
 def _masking() -> tuple[tuple[Any, str, Any], ...]:
     """Let transformers decide about masks as in a real run: it takes fake tensors for an export."""
     module = sys.modules.get("transformers.masking_utils")
-    return ((module, "is_tracing", lambda *_: False),) if module is not None else ()
+    if module is None:
+        return ()
+    return (module, "is_tracing", lambda *_: False), (module, "fast_all", partial(_yes, module.fast_all))
 
 
-def _all(*args: Any, **kwargs: Any) -> torch.Tensor:
-    result = torch.Tensor.all(*args, **kwargs)
+def _yes(check: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    result = check(*args, **kwargs)
     result._answers_yes = True  # type: ignore[attr-defined]
     return result
+
+
+def _max(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Answer how far the positions of a batch reach: long-context rotary code branches on it."""
+    result = torch.Tensor.max(input, *args, **kwargs)
+    if args or kwargs or input.dtype != torch.int64 or not isinstance(input, FakeTensor):
+        return result
+    return torch.tensor(input.shape[-1] - 1)
 
 
 def _truth(tensor: torch.Tensor) -> bool:

@@ -5,6 +5,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from planner.errors import UsageError
+
+MAX_FILE_BYTES = 1024**3
+"""A larger file is refused unread: the longest event list of a trace stays far below."""
 SCHEMA_VERSION = 1
 TERMS = (
     "weights",
@@ -104,3 +108,32 @@ class Recording:
         temporary = path.with_name(path.name + ".part")
         temporary.write_text(json.dumps(self.to_dict()), encoding="utf-8")
         temporary.replace(path)
+
+    @classmethod
+    def from_dict(cls, document: Any, *, label: str = "recording") -> "Recording":
+        """Return the Recording that `document` (parsed JSON) describes.
+
+        Raises UsageError naming `label`, the field and what is allowed; unknown fields are refused.
+        """
+        from profiler.recording_reader import Reader
+
+        recording: Recording = Reader(label).recording(document)
+        return recording
+
+    @classmethod
+    def load(cls, path: Path) -> "Recording":
+        """Read a file written by `save`. Raises UsageError if it is missing, cut short or foreign."""
+        try:
+            if path.stat().st_size > MAX_FILE_BYTES:
+                raise UsageError(f"{path}: larger than a recording can be (1 GiB)")
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{path}: cannot be read as a recording: {error}") from error
+        try:
+            document = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(
+                f"{path}: not JSON, or cut short: {str(error)[:120]}",
+                hint="write it again with `vramwise trace --save` or `vramwise profile run`",
+            ) from error
+        return cls.from_dict(document, label=str(path))

@@ -63,9 +63,10 @@ _IN_PLACE: dict[str, Any] = {
     "aten.index_add.default": _aten.index_add_.default,
     "aten.masked_fill.Scalar": _aten.masked_fill_.Scalar,
 }
-_LONE_TENSOR, _LONE_STORAGE = 3, 2
-"""References to a tensor that only autograd's C++ holds: its variable, the call's stack, the Python
-wrapper; to its storage: the tensor and the Python storage. A second holder adds one."""
+_LONE_TENSOR, _LONE_STORAGE = 4, 2
+"""References to a tensor that one C++ variable of autograd holds, while a mode looks at it (a tensor
+held from Python has one less, one held twice one more); to its storage: the tensor, the Python
+storage."""
 
 
 def _dense(tensor: torch.Tensor) -> bool:
@@ -253,7 +254,6 @@ class StorageTracker(TorchDispatchMode):
             or self._modules
             or torch.is_grad_enabled()
             or torch._C._current_graph_task_id() == -1
-            or (name == "aten.add.Tensor") != (torch._C._current_autograd_node() is None)
         ):
             return None
         target = args[0]

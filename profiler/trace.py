@@ -30,6 +30,8 @@ class Subject(Protocol):
     name: str
     notes: tuple[str, ...]
     vocab: int
+    trained_embedding: tuple[int, ...]
+    """Shape of the input embedding when it is trained."""
     standing_bytes: int
     """What CUDA libraries take through torch's allocator for good: cuBLAS' workspace."""
 
@@ -55,7 +57,7 @@ def trace(
     """
     started = time.monotonic()
     tracker = run_subject(subject, time_limit_s=time_limit_s, progress=progress)
-    assign_terms(tracker.events, vocab=subject.vocab)
+    assign_terms(tracker.events, vocab=subject.vocab, embedding=subject.trained_embedding)
     summary = summarise(tracker.events)
     return Recording(
         source="trace",

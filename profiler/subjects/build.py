@@ -45,7 +45,7 @@ def build(options: StepOptions) -> torch.nn.Module:
 
 def base_model(options: StepOptions) -> Any:
     """Return the plain causal LM on the meta device."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.modeling_utils import AttentionInterface
 
     config = transformers_config(options.config, layers=options.layers)
@@ -59,16 +59,23 @@ def base_model(options: StepOptions) -> Any:
 
         AttentionInterface.register(FLASH, flash_attention_2)
         AttentionMaskInterface.register(FLASH, flash_attention_mask)
+    kind = type(config)
+    causal = kind in AutoModelForCausalLM._model_mapping
+    family: Any = AutoModelForCausalLM if causal else AutoModelForImageTextToText
+    settings = {"dtype": torch_dtype(options.dtype), "attn_implementation": attention}
     try:
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch_dtype(options.dtype), attn_implementation=attention
-        )
+        try:
+            return family.from_config(config, **settings)
+        except ValueError as error:
+            # As transformers itself does when nobody asked: no SDPA means eager.
+            if options.attention is not Attention.SDPA or "scaled_dot_product" not in str(error):
+                raise
+            return family.from_config(config, **settings | {"attn_implementation": "eager"})
     except (ValueError, ImportError, KeyError, AttributeError, TypeError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UnsupportedError(
             f"transformers cannot build {config.model_type!r} as a causal LM: {first[:160]}"
         ) from error
-    return model
 
 
 def transformers_config(config: dict[str, Any], *, layers: int | None = None) -> Any:

@@ -33,13 +33,15 @@ class HfSft:
         )
         config = options.config.get("text_config") or options.config
         self.vocab = int(config.get("vocab_size", 0))
+        self.trained_embedding: tuple[int, ...] = ()
         self.standing_bytes = CUBLAS_WORKSPACE_BYTES.get(options.compute_capability, 0)
 
     def build(self) -> torch.nn.Module:
         """Return the model on the meta device."""
-        model = build(self.options)
-        config: Any = model.config
-        self.vocab = int(config.get_text_config().vocab_size)
+        model: Any = build(self.options)
+        self.vocab = int(model.config.get_text_config().vocab_size)
+        embedding = model.get_input_embeddings().weight
+        self.trained_embedding = tuple(embedding.shape) if embedding.requires_grad else ()
         return model
 
     def run(self, model: torch.nn.Module, tracker: StorageTracker) -> None:
