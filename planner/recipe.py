@@ -134,6 +134,12 @@ class EngineSection(Section):
     sleep_level: Annotated[int, Field(ge=0, le=2, strict=True)] | None = None
     cuda_graphs: bool | None = None
     tensor_parallel: Count = 1
+    url: Annotated[str, Field(pattern=r"^https?://[^\s]+$", max_length=500)] = (
+        "http://127.0.0.1:8000"
+    )
+    """vllm-server: where `vllm serve` listens."""
+    timeout_s: Annotated[float, Field(gt=0, le=86400)] = 1800.0
+    """A rollout that takes longer is aborted."""
 
 
 class Recipe(Section):

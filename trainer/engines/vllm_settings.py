@@ -86,6 +86,7 @@ def settings_for(policy: Policy, *, recipe: Recipe, plan: Plan | None) -> VllmSe
         kv_bytes=recipe.engine.kv_bytes or max(planned, needed),
         lora_rank=lora_rank,
         cuda_graphs=bool(recipe.engine.cuda_graphs),
+        generation_timeout_s=recipe.engine.timeout_s,
     )
 
 

@@ -1,0 +1,168 @@
+"""vllm-server: a client of a running `vllm serve`, on this machine or one that sees the same files.
+
+Start it with what an update needs:
+
+    VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve MODEL \\
+        --enable-lora --max-loras 1 --max-lora-rank 16 --logprobs-mode processed_logprobs
+
+Adapters are reloaded in place over the public API. Full weights go through the development route
+(collective_rpc), from a folder the server can read.
+"""
+
+import json
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from planner.errors import UsageError, VramwiseError
+from planner.plan import Plan
+from planner.recipe import Method, Recipe
+from trainer.engines import vllm_llm
+from trainer.engines.protocol import Completion, SamplingSettings
+from trainer.engines.vllm_push import merged_weights
+from trainer.engines.vllm_shared import needs_merging
+from trainer.model import Policy
+
+ADAPTER_NAME = "vramwise-policy"
+CONNECT_TIMEOUT_S = 10.0
+
+
+class VllmServerEngine:
+    """Generates on a vLLM server; recipe.engine.url says where."""
+
+    name = "vllm-server"
+
+    def __init__(self, policy: Policy, *, recipe: Recipe, plan: Plan | None = None) -> None:
+        """Connect, check that the server runs the same base model, and publish the policy."""
+        self._policy = policy
+        self._url = recipe.engine.url.rstrip("/")
+        self._timeout_s = recipe.engine.timeout_s
+        served = self._get("/v1/models")["data"]
+        self._base = served[0]["root"] or served[0]["id"]
+        length = served[0].get("max_model_len")
+        wanted = recipe.context or (recipe.prompt_length or 0) + (recipe.completion_length or 0)
+        if length and wanted > length:
+            raise UsageError(
+                f"recipe.context: {wanted} tokens, but the server at {self._url} takes {length}",
+                hint="start it with a larger --max-model-len",
+            )
+        self._model = served[0]["id"]
+        self._adapter = policy.method is not Method.FULL and not needs_merging(policy.model)
+        self._folder = Path(tempfile.mkdtemp(prefix="vramwise-server-"))
+        self.update_weights()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], settings: SamplingSettings
+    ) -> list[Completion]:
+        """Return num_generations completions per prompt, grouped by prompt."""
+        answer = self._post(
+            "/v1/completions",
+            {
+                "model": self._model,
+                "prompt": [list(prompt) for prompt in prompts],
+                "n": settings.num_generations,
+                "max_tokens": settings.max_new_tokens,
+                "temperature": settings.temperature,
+                "top_p": settings.top_p,
+                "top_k": settings.top_k or -1,
+                "seed": settings.seed,
+                "stop_token_ids": list(vllm_llm.stop_ids(self._policy, settings)),
+                "logprobs": 0,
+                "return_token_ids": True,
+            },
+        )
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        if len(choices) != len(prompts) * settings.num_generations:
+            raise VramwiseError(
+                f"the server answered {len(choices)} completions, not {len(prompts)} x {settings.num_generations}"
+            )
+        return [
+            Completion(
+                prompt_index=place // settings.num_generations,
+                token_ids=tuple(choice["token_ids"]),
+                logprobs=tuple(choice["logprobs"]["token_logprobs"]),
+                finished=choice["finish_reason"] == "stop",
+            )
+            for place, choice in enumerate(choices)
+        ]
+
+    def update_weights(self) -> None:
+        """Publish the trained weights: the adapter in place, or all weights through a folder."""
+        if self._adapter:
+            self._policy.model.save_pretrained(self._folder, safe_serialization=True)
+            self._post(
+                "/v1/load_lora_adapter",
+                {
+                    "lora_name": ADAPTER_NAME,
+                    "lora_path": str(self._folder),
+                    "load_inplace": True,
+                },
+            )
+            self._model = ADAPTER_NAME
+        else:
+            self._push_all()
+        self._post("/reset_prefix_cache", None)
+
+    def _push_all(self) -> None:
+        from safetensors.torch import save_file
+
+        weights = {name: tensor.contiguous() for name, tensor in merged_weights(self._policy.model)}
+        part = self._folder / "model.safetensors.part"
+        save_file(weights, part)
+        part.replace(self._folder / "model.safetensors")
+        self._post(
+            "/collective_rpc",
+            {"method": "reload_weights", "kwargs": {"weights_path": str(self._folder)}},
+        )
+
+    def release(self) -> None:
+        """Do nothing: the server has a GPU of its own."""
+
+    def resume(self) -> None:
+        """Do nothing."""
+
+    def memory(self) -> dict[str, int]:
+        """Nothing of it is on the trainer's GPU."""
+        return {"weights": 0, "kv_cache": 0, "engine": 0}
+
+    def close(self) -> None:
+        """Remove the folder; the server keeps running."""
+        import shutil
+
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _get(self, path: str) -> Any:
+        return self._send(urllib.request.Request(self._url + path), timeout_s=CONNECT_TIMEOUT_S)
+
+    def _post(self, path: str, body: dict[str, Any] | None) -> Any:
+        data = b"" if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self._url + path, data=data, headers={"Content-Type": "application/json"}, method="POST"
+        )
+        return self._send(request, timeout_s=self._timeout_s)
+
+    def _send(self, request: urllib.request.Request, *, timeout_s: float) -> Any:
+        started = time.monotonic()
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+                text = response.read()
+        except urllib.error.HTTPError as error:
+            detail = error.read(400).decode(errors="replace").replace("\n", " ")
+            raise VramwiseError(
+                f"the vLLM server refused {request.selector}: {error.code} {detail[:200]}",
+                hint="start it as trainer/engines/vllm_server.py says: development mode, runtime adapters",
+            ) from None
+        except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+            waited = time.monotonic() - started
+            raise VramwiseError(
+                f"no answer from the vLLM server at {self._url} after {waited:.0f} s ({error})",
+                hint="is `vllm serve` running there? set recipe.engine.url",
+            ) from None
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text.decode(errors="replace")
