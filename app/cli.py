@@ -4,6 +4,7 @@ Exit codes: 0 ok, 1 failure, 2 usage, 3 does not fit (only with --check), 4 no G
 5 missing extra; 130 interrupted. `profile run` ends with the exit code of the command it ran.
 """
 
+import importlib
 import json
 import os
 import sys
@@ -13,6 +14,15 @@ from typing import Annotated
 import typer
 
 from planner.errors import VramwiseError
+
+VERB_MODULES = (
+    "planner.cli",
+    "planner.accuracy_cli",
+    "planner.doctor_cli",
+    "profiler.trace_cli",
+    "profiler.cli",
+    "trainer.cli",
+)
 
 app = typer.Typer(
     name="vramwise",
@@ -58,19 +68,14 @@ def start_app(
 
 def _register_verbs() -> None:
     """Add the verbs of planner, profiler and trainer; none of them imports torch to do so."""
-    import planner.accuracy_cli
-    import planner.cli
-    import planner.doctor_cli
-    import profiler.cli
-    import profiler.trace_cli
-    import trainer.cli
-
-    planner.cli.register(app)
-    planner.accuracy_cli.register(app)
-    planner.doctor_cli.register(app)
-    profiler.trace_cli.register(app)
-    profiler.cli.register(app)
-    trainer.cli.register(app)
+    for name in VERB_MODULES:
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name != name:
+                raise
+            continue
+        module.register(app)
 
 
 _register_verbs()
