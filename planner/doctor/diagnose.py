@@ -12,6 +12,7 @@ from planner.doctor.context import Context, read_context
 from planner.doctor.events import Event
 from planner.doctor.fixes import Advice, advise
 from planner.doctor.phases import phase_hints
+from planner.doctor.planned import Planned, planned
 from planner.doctor.scan import Scan, scan
 from planner.recipe import Recipe
 
@@ -33,7 +34,7 @@ class Failure:
     causes: tuple[Cause, ...]
     """Most likely first; never empty."""
     advice: Advice
-    signals: Signals
+    planned: Planned | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,7 @@ def diagnose(
     events: list[Event | None] = list(found.errors)
     if not events:
         events = [notices[-1] if notices else None]
-    failures = tuple(_failure(event, context, found, notices) for event in events)
+    failures = tuple(_failure(event, context, found, notices, recipe) for event in events)
     notes = context.notes
     if found.dropped_events:
         notes = (*notes, f"{found.dropped_events} further errors were not kept")
@@ -85,7 +86,11 @@ def diagnose(
 
 
 def _failure(
-    event: Event | None, context: Context, found: Scan, notices: tuple[Event, ...]
+    event: Event | None,
+    context: Context,
+    found: Scan,
+    notices: tuple[Event, ...],
+    recipe: Recipe | None,
 ) -> Failure:
     if event is not None and "max_num_seqs" in event.facts:
         context = replace(
@@ -112,14 +117,18 @@ def _failure(
     unique = {cause.category: cause for cause in reversed(causes)}
     ordered = [unique[category] for category in dict.fromkeys(cause.category for cause in causes)]
     best = tuple(ordered) or (UNKNOWN,)
+    advice = advise(best[0], signals)
+    run = planned(signals, best[0].category, recipe)
+    if run is not None:
+        advice = replace(advice, fixes=(*advice.fixes, *run.fixes))
     return Failure(
         event=event,
         budget=budget,
         phases=phases,
         candidates=candidates[:12],
         causes=best,
-        advice=advise(best[0], signals),
-        signals=signals,
+        advice=advice,
+        planned=run,
     )
 
 

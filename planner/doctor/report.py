@@ -51,6 +51,7 @@ def _failure_dict(failure: Failure, diagnosis: Diagnosis) -> dict[str, Any]:
         "causes": [asdict(cause) for cause in failure.causes],
         "fixes": [asdict(fix) for fix in failure.advice.fixes],
         "warnings": list(failure.advice.warnings),
+        "planned": failure.planned.plan.to_dict() if failure.planned else None,
     }
 
 
@@ -106,6 +107,8 @@ def _failure_text(number: int, failure: Failure, diagnosis: Diagnosis) -> str:
         f"  also possible: {cause.category} ({cause.certainty}): {cause.explanation}"
         for cause in others[:2]
     ]
+    if failure.planned is not None:
+        lines.append(f"  {failure.planned.sentence()}")
     if failure.advice.fixes:
         lines.append("\nwhat to change")
         for index, fix in enumerate(failure.advice.fixes, 1):

@@ -1,0 +1,99 @@
+"""The failed run planned: what it needs, and what each change saves, by the planner itself."""
+
+from dataclasses import dataclass
+
+from planner.doctor.cause import Signals
+from planner.doctor.context import Context
+from planner.doctor.fixes import Fix
+from planner.errors import VramwiseError
+from planner.machine import Machine
+from planner.plan import Plan, plan
+from planner.recipe import Checkpointing, Method, Recipe, Sharding, Task
+from planner.units import format_bytes
+
+TRAINING = (
+    "logits_vocab",
+    "activations",
+    "static_state",
+    "weights",
+    "optimizer_states",
+    "optimizer_temp",
+    "upcast_fp32",
+    "attention_quadratic",
+    "longest_sample",
+    "default_changed",
+    "generation_batch",
+    "unknown",
+)
+MAX_LEVERS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """The plan of the run that failed and the changes that lower its peak."""
+
+    plan: Plan
+    fixes: tuple[Fix, ...]
+    assumed: str
+    """What had to be assumed to plan it; "" = the config said everything."""
+
+    def sentence(self) -> str:
+        """Return one line for a person."""
+        basis = f" ({self.assumed})" if self.assumed else ""
+        return f"the planner's figure for this run{basis}: {self.plan.verdict}, {self.plan.why}"
+
+
+def planned(signals: Signals, category: str, recipe: Recipe | None) -> Planned | None:
+    """Return the run planned, or None when model, card or sizes are not known."""
+    from planner.advise import levers
+
+    context, card = signals.context, signals.card_bytes
+    if context.model is None or card is None or category not in TRAINING:
+        return None
+    assumed = ""
+    if recipe is None:
+        recipe = recipe_of(context)
+        assumed = "framework hf-trainer, checkpointing on, whole logits" if recipe else ""
+    if recipe is None or recipe.task is Task.SERVE:
+        return None
+    machine = Machine(vram_bytes=card, num_gpus=context.gpus)
+    try:
+        base = plan(context.model, recipe, machine)
+        found = levers(context.model, recipe, machine, base)
+    except VramwiseError:
+        return None
+    fixes = tuple(
+        Fix(
+            change=f"{lever.change.name} ({lever.change.price})",
+            saved_bytes=lever.saved_bytes,
+            formula=f"plan: {format_bytes(base.peak_bytes)} -> {format_bytes(lever.plan.peak_bytes)}, {lever.plan.verdict}",
+        )
+        for lever in found[:MAX_LEVERS]
+    )
+    return Planned(plan=base, fixes=fixes, assumed=assumed)
+
+
+def recipe_of(context: Context) -> Recipe | None:
+    """Return a recipe of what a text says, or None when method, batch or length are missing."""
+    length = context.number("length")
+    completion, prompt = context.number("completion"), context.number("prompt")
+    batch = context.number("batch")
+    if not context.method or not batch or not (length or completion):
+        return None
+    task = Task.GRPO if context.task == "grpo" else Task.DPO if context.task == "dpo" else Task.SFT
+    grpo = task is Task.GRPO and completion is not None
+    try:
+        return Recipe(
+            task=task,
+            method=Method(context.method),
+            framework="hf-trainer",
+            micro_batch_size=batch,
+            context=None if grpo else length or (prompt or 0) + (completion or 0),
+            prompt_length=prompt if grpo else None,
+            completion_length=completion if grpo else None,
+            num_generations=context.number("generations"),
+            checkpointing=Checkpointing.FULL,
+            sharding=Sharding(context.sharding or "none"),
+        )
+    except ValueError:
+        return None
