@@ -17,6 +17,7 @@ from planner.safetensors_header import checkpoint_dtype, folder_header
 
 MAX_CONFIG_BYTES = 16 * 1024 * 1024
 """No model's config.json comes near this; a larger file is refused unread."""
+_WHOLE = "take the whole config.json from the model's repository"
 
 
 @lru_cache(maxsize=1)
@@ -136,13 +137,15 @@ def parse_config(content: bytes, *, label: str) -> dict[str, Any]:
     try:
         config = json.loads(content.decode("utf-8"))
     except UnicodeDecodeError:
-        raise UsageError(f"{label}: is not UTF-8 text") from None
+        raise UsageError(f"{label}: is not UTF-8 text", hint=_WHOLE) from None
     except RecursionError:
-        raise UsageError(f"{label}: is nested too deeply for a config.json") from None
+        raise UsageError(f"{label}: is nested too deeply for a config.json", hint=_WHOLE) from None
     except ValueError as error:
-        raise UsageError(f"{label}: is not valid JSON ({str(error)[:80]})") from None
+        raise UsageError(f"{label}: is not valid JSON ({str(error)[:80]})", hint=_WHOLE) from None
     if not isinstance(config, dict):
-        raise UsageError(f"{label}: expected an object of fields, got {type(config).__name__}")
+        raise UsageError(
+            f"{label}: expected an object of fields, got {type(config).__name__}", hint=_WHOLE
+        )
     return config
 
 

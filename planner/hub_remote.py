@@ -130,7 +130,6 @@ def _slow(repo_id: str, timeout_s: float) -> VramwiseError:
 
 def _explain(error: BaseException, repo_id: str, timeout_s: float) -> BaseException:
     """Return the one clear error for whatever the hub's client raised."""
-    import httpx
     from huggingface_hub import errors
 
     if isinstance(error, VramwiseError):
@@ -161,12 +160,14 @@ def _explain(error: BaseException, repo_id: str, timeout_s: float) -> BaseExcept
         return UsageError(
             f"{repo_id!r} is not a valid hub id", hint="for example Qwen/Qwen2.5-0.5B"
         )
-    if isinstance(error, httpx.TimeoutException):
+    # the client is httpx or its successor, by the version of huggingface_hub
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if "TimeoutException" in kinds:
         return _slow(repo_id, timeout_s)
     if isinstance(error, errors.HfHubHTTPError):
         status = getattr(error.response, "status_code", "an error")
         return VramwiseError(f"the model hub answered {status} for {repo_id!r}", hint=_OFFLINE_HINT)
-    if isinstance(error, httpx.HTTPError | OSError | errors.OfflineModeIsEnabled):
+    if "HTTPError" in kinds or isinstance(error, OSError | errors.OfflineModeIsEnabled):
         return VramwiseError(
             f"the model hub cannot be reached for {repo_id!r} ({type(error).__name__})",
             hint=_OFFLINE_HINT,

@@ -109,16 +109,19 @@ def lora_counts(
     names = _names(model, targets)
     modules, fused = _split(model, names)
     _refuse_mamba(model, modules)
-    fused |= {_parameter(name) for name in target_parameters}
+    explicit = {_parameter(name) for name in target_parameters}
     adapted: list[AdaptedModule] = []
     matched: set[str] = set()
     for layer, number, module in _walk(model):
+        if module.kind is ModuleKind.BUFFER:
+            continue
         hits = [name for name in modules if _is_named(module, name)]
         if hits and not any(_is_named(module, name) for name in saved):
             adapted.append(_adapt(module, layer, number, rank, dora))
             matched.update(hits)
-        for part in sorted(_expert_parts(module) & fused):
-            width = 2 if part == "gate_up" and part not in target_parameters else 1
+        for part in sorted(_expert_parts(module) & (fused | explicit)):
+            # one rank each for gate and up, where PEFT translated their old names
+            width = 2 if part == "gate_up" and part in fused else 1
             adapted.append(_adapt_expert(model, module, part, layer, number, rank * width, dora))
     if not adapted:
         raise UsageError(

@@ -88,7 +88,14 @@ def deepseek_moe(fields: ConfigFields, hidden: int, *, bias: bool = True) -> Mlp
     if bias:
         modules += (buffer("mlp.gate.e_score_correction_bias", (num_experts,)),)
     if shared:
-        modules += gated_mlp(hidden, shared, prefix="mlp.shared_experts")
+        modules += gated_mlp(
+            hidden,
+            shared,
+            prefix="mlp.shared_experts",
+            bias="mlp_bias" in fields.defaults
+            and fields.model_type == "deepseek_v2"
+            and fields.flag("mlp_bias"),
+        )
     return moe_spec(fields, intermediate, num_experts, shared=shared), modules
 
 
@@ -113,7 +120,11 @@ def granite_moe(fields: ConfigFields, hidden: int) -> MlpPart:
         prefix="block_sparse_moe",
         router="router",
     )
-    shared = fields.optional("shared_intermediate_size", 0, least=0) or 0
+    shared = (
+        fields.optional("shared_intermediate_size", least=0) or 0
+        if "shared_intermediate_size" in fields.defaults
+        else 0
+    )
     if shared:
         modules += (
             linear("shared_mlp.input_linear", hidden, 2 * shared),

@@ -48,9 +48,11 @@ class ConfigFields:
         self.architecture: str = entry.get("architecture", "")
         self.sub_types: Mapping[str, str] = entry.get("sub_configs", {})
         self._spellings: dict[str, tuple[str, ...]] = {}
-        for canonical, spelled in entry.get("aliases", {}).items():
-            self._spellings[spelled] = (*self._spellings.get(spelled, ()), canonical)
-            self._spellings.setdefault(canonical, (spelled,))
+        for alias, name in entry.get("aliases", {}).items():
+            # transformers sets the alias last, so it wins where a config has both
+            both = (*(n for n in self._spellings.get(name, (name,)) if n != name), alias, name)
+            self._spellings[name] = both
+            self._spellings[alias] = both
 
     def label(self, field: str) -> str:
         """Return the field's full name for an error, for example "text_config.hidden_size"."""
@@ -65,7 +67,7 @@ class ConfigFields:
         return self._given(field) not in (_MISSING, None)
 
     def _given(self, field: str) -> Any:
-        for name in (field, *self._spellings.get(field, ())):
+        for name in self._spellings.get(field, (field,)):
             if name in self.config:
                 return self.config[name]
         return _MISSING
@@ -77,7 +79,7 @@ class ConfigFields:
             return value
         if default is not _MISSING:
             return default
-        for name in (field, *self._spellings.get(field, ())):
+        for name in self._spellings.get(field, (field,)):
             if name in self.defaults:
                 return self.defaults[name]
         raise UsageError(

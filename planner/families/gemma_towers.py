@@ -25,12 +25,12 @@ def _vision(vision: ConfigFields) -> Modules:
     hidden, head_dim = vision.integer("hidden_size"), vision.integer("head_dim")
     query = vision.integer("num_attention_heads") * head_dim
     keys = vision.integer("num_key_value_heads") * head_dim
-    width, bias = vision.integer("intermediate_size"), vision.flag("attention_bias")
+    width = vision.integer("intermediate_size")
     block = (
-        linear("self_attn.q_proj.linear", hidden, query, bias=bias),
-        linear("self_attn.k_proj.linear", hidden, keys, bias=bias),
-        linear("self_attn.v_proj.linear", hidden, keys, bias=bias),
-        linear("self_attn.o_proj.linear", query, hidden, bias=bias),
+        linear("self_attn.q_proj.linear", hidden, query),
+        linear("self_attn.k_proj.linear", hidden, keys),
+        linear("self_attn.v_proj.linear", hidden, keys),
+        linear("self_attn.o_proj.linear", query, hidden),
         norm("self_attn.q_norm", head_dim),
         norm("self_attn.k_norm", head_dim),
         linear("mlp.gate_proj.linear", hidden, width),

@@ -5,7 +5,7 @@ from dataclasses import replace
 from planner.families import build_text
 from planner.families.fields import ConfigFields
 from planner.families.gemma_towers import gemma4_towers
-from planner.families.towers import VISION, Modules, pixtral
+from planner.families.towers import VISION, Modules, minimax_m3, pixtral
 from planner.model import ModelSpec
 
 _TEXT = {
@@ -20,7 +20,20 @@ _TEXT = {
     "gemma4": "gemma4_text",
     "llama4": "llama4_text",
     "mllama": "mllama_text_model",
+    "minimax_m3_vl": "minimax_m3_vl_text",
 }
+MISTRAL3_TEXT = {
+    "head_dim": 128,
+    "hidden_size": 5120,
+    "intermediate_size": 32768,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 8,
+    "sliding_window": None,
+    "vocab_size": 131072,
+}
+"""What Mistral3Config builds without a text_config."""
 _AUTO_TEXT = {"mistral3": "mistral", "kimi_k25": "deepseek_v3"}
 """Families whose text_config names its own model_type, with the type of one that does not."""
 
@@ -33,6 +46,8 @@ def text_fields(fields: ConfigFields) -> ConfigFields:
         return ConfigFields(fields.config, kind)
     if kind:
         return fields.sub("text_config", kind)
+    if given is None and fields.model_type == "mistral3":
+        return ConfigFields(MISTRAL3_TEXT, "mistral")
     text = fields.sub("text_config")
     return ConfigFields(
         text.config, text.model_type or _AUTO_TEXT[fields.model_type], path=text.path
@@ -46,7 +61,7 @@ def is_tied(fields: ConfigFields, text: ConfigFields, spec: ModelSpec) -> bool:
     if fields.model_type == "mllama":
         return False
     outer = fields.flag("tie_word_embeddings", fields.defaults.get("tie_word_embeddings", False))
-    if fields.model_type in ("qwen2_vl", "qwen2_5_vl"):
+    if fields.model_type in ("qwen2_vl", "qwen2_5_vl", "minimax_m3_vl"):
         return outer or text.config.get("tie_word_embeddings") is True
     return outer
 
@@ -65,6 +80,9 @@ def towers(fields: ConfigFields, text_hidden: int) -> Modules:
             vision = ConfigFields({"patch_size": 14, "image_size": 1540}, "pixtral")
         merge, bias = fields.integer("spatial_merge_size"), fields.flag("multimodal_projector_bias")
         return pixtral(vision, text_hidden, merge=merge, bias=bias)
+    if fields.model_type == "minimax_m3_vl":
+        vision = fields.sub("vision_config", "minimax_m3_vl_vision")
+        return minimax_m3(vision, text_hidden, project=fields.integer("projector_hidden_size"))
     vision = fields.sub("vision_config", fields.sub_types["vision_config"])
     return VISION[fields.model_type](vision, text_hidden)
 

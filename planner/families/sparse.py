@@ -1,6 +1,7 @@
 """Newer sparse attention: DeepSeek-V4 (compressed caches, hyper-connections) and MiniMax-M3."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from planner.families.blocks import buffer, gated_mlp, group_layers, linear, norm, parameter
 from planner.families.decoder import MlpPart, Traits, attention_modules, finish
@@ -143,6 +144,7 @@ def deepseek_v4(fields: ConfigFields) -> ModelSpec:
 
 def minimax_m3(fields: ConfigFields) -> ModelSpec:
     """Return MiniMax-M3's text part: dense and sparse layers, the latter with a block indexer."""
+    model_type = fields.model_type
     fields = ConfigFields(fields.config, "minimax_m3_vl_text", path=fields.path)
     hidden, num_layers = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
     sparse = _by_frequency(
@@ -196,7 +198,7 @@ def minimax_m3(fields: ConfigFields) -> ModelSpec:
         return LayerSpec(count=1, mixer=mixer, mlp=part[0], modules=(*modules, *part[1], *norms))
 
     layers, order = group_layers(list(zip(sparse, indexed, strict=True)), build_layer)
-    return finish(
+    spec = finish(
         fields,
         hidden=hidden,
         layers=layers,
@@ -204,6 +206,7 @@ def minimax_m3(fields: ConfigFields) -> ModelSpec:
         final=(norm("norm", hidden),),
         norm="rmsnorm_gemma",
     )
+    return replace(spec, model_type=model_type)
 
 
 def _m3_dense(fields: ConfigFields, hidden: int) -> MlpPart:

@@ -148,8 +148,22 @@ def siglip(vision: ConfigFields, text_hidden: int) -> Modules:
         embedding("vision_tower.embeddings.position_embedding", positions, hidden),
         *repeated("vision_tower.encoder.layers.*", vision.integer("num_hidden_layers"), block),
         norm("vision_tower.post_layernorm", hidden, bias=True),
+        *(_pooling_head(vision, hidden) if vision.flag("vision_use_head", True) else ()),
         parameter("multi_modal_projector", (hidden, text_hidden)),
         norm("multi_modal_projector.mm_soft_emb_norm", hidden),
+    )
+
+
+def _pooling_head(vision: ConfigFields, hidden: int) -> Modules:
+    """Return SigLIP's attention pooling head, built unless vision_use_head is false."""
+    root = "vision_tower.head"
+    return (
+        parameter(root, (1, 1, hidden)),
+        parameter(f"{root}.attention", (3 * hidden, hidden), (3 * hidden,)),
+        linear(f"{root}.attention.out_proj", hidden, hidden, bias=True),
+        norm(f"{root}.layernorm", hidden, bias=True),
+        linear(f"{root}.mlp.fc1", hidden, vision.integer("intermediate_size"), bias=True),
+        linear(f"{root}.mlp.fc2", vision.integer("intermediate_size"), hidden, bias=True),
     )
 
 
@@ -272,6 +286,35 @@ def kimi_k25(vision: ConfigFields, text_hidden: int) -> Modules:
         norm("mm_projector.pre_norm", hidden, bias=True),
         linear("mm_projector.in_proj", wide, wide, bias=True),
         linear("mm_projector.out_proj", wide, text_hidden, bias=True),
+    )
+
+
+def minimax_m3(vision: ConfigFields, text_hidden: int, *, project: int) -> Modules:
+    """Return MiniMax-M3's tower and its projector, which merges patches after projecting them."""
+    hidden, patch = vision.integer("hidden_size"), side(vision, "patch_size")
+    kernel = (
+        hidden,
+        vision.integer("num_channels"),
+        vision.integer("temporal_patch_size"),
+        patch,
+        patch,
+    )
+    block = (
+        norm("layer_norm1", hidden, bias=True),
+        norm("layer_norm2", hidden, bias=True),
+        *_separate_attention(hidden, hidden, bias=True, out="out_proj"),
+        *_two_layer(hidden, vision.integer("intermediate_size")),
+    )
+    merged = text_hidden * vision.integer("spatial_merge_size") ** 2
+    root = "multi_modal_projector"
+    return (
+        conv("vision_tower.embeddings.proj", kernel),
+        norm("vision_tower.pre_layrnorm", hidden, bias=True),
+        *repeated("vision_tower.layers.*", vision.integer("num_hidden_layers"), block),
+        linear(f"{root}.linear_1", hidden, project, bias=True),
+        linear(f"{root}.linear_2", project, text_hidden, bias=True),
+        linear(f"{root}.merge_linear_1", merged, project, bias=True),
+        linear(f"{root}.merge_linear_2", project, text_hidden, bias=True),
     )
 
 
