@@ -97,7 +97,8 @@ class Program:
             if s.saved_input != inner.size / columns:
                 wide = tape.op((inner,), columns * s.saved_input)
                 inner, cast = wide, True
-            saves = (inner,)
+            # kept as an attribute of the autograd node: freed with the graph, not with the node
+            inner.storage.refs += 1
         out = tape.op(
             (inner,),
             rows * s.act,
