@@ -127,9 +127,13 @@ def _usage_error(model: type[BaseModel], error: ValidationError, label: str) -> 
 def _fields_at(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
     current: type[BaseModel] = model
     for part in path:
-        field = current.model_fields.get(str(part))
+        if isinstance(part, int):  # an item of a tuple: its section was found at the field
+            continue
+        field = current.model_fields.get(part)
         annotation = field.annotation if field else None
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        options = (annotation, *getattr(annotation, "__args__", ()))
+        sections = [o for o in options if isinstance(o, type) and issubclass(o, BaseModel)]
+        if not sections:
             return []
-        current = annotation
+        current = sections[0]
     return list(current.model_fields)
