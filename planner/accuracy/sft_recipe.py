@@ -203,6 +203,8 @@ def _sharding(row: Row) -> Sharding:
     for word in ("tp", "tensor", "pp ", "pipeline", "cp ", "expert"):
         if re.search(rf"\b{word}", text) and gpus > 1:
             raise NotCovered("tensor, pipeline or context parallel training is not modelled")
+    if "device_map split" in text or "pipeline-sequential" in text:
+        return Sharding.NONE  # planned stage by stage
     if "device_map" in text:
         raise NotCovered("layers split over GPUs by device_map are not modelled")
     if "fsdp" in text:

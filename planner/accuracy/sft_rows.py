@@ -3,10 +3,14 @@
 import re
 from dataclasses import replace
 
+from planner.accuracy.lengths import typical_tokens
 from planner.accuracy.names import machine_named, model_named
 from planner.accuracy.prediction import NotCovered, Prediction, around
 from planner.accuracy.rows import Row
 from planner.accuracy.sft_recipe import recipe_of
+from planner.accuracy.stages import is_split, stage_model
+from planner.machine import Machine
+from planner.model import ModelSpec
 from planner.plan import Plan, plan
 from planner.recipe import Recipe, Sharding
 from planner.units import GiB
@@ -29,9 +33,33 @@ def predict_sft(row: Row) -> Prediction:
     model = model_named(row["model"])
     if "litgpt" in row["framework"].lower() and model.tied:
         model = replace(model, tied=False)  # LitGPT gives the head weights of its own
+    if is_split(row):
+        model = stage_model(row, model)
     recipe = recipe_of(row, model, length_matters=not quantity.startswith("static"))
     machine = machine_named(row["gpu"], gpus_of(row, recipe))
-    return figure(quantity, plan(model, recipe, machine), recipe)
+    result = plan(model, recipe, machine)
+    _refuse_impossible(row, result)
+    extra = _second_set(row, model, recipe, machine) if quantity == "peak_reserved" else 0
+    return figure(quantity, result, recipe, extra)
+
+
+def _second_set(row: Row, model: ModelSpec, recipe: Recipe, machine: Machine) -> int:
+    """Return the head's blocks that samples of typical length leave in the allocator."""
+    typical = typical_tokens(row)
+    if typical is None or recipe.context is None:
+        return 0
+    shorter = recipe.model_copy(update={"context": min(typical, recipe.context)})
+    loss = plan(model, shorter, machine).phase("loss")
+    return sum(term.bytes for term in loss.terms if term.name == "logits")
+
+
+def _refuse_impossible(row: Row, result: Plan) -> None:
+    """Refuse a run that cannot have happened: weights, gradients and states exceed its card."""
+    static = static_bytes(result)
+    if not row.failed and row["gpu"] and static > result.machine.vram_bytes:
+        raise NotCovered(
+            "weights and optimizer states as the row describes them exceed the card it ran on"
+        )
 
 
 def gpus_of(row: Row, recipe: Recipe) -> int:
@@ -58,7 +86,7 @@ def canonical(quantity: str) -> str:
     raise NotCovered(f"the figure {quantity[:50]!r} is not one that the planner states")
 
 
-def figure(quantity: str, result: Plan, recipe: Recipe) -> Prediction:
+def figure(quantity: str, result: Plan, recipe: Recipe, extra: int = 0) -> Prediction:
     """Return one figure of a plan with its interval."""
     allocated = result.allocated_peak_bytes
     if quantity in {"peak_allocated", "peak_active"}:
@@ -72,7 +100,9 @@ def figure(quantity: str, result: Plan, recipe: Recipe) -> Prediction:
         outside = result.device_used_bytes - result.reserved_peak_bytes
         # driver and desktop processes are on the card too; a context is 0.3 to 1.3 GiB
         return Prediction(quantity, result.device_used_bytes, low, high + outside + GiB)
-    return Prediction(quantity, result.reserved_peak_bytes, low, high)
+    limit = max(result.reserved_peak_bytes, result.capacity_bytes)
+    value = min(result.reserved_peak_bytes + extra, limit)
+    return Prediction(quantity, value, low, max(high + extra, value))
 
 
 def static_bytes(result: Plan) -> int:

@@ -8,9 +8,15 @@ from planner.model import ModelSpec
 from planner.recipe import Checkpointing, Method, Sharding
 from planner.resolve import Resolved
 from planner.tape import Envelope, Point, Tape, envelope, largest
-from planner.terms.counts import adapters, base_weights
+from planner.terms.counts import BITSANDBYTES, adapters, base_weights
 from planner.terms.gradients import gradient_width
 from planner.terms.weights import SHARDED, trained_width
+
+
+NO_ROPE = frozenset(
+    {"gpt2", "opt", "bloom", "gpt_bigcode", "gpt_neo", "mpt", "jamba", "nemotron_h", "mamba2"}
+)
+"""Families with learned or ALiBi positions, or none at all."""
 
 
 class Moment(NamedTuple):
@@ -58,7 +64,7 @@ class Activations(NamedTuple):
 def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
     """Return the sizes that decide what a layer's operations allocate."""
     full = r.method is Method.FULL and r.trains
-    upcast = bool(r.switch("kbit_upcast")) and bool(r.quantization)
+    upcast = bool(r.switch("kbit_upcast")) and r.quantization in BITSANDBYTES
     width = trained_width(r) if full else element_bytes(r.dtype)
     sharded = r.sharding in SHARDED and r.gpus > 1
     if sharded and r.autocast:
@@ -85,6 +91,8 @@ def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
         masked=r.padded,
         repeat_kv=model.model_type in r.switch("repeat_kv", ()),
         norm=model.norm,
+        rope=model.model_type not in NO_ROPE,
+        hidden_dropout=model.hidden_dropout > 0,
         fused=frozenset(r.switch("fused", ())),
         accumulate=r.grad_accum > 1,
     )

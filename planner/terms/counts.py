@@ -18,6 +18,7 @@ ATTENTION_PREFIXES = (
     "mixer",
     "mamba",
 )
+BITSANDBYTES = ("nf4", "fp4", "int8")
 LINEARS = (ModuleKind.LINEAR, ModuleKind.CONV1D)
 
 
@@ -91,7 +92,7 @@ def matches(module: ModuleSpec, targets: str | tuple[str, ...]) -> bool:
 
 def base_weights(model: ModelSpec, resolved: Resolved) -> BaseWeights:
     """Return the bytes of the base model on one GPU before sharding."""
-    upcast = resolved.switch("kbit_upcast") is True and bool(resolved.quantization)
+    upcast = resolved.switch("kbit_upcast") is True and resolved.quantization in BITSANDBYTES
     key = BaseKey(
         resolved.dtype,
         resolved.quantization,

@@ -1,0 +1,51 @@
+"""Layers split over GPUs (device_map, pipeline): the part of a model that one GPU holds."""
+
+import re
+from collections import Counter
+from dataclasses import replace
+
+from planner.accuracy.prediction import NotCovered
+from planner.accuracy.rows import Row
+from planner.model import ModelSpec
+
+
+def is_split(row: Row) -> bool:
+    """Return whether the row's layers are divided over GPUs one after the other."""
+    text = row["parallelism"].lower()
+    return "device_map split" in text or "pipeline-sequential" in text
+
+
+def stage_model(row: Row, model: ModelSpec) -> ModelSpec:
+    """Return the layers, embeddings and head that the row's GPU holds; layers in equal parts."""
+    place = re.search(r"GPU (\d+) of (\d+)", row["per_gpu_or_total"])
+    count = row.integer("n_gpus") or 1
+    if place:
+        index, count = int(place[1]), int(place[2])
+    elif "max" in row["per_gpu_or_total"]:
+        index = count - 1  # the last one has the head
+    else:
+        raise NotCovered("the row does not say which of the GPUs it measured")
+    return part(model, index, count)
+
+
+def part(model: ModelSpec, index: int, count: int) -> ModelSpec:
+    """Return stage `index` of `count`: the first holds the embeddings, the last the head."""
+    total = model.num_layers
+    first, last = total * index // count, total * (index + 1) // count
+    chosen = model.layer_order[first:last]
+    counts = Counter(chosen)
+    used = sorted(counts)
+    layers = tuple(replace(model.layers[old], count=counts[old]) for old in used)
+    has_head = index == count - 1
+    return replace(
+        model,
+        name=f"{model.name} part {index + 1} of {count}",
+        layers=layers,
+        layer_order=tuple(used.index(old) for old in chosen),
+        embeddings=model.embeddings if index == 0 else (),
+        final=model.final if has_head else (),
+        head=model.head if has_head else None,
+        vocab=model.vocab if has_head else 1,
+        tied=model.tied and count == 1,
+        towers=model.towers if index == 0 else (),
+    )
