@@ -50,7 +50,9 @@ def _recording(launch: Launch, journal: ProcessJournal | None) -> Recording:
             phases=(),
             peak_bytes=peak or 0,
             peak_phase="",
-            partial=peak is None or launch.interrupted,
+            partial=peak is None
+            or launch.interrupted
+            or not all(each.ended for each in launch.journals),
             **common,
         )
     phases = _with_driver_view(journal.phases(), timeline)

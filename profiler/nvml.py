@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 from planner.errors import NoGpuError
+from planner.units import MiB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,12 +247,12 @@ def used_by_tree(
 
     `known_pids` are all processes that this PID namespace can see. A listed process outside it
     means that the driver speaks of another namespace (a container), so that "ours are not
-    listed" says nothing.
+    listed" says nothing; nor does an empty list of a GPU that is in use.
     """
     total, foreign, unlisted = 0, False, False
     found = False
     for gpu in readings:
-        if gpu.processes is None:
+        if gpu.processes is None or _hides(gpu):
             unlisted = True
             continue
         for process in gpu.processes:
@@ -265,6 +266,16 @@ def used_by_tree(
     if unlisted or (foreign and not found):
         return None
     return total
+
+
+IDLE_BYTES = 64 * MiB
+"""An idle GPU without processes uses less, the driver's reserve left out."""
+
+
+def _hides(gpu: GpuReading) -> bool:
+    """True when memory is in use but no process is listed: a container without the host's PIDs."""
+    known = gpu.reserved_bytes is not None and gpu.used_bytes is not None
+    return known and not gpu.processes and (gpu.used_bytes or 0) > IDLE_BYTES
 
 
 def _size(memory: Any, name: str) -> int | None:

@@ -66,7 +66,7 @@ def phase_table(recording: Recording) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("phase")
     for column in ("peak", *terms):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for phase in recording.phases:
         cells = [shown(phase.terms_bytes[t]) if t in phase.terms_bytes else "-" for t in terms]
         style = "bold" if phase.name == recording.peak_phase else ""

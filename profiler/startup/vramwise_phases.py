@@ -108,6 +108,8 @@ class PhaseTracker:
 
         @functools.wraps(original)
         def wrapper(*args, **kwargs):
+            if args and isinstance(args[0], self._torch.nn.Module):
+                self._add_root(args[0])  # model.generate(): known before its first pass
             self.hold(phase())
             try:
                 return original(*args, **kwargs)
@@ -129,7 +131,7 @@ class PhaseTracker:
         local = self._local
         depth = getattr(local, "depth", 0)
         local.depth = depth + 1
-        if depth == 0 and not self._held:
+        if depth == 0:
             self._enter(module)
 
     def _after_forward(self, module, args, output):
@@ -154,11 +156,9 @@ class PhaseTracker:
             if next(module.parameters(), None) is None:
                 return
             self._add_root(module)
-        torch = self._torch
-        if torch.is_grad_enabled():
-            self.change("forward")
-        else:
-            self.change("score")
+        if self._held:
+            return
+        self.change("forward" if self._torch.is_grad_enabled() else "score")
 
     def _add_root(self, module):
         self._roots.add(module)
