@@ -4,6 +4,7 @@ Follows transformers 5.x modelling code, PEFT's LoRA layers and bitsandbytes' Li
 tensors each operation saves, which casts make copies, and what its backward allocates.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from planner.model import LayerSpec, MixerKind, MlpKind, ModuleKind, ModuleSpec
@@ -45,6 +46,9 @@ class OpSettings(NamedTuple):
     masked: bool = False
     """Padding: an attention mask is there, so SDPA repeats keys and values for its heads."""
     norm: str = "rmsnorm"
+    rope: bool = True
+    """Queries and keys are rotated (not with learned or ALiBi positions)."""
+    hidden_dropout: bool = False
     fused: frozenset[str] = frozenset()
     """Fused kernels: rmsnorm, swiglu, rope, lora, moe."""
     input_grad: bool = True
@@ -104,8 +108,9 @@ class Program:
             rows * s.act,
             saves=(*saves, weight_copy) if weight_copy else saves,
             saves_out=s.saved_output,
-            weight_grad=count * s.grad if s.full else 0,
+            weight_grad=module.parameters * s.grad if s.full else 0,
             weight_scratch=count * s.act if s.quantized else 0,
+            view_grad=not s.quantized,
         )
         if weight_copy:
             tape.drop(weight_copy)
@@ -159,7 +164,7 @@ class Program:
         saves = inputs
         if s.autocast and s.adapter != s.act:
             saves = (*inputs, tape.value(0, count * s.act, needs_grad=False))
-        out = tape.op(inputs, per_token, saves=saves, weight_grad=count * s.adapter)
+        out = tape.op(inputs, per_token, saves=saves, weight_grad=count * s.adapter, view_grad=True)
         tape.drop(*saves[1:])
         return out
 
@@ -180,28 +185,42 @@ class Program:
     def norm(self, x: Value, width: int, features: int) -> Value:
         """Record a norm over `features` elements of `width` bytes."""
         s, tape = self.s, self.tape
-        size = features * width
         weight_grad = features * s.grad if s.full else 0
-        if "rmsnorm" in s.fused or s.norm == "layernorm":
-            wide = s.norm == "layernorm" and s.autocast
-            # native layer norm saves its input and two fp32 statistics; so do the fused kernels
-            return tape.op(
-                (x,), features * 4 if wide else size, saves=(x,), weight_grad=weight_grad
-            )
-        wide_x, cast = x, width != 4
+        if s.norm == "layernorm":
+            # native layer norm, in fp32 under autocast: saves its input and two statistics
+            if s.autocast and width != 4:
+                wide = tape.op((x,), features * 4)
+                out = self._fused_norm(wide, features * 4, 2 * weight_grad)
+                tape.drop(wide)
+                return out
+            return self._fused_norm(x, features * width, 2 * weight_grad)
+        if "rmsnorm" in s.fused:
+            return self._fused_norm(x, features * width, weight_grad)
+        return self._rms_norm(x, width, features, weight_grad)
+
+    def _fused_norm(self, x: Value, size: float, weight_grad: int) -> Value:
+        statistics = self.tape.value(8, needs_grad=False)
+        out = self.tape.op((x,), size, saves=(x, statistics), weight_grad=weight_grad)
+        self.tape.drop(statistics)
+        return out
+
+    def _rms_norm(self, x: Value, width: int, features: int, weight_grad: int) -> Value:
+        """Record transformers' RMS norm: to fp32, normalise, scale (Gemma scales in fp32)."""
+        s, tape = self.s, self.tape
+        wide, cast, gemma = x, width != 4, s.norm == "rmsnorm_gemma"
         if cast:
-            wide_x = tape.op((x,), features * 4)
-        squares = tape.op((wide_x,), features * 4, saves=(wide_x,), scratch=features * 8)
+            wide = tape.op((x,), features * 4)
+        squares = tape.op((wide,), features * 4, saves=(wide,), scratch=features * 8)
         mean = tape.op((squares,), 4)
         tape.drop(squares)
         rstd = tape.op((mean,), 4, saves_out=True)
         tape.drop(mean)
-        normed = tape.op((wide_x, rstd), features * 4, saves=(wide_x, rstd), scratch=features * 4)
+        normed = tape.op((wide, rstd), features * 4, saves=(wide, rstd), scratch=features * 4)
         tape.drop(rstd)
-        narrow = normed
         if cast:
-            tape.drop(wide_x)
-            narrow = tape.op((normed,), size)
+            tape.drop(wide)
+        narrow = tape.op((normed,), features * width) if cast and not gemma else normed
+        size = features * (4 if gemma else width)
         out = tape.op(
             (narrow,),
             size,
@@ -209,15 +228,17 @@ class Program:
             scratch=size if s.full else 0,
             weight_grad=weight_grad,
         )
-        if cast:
+        if narrow is not normed:
             tape.drop(narrow)
+        if gemma and cast:
+            out = self.cast(out, features * width)
         tape.drop(normed)  # a variable of the norm's forward: alive until it returns
         return out
 
     def rope(self, x: Value, size: float) -> Value:
         """Record x*cos + rotate_half(x)*sin."""
         tape = self.tape
-        if "rope" in self.s.fused:
+        if "rope" in self.s.fused or not self.s.rope:
             return x
         cosine = tape.op((x,), size)
         turned = tape.op((x,), size, forward_scratch=size / 2, scratch=size)
@@ -327,41 +348,81 @@ def _qk_norm(p: Program, x: Value, features: int, width: int) -> Value:
     return out
 
 
+def _activation(p: Program, x: Value, size: float, kind: str) -> Value:
+    """Record an activation function; `x` is dropped."""
+    tape = p.tape
+    if kind in ("gelu_new", "gelu_fast", "gelu_python"):
+        # 0.5 * x * (1 + tanh(c * (x + 0.044715 * x**3))) written out: four tensors are saved
+        half = tape.op((x,), size)
+        cube = tape.op((x,), size, saves=(x,))
+        scaled = p.cast(cube, size)
+        inner = tape.op((x, scaled), size)
+        tape.drop(scaled)
+        inner = p.cast(inner, size)
+        tanh = tape.op((inner,), size, saves_out=True)
+        tape.drop(inner)
+        one = p.cast(tanh, size)
+        out = tape.op((half, one), size, saves=(half, one))
+        tape.drop(half, one, x)
+        return out
+    if kind in ("relu", "relu2"):
+        out = tape.op((x,), size, saves_out=True)
+        tape.drop(x)
+        if kind == "relu2":
+            squared = tape.op((out,), size, saves=(out,))
+            tape.drop(out)
+            out = squared
+        return out
+    if kind == "quick_gelu":
+        gate = tape.op((x,), size, saves_out=True)
+        out = tape.op((x, gate), size, saves=(x, gate))
+        tape.drop(gate, x)
+        return out
+    out = tape.op((x,), size, saves=(x,))
+    tape.drop(x)
+    return out
+
+
 def _mlp(p: Program, x: Value, layer: LayerSpec, width: int) -> Value:
     """Record a dense MLP."""
-    s, tape = p.s, p.tape
+    s, tape, mlp = p.s, p.tape, layer.mlp
     inner = width if s.quantized else s.act
     modules = [m for m in layer.modules if m.kind in _LINEARS and _is_mlp(m)]
     ins = [m for m in modules if m.leaf not in DOWN_LEAVES]
     down = next(m for m in modules if m.leaf in DOWN_LEAVES)
-    size = layer.mlp.intermediate * inner
+    size = mlp.intermediate * inner
     first = p.linear(x, ins[0], width)
-    if layer.mlp.kind is MlpKind.PLAIN:
-        product = tape.op((first,), size, saves=(first,))
-        tape.drop(first)
+    if mlp.kind is MlpKind.PLAIN:
+        product = _activation(p, first, size, mlp.activation)
+    elif mlp.fused_gate_up:
+        product = _gated(p, first, size, mlp.activation)
+    elif "swiglu" in s.fused:
+        up = p.linear(x, ins[1], width)
+        product = tape.op((first, up), size, saves=(first, up))
+        tape.drop(first, up)
     else:
-        gate, up = first, None
-        if layer.mlp.fused_gate_up:
-            gate, up = tape.split(first, (size, size))
-            tape.drop(first)
-        if up is None and "swiglu" not in s.fused:
-            activated = tape.op((gate,), size, saves=(gate,))
-            tape.drop(gate)
-            up = p.linear(x, ins[1], width)
-            product = tape.op((activated, up), size, saves=(activated, up))
-            tape.drop(activated, up)
-        else:
-            up = up or p.linear(x, ins[1], width)
-            if "swiglu" in s.fused:
-                product = tape.op((gate, up), size, saves=(gate, up))
-            else:
-                activated = tape.op((gate,), size, saves=(gate,))
-                product = tape.op((activated, up), size, saves=(activated, up))
-                tape.drop(activated)
-            tape.drop(gate, up)
+        activated = _activation(p, first, size, mlp.activation)
+        up = p.linear(x, ins[1], width)
+        product = tape.op((activated, up), size, saves=(activated, up))
+        tape.drop(activated, up)
     out = p.linear(product, down, inner)
     tape.drop(product)
     return out
+
+
+def _gated(p: Program, both: Value, size: float, kind: str) -> Value:
+    """Record act(gate) * up where both come from one linear; `both` is dropped."""
+    tape = p.tape
+    gate, up = tape.split(both, (size, size))
+    tape.drop(both)
+    if "swiglu" in p.s.fused:
+        product = tape.op((gate, up), size, saves=(gate, up))
+        tape.drop(gate, up)
+        return product
+    activated = _activation(p, gate, size, kind)
+    product = tape.op((up, activated), size, saves=(up, activated))
+    tape.drop(up, activated)
+    return product
 
 
 def _moe(p: Program, x: Value, layer: LayerSpec, hidden: int, width: int) -> Value:
@@ -415,43 +476,98 @@ def _generic_mixer(p: Program, x: Value, layer: LayerSpec, hidden: int, width: i
 
 def run_layer(p: Program, x: Value, layer: LayerSpec, hidden: int) -> Value:
     """Record one decoder layer on `x`; the caller drops `x`."""
-    s, tape = p.s, p.tape
-    width = s.residual
-    size = hidden * width
-    wide = 4 if s.norm == "layernorm" and s.autocast else width
-    normed = p.norm(x, width, hidden)
-    if layer.mixer.kind in (MixerKind.FULL, MixerKind.SLIDING, MixerKind.CHUNKED):
-        mixed = _attention(p, normed, layer, hidden, wide)
-    elif layer.mixer.kind is MixerKind.NONE:
-        mixed = normed
-    else:
-        mixed = _generic_mixer(p, normed, layer, hidden, wide)
-    if mixed is not normed:
-        tape.drop(normed)
+    width = p.s.residual
+    # under autocast layer norms answer in fp32
+    wide = 4 if p.s.norm == "layernorm" and p.s.autocast else width
+    if layer.parallel:
+        return _parallel(p, x, layer, hidden, wide)
     if layer.mlp.kind is MlpKind.NONE or layer.mixer.kind is MixerKind.NONE:
-        if layer.mlp.kind is not MlpKind.NONE:
-            mixed = _channel(p, mixed, layer, hidden, wide)
-        out = tape.add(x, mixed, size)
-        tape.drop(mixed)
-        return out
+        return _single(p, x, layer, hidden, wide)
+    before, after = norm_places(layer)
+    middle = _block(p, x, layer, hidden, wide, _mix, before=before, after=after)
+    out = _block(p, middle, layer, hidden, wide, _channel, before=before, after=after)
+    p.tape.drop(middle)
+    return out
+
+
+Part = Callable[[Program, Value, LayerSpec, int, int], Value]
+
+
+def norm_places(layer: LayerSpec) -> tuple[bool, bool]:
+    """Return whether a block's input and its output are normalised.
+
+    Gemma-2 and GLM-4 have four norms: both. OLMo-2 has two, named after what they follow.
+    """
+    names = [m.name for m in layer.modules if m.kind is ModuleKind.NORM and "." not in m.name]
     if layer.num_norms >= 4:
-        mixed = _post_norm(p, mixed, width, hidden)
-    middle = tape.add(x, mixed, size)
-    tape.drop(mixed)
-    normed = p.norm(middle, width, hidden)
-    fed = _channel(p, normed, layer, hidden, wide)
+        return True, True
+    only_after = bool(names) and all(name.startswith("post_") for name in names)
+    return not only_after, only_after
+
+
+def _block(
+    p: Program,
+    x: Value,
+    layer: LayerSpec,
+    hidden: int,
+    wide: int,
+    part: Part,
+    *,
+    before: bool,
+    after: bool,
+) -> Value:
+    """Record x + norm(part(norm(x)))."""
+    tape, width = p.tape, p.s.residual
+    normed = p.norm(x, width, hidden) if before else x
+    out = part(p, normed, layer, hidden, wide if before else width)
+    if normed is not x:
+        tape.drop(normed)
+    if after:
+        raw, out = out, p.norm(out, width, hidden)
+        tape.drop(raw)
+    out = _dropout(p, out, hidden)
+    summed = tape.add(x, out, hidden * width)
+    tape.drop(out)
+    return summed
+
+
+def _dropout(p: Program, x: Value, hidden: int) -> Value:
+    """Record the residual dropout of older families; `x` is dropped."""
+    if not p.s.hidden_dropout:
+        return x
+    mask = p.tape.value(hidden, needs_grad=False)  # one byte an element
+    out = p.tape.op((x,), x.size, saves=(mask,))
+    p.tape.drop(mask, x)
+    return out
+
+
+def _single(p: Program, x: Value, layer: LayerSpec, hidden: int, wide: int) -> Value:
+    """Record a layer that is a mixer or an MLP alone (Mamba, Nemotron-H)."""
+    part = _channel if layer.mixer.kind is MixerKind.NONE else _mix
+    return _block(p, x, layer, hidden, wide, part, before=True, after=False)
+
+
+def _parallel(p: Program, x: Value, layer: LayerSpec, hidden: int, wide: int) -> Value:
+    """Record x + attention(norm(x)) + mlp(norm(x))."""
+    tape, width = p.tape, p.s.residual
+    normed = p.norm(x, width, hidden)
+    mixed = _dropout(p, _mix(p, normed, layer, hidden, wide), hidden)
+    second = normed if layer.num_norms < 2 else p.norm(x, width, hidden)
+    fed = _dropout(p, _channel(p, second, layer, hidden, wide), hidden)
+    if second is not normed:
+        tape.drop(second)
     tape.drop(normed)
-    if layer.num_norms >= 4:
-        fed = _post_norm(p, fed, width, hidden)
-    out = tape.add(middle, fed, size)
-    tape.drop(middle, fed)
+    both = tape.add(mixed, fed, hidden * p.s.act)
+    tape.drop(mixed, fed)
+    out = tape.add(both, x, hidden * width)
+    tape.drop(both)
     return out
 
 
-def _post_norm(p: Program, x: Value, width: int, hidden: int) -> Value:
-    out = p.norm(x, width, hidden)
-    p.tape.drop(x)
-    return out
+def _mix(p: Program, x: Value, layer: LayerSpec, hidden: int, width: int) -> Value:
+    if layer.mixer.kind in (MixerKind.FULL, MixerKind.SLIDING, MixerKind.CHUNKED):
+        return _attention(p, x, layer, hidden, width)
+    return _generic_mixer(p, x, layer, hidden, width)
 
 
 def _channel(p: Program, x: Value, layer: LayerSpec, hidden: int, width: int) -> Value:

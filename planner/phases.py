@@ -166,8 +166,9 @@ def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, i
     if r.tokens > EMBEDDING_SORTED_ABOVE:
         scratch = 16 * r.tokens + 4 * r.tokens * model.hidden
     grads = total
-    if model.tied:  # the head's gradient is there already, the embedding's is a second buffer
-        grads += model.vocab * model.hidden * gradient_width(r)
+    if model.tied:
+        # the head's gradient waits as a view, so torch adds the embedding's into a third buffer
+        grads += 2 * model.vocab * model.hidden * gradient_width(r)
     return grads, r.tokens * model.hidden * element_bytes(r.dtype) + scratch
 
 
@@ -221,7 +222,9 @@ def _serve(model: ModelSpec, r: Resolved, machine: Machine, base: Term, space: T
     if r.tensor_parallel > 1:
         heads = max((layer.mixer.num_kv_heads for layer in model.layers), default=1)
         base = _share(base, r.tensor_parallel)
-        cache = _share(cache, min(r.tensor_parallel, max(1, heads)))  # MLA and spare ranks replicate
+        cache = _share(
+            cache, min(r.tensor_parallel, max(1, heads))
+        )  # MLA and spare ranks replicate
     return Budget((_phase("load", base, space), _phase("rollout", base, cache, work, space)), ())
 
 

@@ -36,13 +36,15 @@ NOTHING = Point(0, 0, 0)
 class Storage:
     """Bytes with a reference count."""
 
-    __slots__ = ("constant", "per_token", "refs", "weight_grad")
+    __slots__ = ("constant", "per_token", "refs", "view", "weight_grad")
 
     def __init__(self, per_token: float, constant: int, weight_grad: int) -> None:
         self.per_token = per_token
         self.constant = constant
         self.weight_grad = weight_grad
         self.refs = 1
+        self.view = False
+        """A gradient that torch hands on as a view (of a linear's input): never added to in place."""
 
 
 class Value:
@@ -72,6 +74,8 @@ class Node(NamedTuple):
     """Bytes of a trained weight's gradient."""
     weight_scratch: int
     """Constant bytes alive only while the node runs (a dequantised weight)."""
+    view_grad: bool = False
+    """Its input's gradient is a view of a flat matrix."""
 
 
 class Tape:
@@ -130,6 +134,7 @@ class Tape:
         forward_scratch: float = 0,
         weight_grad: int = 0,
         weight_scratch: int = 0,
+        view_grad: bool = False,
     ) -> Value:
         """Record an operation with a new output of `per_token` bytes.
 
@@ -147,7 +152,7 @@ class Tape:
             if saved:
                 self.last_save = len(self.points) if saves_out else before
             self.nodes.append(
-                Node((out,), inputs, False, saved, scratch, weight_grad, weight_scratch)
+                Node((out,), inputs, False, saved, scratch, weight_grad, weight_scratch, view_grad)
             )
         return out
 
@@ -204,7 +209,9 @@ class Tape:
                 grads[0].refs += 1
                 made.append((value, grads[0]))
             else:
-                made.append((value, self.alloc(value.size)))
+                storage = self.alloc(value.size)
+                storage.view = node.view_grad
+                made.append((value, storage))
         weight_grad = self.alloc(0, weight_grad=node.weight_grad) if node.weight_grad else None
         if node.scratch or node.weight_scratch:
             self.spike(node.scratch, node.weight_scratch)
@@ -223,10 +230,10 @@ class Tape:
     def _accumulate(self, value: Value, storage: Storage) -> None:
         old = value.grad
         assert old is not None
-        if old.refs == 1:
+        if old.refs == 1 and not old.view:
             self.release(storage)
             return
-        # somebody else holds the buffer: torch adds into a new one
+        # somebody else holds the buffer, or it is a view: torch adds into a new one
         value.grad = self.alloc(storage.per_token)
         self.release(old)
         self.release(storage)

@@ -12,7 +12,6 @@ from planner.terms.counts import BITSANDBYTES, adapters, base_weights
 from planner.terms.gradients import gradient_width
 from planner.terms.weights import SHARDED, trained_width
 
-
 NO_ROPE = frozenset(
     {"gpt2", "opt", "bloom", "gpt_bigcode", "gpt_neo", "mpt", "jamba", "nemotron_h", "mamba2"}
 )

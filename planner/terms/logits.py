@@ -31,11 +31,11 @@ def logits(model: ModelSpec, r: Resolved) -> Logits:
     law, act = r.law, element_bytes(r.compute_dtype)
     rows = scored_rows(r, law)
     if law.kind == "full":
-        extra = _casts(model, r, rows, act)
+        extra, cap = _casts(model, r, rows, act), bool(model.softcap)
         return Logits(
-            _full(rows, model.vocab, law.forward, act, law.source, extra),
-            _full(rows, model.vocab, law.backward, act, law.source, extra),
-            _full(rows, model.vocab, law.forward, act, law.source, extra),
+            _full(rows, model.vocab, law.forward, act, law.source, extra, cap),
+            _full(rows, model.vocab, law.backward, act, law.source, extra, cap),
+            _full(rows, model.vocab, law.forward, act, law.source, extra, cap),
         )
     term = _chunked(model, r, law, rows, act)
     return Logits(term, term, term)
@@ -59,9 +59,17 @@ def _casts(model: ModelSpec, r: Resolved, rows: int, act: int) -> int:
 
 
 def _full(
-    rows: int, vocab: int, tensors: tuple[tuple[str, str], ...], act: int, source: str, extra: int
+    rows: int,
+    vocab: int,
+    tensors: tuple[tuple[str, str], ...],
+    act: int,
+    source: str,
+    extra: int,
+    softcap: bool,
 ) -> Term:
     sizes = [(name, width(dtype, act)) for name, dtype in tensors]
+    if softcap:
+        sizes.append(("tanh of the soft-cap", act))
     per_element = sum(size for _, size in sizes)
     return Term(
         "logits",
