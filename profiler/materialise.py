@@ -45,6 +45,8 @@ def _allocate(tensor: torch.Tensor, path: str, tracker: StorageTracker) -> torch
         if getattr(state, "offset", None) is not None:
             state.offset = _empty(state.offset, path, tracker)
         _copy_attributes(tensor, parameter, state)
+        # transformers moves the 16-bit weight to the device, then quantises it there.
+        tracker.temporary([state.shape.numel() * state.dtype.itemsize], op="quantize_4bit")
     return parameter
 
 

@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from planner.errors import UnsupportedError, VramwiseError
+from profiler.allocator import AllocatorConfig, replay
 from profiler.attribute import assign_terms, summarise, to_events
 from profiler.cuda_behaviour import CudaBehaviour, workspaces
 from profiler.materialise import materialise
@@ -49,8 +50,9 @@ def trace(
     *,
     time_limit_s: float = DEFAULT_TIME_LIMIT_S,
     progress: Callable[[int, str], None] | None = None,
+    allocator: AllocatorConfig | None = None,
 ) -> Recording:
-    """Return the Recording of `subject` run on fake tensors.
+    """Return the Recording of `subject` run on fake tensors; `allocator` decides what is reserved.
 
     Raises TraceTimeoutError at `time_limit_s`, UnsupportedError naming op and module when the
     model cannot run on fake tensors.
@@ -59,6 +61,8 @@ def trace(
     tracker = run_subject(subject, time_limit_s=time_limit_s, progress=progress)
     assign_terms(tracker.events, vocab=subject.vocab, embedding=subject.trained_embedding)
     summary = summarise(tracker.events)
+    events = to_events(tracker.events)
+    pool = replay(events, config=allocator)
     return Recording(
         source="trace",
         subject=subject.name,
@@ -66,11 +70,12 @@ def trace(
         phases=summary.phases,
         peak_bytes=summary.peak_bytes,
         peak_phase=summary.peak_phase,
+        peak_reserved_bytes=pool.peak_reserved_bytes,
         host_peak_bytes=summary.host_peak_bytes,
         peak_op=summary.peak_op,
         peak_module=summary.peak_module,
         largest=summary.largest,
-        events=to_events(tracker.events),
+        events=events,
         notes=subject.notes,
     )
 

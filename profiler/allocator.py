@@ -1,0 +1,319 @@
+"""CUDA's caching allocator, simulated: what torch reserves for a sequence of allocations and frees.
+
+Rules and constants as in c10/cuda/CUDACachingAllocator.cpp of torch 2.13; one device, one stream.
+
+* Requests round up to 512 bytes, or to a fraction of a power of two (roundup_power2_divisions).
+* Up to 1 MiB: the small pool, in 2 MiB segments. Larger: the large pool, in 20 MiB segments below
+  10 MiB, else a segment of its own rounded to 2 MiB.
+* Best fit: the smallest free block that is large enough. It is split when the rest is at least 512
+  bytes (small pool) or more than 1 MiB (large pool); `max_split_size` keeps large blocks whole.
+* A free block merges with free neighbours of its segment.
+* When the device is full: cached segments are given back first, then the request fails.
+* Expandable segments: one growing range a pool, mapped in 2 MiB or 20 MiB pages, always split.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from planner.errors import UsageError
+from planner.units import KiB, MiB
+from profiler.allocator_pool import (
+    LARGE_BUFFER,
+    MIN_BLOCK,
+    MIN_LARGE_ALLOC,
+    ROUND_LARGE,
+    SMALL_BUFFER,
+    SMALL_SIZE,
+    Chunk,
+    Pool,
+)
+from profiler.recording import Event
+
+NO_LIMIT = 2**62
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllocatorConfig:
+    """What PYTORCH_CUDA_ALLOC_CONF sets."""
+
+    max_split_size_bytes: int = NO_LIMIT
+    roundup_power2_divisions: int = 0
+    garbage_collection_threshold: float = 0.0
+    """Works in torch only with a memory limit (set_per_process_memory_fraction), so does it here:
+    it needs a capacity."""
+    expandable_segments: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> "AllocatorConfig":
+        """Return the config of a PYTORCH_CUDA_ALLOC_CONF string; raises UsageError."""
+        values: dict[str, object] = {}
+        for part in filter(None, (piece.strip() for piece in text.split(","))):
+            name, _, value = part.partition(":")
+            try:
+                values |= _read_option(name.strip(), value.strip())
+            except (ValueError, KeyError) as error:
+                raise UsageError(
+                    f"PYTORCH_CUDA_ALLOC_CONF: {part[:60]!r} cannot be read",
+                    hint="max_split_size_mb:N, roundup_power2_divisions:N, "
+                    "garbage_collection_threshold:0.8, expandable_segments:True",
+                ) from error
+        return cls(**values)  # type: ignore[arg-type]
+
+
+def _read_option(name: str, value: str) -> dict[str, object]:
+    if name == "max_split_size_mb":
+        size = int(value)
+        if size * MiB < LARGE_BUFFER:
+            raise ValueError("torch refuses less than 20")
+        return {"max_split_size_bytes": size * MiB}
+    if name == "roundup_power2_divisions":
+        divisions = int(value)
+        if divisions < 1 or divisions & (divisions - 1):
+            raise ValueError("a power of two")
+        return {"roundup_power2_divisions": divisions}
+    if name == "garbage_collection_threshold":
+        share = float(value)
+        if not 0 < share < 1:
+            raise ValueError("between 0 and 1")
+        return {"garbage_collection_threshold": share}
+    if name == "expandable_segments":
+        return {"expandable_segments": {"true": True, "false": False}[value.lower()]}
+    if name in ("backend", "pinned_use_cuda_host_register", "max_non_split_rounding_mb"):
+        return {}
+    raise ValueError(name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """The allocation that did not fit."""
+
+    bytes: int
+    op: str
+    module: str
+    phase: str
+    event: int
+    """Index in the event list."""
+    message: str
+    """What the user would read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """What the allocator did with the events."""
+
+    peak_allocated_bytes: int
+    """torch.cuda.max_memory_allocated: blocks handed out, their unsplit rest included."""
+    peak_reserved_bytes: int
+    """torch.cuda.max_memory_reserved."""
+    reserved_at_peak_bytes: int
+    """Reserved when allocated was at its peak."""
+    segments: int
+    failure: Failure | None = None
+
+    @property
+    def fragmentation(self) -> float:
+        """Share of the reserved peak that was not allocated at the allocated peak."""
+        return 1 - self.peak_allocated_bytes / max(1, self.peak_reserved_bytes)
+
+
+class CachingAllocator:
+    """One device's allocator. `capacity_bytes` is what the device has left for it."""
+
+    def __init__(
+        self, config: AllocatorConfig | None = None, *, capacity_bytes: int | None = None
+    ) -> None:
+        self.config = config or AllocatorConfig()
+        self.capacity_bytes = capacity_bytes
+        self.allocated_bytes = self.peak_allocated_bytes = 0
+        self.peak_reserved_bytes = self.reserved_at_peak_bytes = 0
+        self.requests = 0
+        expandable = self.config.expandable_segments
+        self.small = Pool(small=True, expandable=expandable)
+        self.large = Pool(small=False, expandable=expandable)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes taken from the device."""
+        return self.small.reserved_bytes + self.large.reserved_bytes
+
+    @property
+    def segments(self) -> int:
+        """Segments held now."""
+        return self.small.segments + self.large.segments
+
+    def round_size(self, size: int) -> int:
+        """Return the block size for a request of `size` bytes."""
+        if size < MIN_BLOCK:
+            return MIN_BLOCK
+        divisions = self.config.roundup_power2_divisions
+        if divisions > 1 and size > MIN_BLOCK * divisions:
+            return _next_division(size, divisions)
+        return -(-size // MIN_BLOCK) * MIN_BLOCK
+
+    def malloc(self, size: int) -> Chunk | None:
+        """Return a block, or None when the device is full even after the cache was given back."""
+        size = self.round_size(size)
+        pool = self.small if size <= SMALL_SIZE else self.large
+        self.requests += 1
+        chunk = self._find(pool, size) or self._grow(pool, size)
+        if chunk is None:
+            return None
+        self._split(pool, chunk, size)
+        chunk.free = False
+        self.allocated_bytes += chunk.size
+        if self.allocated_bytes > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = self.allocated_bytes
+            self.reserved_at_peak_bytes = self.reserved_bytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        return chunk
+
+    def free(self, chunk: Chunk) -> None:
+        """Give a block back to the cache, merged with its free neighbours."""
+        self.allocated_bytes -= chunk.size
+        pool = self.small if chunk.small else self.large
+        chunk.freed_at = self.requests
+        pool.give_back(chunk)
+
+    def empty_cache(self) -> int:
+        """Return every unused segment to the device; the bytes freed."""
+        return self.small.release() + self.large.release()
+
+    def _find(self, pool: Pool, size: int) -> Chunk | None:
+        chunk = pool.best_fit(size)
+        limit = self.config.max_split_size_bytes
+        if chunk is None or pool.expandable:
+            return pool.take(chunk) if chunk is not None else None
+        if size < limit <= chunk.size:
+            return None
+        if size >= limit and chunk.size >= size + LARGE_BUFFER:
+            return None
+        return pool.take(chunk)
+
+    def _grow(self, pool: Pool, size: int) -> Chunk | None:
+        self._collect_garbage()
+        chunk = self._map(pool, size)
+        if chunk is None and self._release_oversized(size):
+            chunk = self._map(pool, size)
+        if chunk is None and self.empty_cache():
+            chunk = self._map(pool, size)
+        return chunk
+
+    def _map(self, pool: Pool, size: int) -> Chunk | None:
+        room = None if self.capacity_bytes is None else self.capacity_bytes - self.reserved_bytes
+        if pool.expandable:
+            return pool.expand(size, room)
+        wanted = allocation_size(size)
+        if room is not None and wanted > room:
+            return None
+        return pool.new_segment(wanted)
+
+    def _split(self, pool: Pool, chunk: Chunk, size: int) -> None:
+        rest = chunk.size - size
+        if pool.small or pool.expandable:
+            worth = rest >= MIN_BLOCK
+        else:
+            worth = size < self.config.max_split_size_bytes and rest > SMALL_SIZE
+        if worth:
+            pool.split(chunk, size)
+
+    def _release_oversized(self, size: int) -> int:
+        """Give back whole oversized blocks, enough for `size` (release_available_cached_blocks)."""
+        limit = self.config.max_split_size_bytes
+        if limit == NO_LIMIT:
+            return 0
+        return self.large.release_at_least(max(size, limit), floor=limit)
+
+    def _collect_garbage(self) -> None:
+        share = self.config.garbage_collection_threshold
+        if not share or self.capacity_bytes is None:
+            return
+        excess = self.reserved_bytes - int(share * self.capacity_bytes)
+        if excess > 0:
+            self.large.collect(excess, now=self.requests)
+
+
+def allocation_size(size: int) -> int:
+    """Return the segment size that a block of `size` bytes is cut from."""
+    if size <= SMALL_SIZE:
+        return SMALL_BUFFER
+    if size < MIN_LARGE_ALLOC:
+        return LARGE_BUFFER
+    return -(-size // ROUND_LARGE) * ROUND_LARGE
+
+
+def _next_division(size: int, divisions: int) -> int:
+    """Round up to the next of `divisions` steps between two powers of two."""
+    floor = 1 << (size.bit_length() - 1)
+    if floor == size:
+        return size
+    step = floor // divisions
+    return -(-size // step) * step if step else floor * 2
+
+
+def replay(
+    events: Iterable[Event] | Sequence[Event],
+    *,
+    config: AllocatorConfig | None = None,
+    capacity_bytes: int | None = None,
+    context_bytes: int = 0,
+) -> Replay:
+    """Return what the allocator reserves for `events`, and where it would run out.
+
+    `capacity_bytes` is the whole device; `context_bytes` of it belong to the CUDA context.
+    """
+    room = None if capacity_bytes is None else capacity_bytes - context_bytes
+    allocator = CachingAllocator(config, capacity_bytes=room)
+    held: dict[int, Chunk] = {}
+    failure = None
+    for index, event in enumerate(events):
+        if event.kind == "free":
+            chunk = held.pop(event.block, None)
+            if chunk is not None:
+                allocator.free(chunk)
+            continue
+        chunk = allocator.malloc(event.bytes)
+        if chunk is None:
+            failure = Failure(
+                bytes=event.bytes,
+                op=event.op,
+                module=event.module,
+                phase=event.phase,
+                event=index,
+                message=out_of_memory(
+                    allocator, event.bytes, total=capacity_bytes or 0, context=context_bytes
+                ),
+            )
+            break
+        held[event.block] = chunk
+    return Replay(
+        peak_allocated_bytes=allocator.peak_allocated_bytes,
+        peak_reserved_bytes=allocator.peak_reserved_bytes,
+        reserved_at_peak_bytes=allocator.reserved_at_peak_bytes,
+        segments=allocator.segments,
+        failure=failure,
+    )
+
+
+def out_of_memory(allocator: CachingAllocator, size: int, *, total: int, context: int) -> str:
+    """Return torch's message for a failed request of `size` bytes."""
+    used = allocator.reserved_bytes + context
+    idle = allocator.reserved_bytes - allocator.allocated_bytes
+    return (
+        f"CUDA out of memory. Tried to allocate {format_size(allocator.round_size(size))}. "
+        f"GPU 0 has a total capacity of {format_size(total)} of which "
+        f"{format_size(max(0, total - used))} is free. Including non-PyTorch memory, this process "
+        f"has {format_size(used)} memory in use. Of the allocated memory "
+        f"{format_size(allocator.allocated_bytes)} is allocated by PyTorch, and {format_size(idle)} "
+        "is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try "
+        "setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+    )
+
+
+def format_size(size: int) -> str:
+    """Return a size as torch prints it in its message."""
+    if size <= KiB:
+        return f"{size} bytes"
+    for unit, name in ((KiB, "KiB"), (MiB, "MiB")):
+        if size <= unit * KiB:
+            return f"{size / unit:.2f} {name}"
+    return f"{size / (MiB * KiB):.2f} GiB"
