@@ -95,8 +95,9 @@ def static_state(context: Context) -> StaticState | None:
     weights or masters (data/frameworks has each framework's choice). LoRA counts the base.
     """
     params = context.parameters
-    if params is None:
-        return None
+    sharded = context.sharding in ("zero1", "zero2", "zero3", "fsdp")
+    if params is None or (sharded and "gpus" not in context.numbers):
+        return None  # a shard's size needs the number of ranks
     ranks = context.gpus
     models = 2 if context.task == "ppo" else 1
     frozen = 2 if context.task == "ppo" else 0

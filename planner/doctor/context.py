@@ -60,7 +60,8 @@ _SHAPE_HINTS = (
     ("layers", r"(\d+) layers"),
 )
 _COUNT_GPUS = re.compile(
-    r"\b(\d{1,4}) ?[x*\u00d7] ?(?:NVIDIA )?(?:[AHLBV]\d{2,3}|RTX|GPUs?\b|\d{2,3} ?G)", re.IGNORECASE
+    r"\b(\d{1,4}) ?(?:[x*\u00d7] ?)(?:NVIDIA )?(?:[AHLBV]\d{2,3}|RTX|GPUs?\b|\d{2,3} ?G)|\b(\d{1,4}) GPUs?\b",
+    re.IGNORECASE,
 )
 
 
@@ -116,7 +117,7 @@ def read_context(
         if match := pattern.search(text):
             numbers[name] = int(match.group(1).replace(",", "").replace("_", ""))
     if "gpus" not in numbers and (match := _COUNT_GPUS.search(text)):
-        numbers["gpus"] = int(match.group(1))
+        numbers["gpus"] = int(match.group(1) or match.group(2))
     context = Context(
         task=_task(text),
         method=_method(text),

@@ -16,6 +16,8 @@ from planner.doctor.planned import Planned, planned
 from planner.doctor.scan import Scan, scan
 from planner.recipe import Recipe
 
+MAX_FAILURES = 20
+"""Different errors of one log that are worked out; the first is the cause in practice."""
 UNKNOWN = Cause(
     category="unknown",
     certainty=Certainty.UNKNOWN,
@@ -74,14 +76,18 @@ def diagnose(
     context = read_context(
         prose, model=model, gpu=gpu, recipe=recipe, config_model=config_model, gpus=gpus
     )
+    if len(found.ranks) > 1 and "gpus" not in context.numbers:
+        context = replace(context, numbers={**context.numbers, "gpus": max(found.ranks) + 1})
     notices = tuple(event for event in found.events if not event.is_error)
-    events: list[Event | None] = list(found.errors)
+    errors = found.errors
+    events: list[Event | None] = list(errors[:MAX_FAILURES])
     if not events:
         events = [notices[-1] if notices else None]
     failures = tuple(_failure(event, context, found, notices, recipe) for event in events)
     notes = context.notes
-    if found.dropped_events:
-        notes = (*notes, f"{found.dropped_events} further errors were not kept")
+    further = len(errors) - len(errors[:MAX_FAILURES]) + found.dropped_events
+    if further:
+        notes = (*notes, f"{further:,} further errors are not shown: the first cause comes first")
     return Diagnosis(failures=failures, context=context, scan=found, notes=notes)
 
 

@@ -11,6 +11,7 @@ from planner.doctor.vllm_log import VllmLog, read_vllm_line
 
 STACK_LINES = 160
 MAX_EVENTS = 400
+MAX_RANKS = 4096
 MAX_PROSE = 400_000
 """Characters of a log's beginning that are read for settings (model, batch, lengths)."""
 
@@ -25,6 +26,8 @@ class Scan:
     """The beginning of the text: settings and description are looked for here."""
     lines: int = 0
     dropped_events: int = 0
+    ranks: set[int] = field(default_factory=set)
+    """Ranks whose lines were seen."""
 
     @property
     def errors(self) -> list[Event]:
@@ -50,6 +53,8 @@ def scan(source: BinaryIO | str) -> Scan:
     room = MAX_PROSE
     for line in read_lines(source):
         result.lines = line.number
+        if line.rank.isdigit() and int(line.rank) < MAX_RANKS:
+            result.ranks.add(int(line.rank))
         if room > 0:
             prose.append(line.text)
             room -= len(line.text) + 1

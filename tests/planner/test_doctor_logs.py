@@ -1,0 +1,129 @@
+"""Whole logs: streamed, coloured, interleaved, cut, with secrets, with two errors."""
+
+import io
+from collections.abc import Iterator
+
+from planner.doctor.diagnose import diagnose
+from planner.doctor.report import diagnosis_text
+from planner.doctor.scan import scan
+
+MESSAGE = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 9.28 GiB. GPU {rank} has a total capacity of 79.15 GiB"
+    " of which 5.12 GiB is free. Including non-PyTorch memory, this process has 74.02 GiB memory in use. Of the allocated"
+    " memory 71.00 GiB is allocated by PyTorch, and 1.10 GiB is reserved by PyTorch but unallocated."
+)
+
+
+class Endless(io.RawIOBase):
+    """A stream of `blocks` filler blocks, an error, and a note of the most that was asked for."""
+
+    def __init__(self, blocks: int) -> None:
+        self.parts = self._parts(blocks)
+        self.rest = b""
+        self.served = 0
+
+    def _parts(self, blocks: int) -> Iterator[bytes]:
+        yield b"model_name_or_path: Qwen/Qwen2.5-7B-Instruct\n"
+        for number in range(blocks):
+            yield b"\x1b[32m{'loss': 0.5, 'epoch': %d}\x1b[0m\n" % number * 5000
+        yield (MESSAGE.format(rank=0) + "\n").encode()
+
+    def read(self, size: int = -1) -> bytes:  # type: ignore[override]
+        while len(self.rest) < size:
+            part = next(self.parts, None)
+            if part is None:
+                break
+            self.rest += part
+        out, self.rest = self.rest[:size], self.rest[size:]
+        self.served += len(out)
+        return out
+
+
+def test_a_long_log_is_streamed() -> None:
+    stream = Endless(120)
+    found = scan(stream)  # type: ignore[arg-type]
+    assert stream.served > 20_000_000
+    assert [event.kind for event in found.events] == ["cuda_oom"]
+    assert found.lines == 120 * 5000 + 2
+    assert found.events[0].line == found.lines
+    assert len(found.prose) < 500_000
+    assert found.prose.startswith("model_name_or_path")
+
+
+def test_colours_and_overprinted_progress_bars_are_removed() -> None:
+    text = "\r 10%|#   | 1/10\r 20%|##  | 2/10\x1b[31;1mCUDA out of memory. Tried to \x1b[0mallocate 462.00 MiB.\x1b[K\n"
+    [event] = scan(text).events
+    assert event.facts == {"tried_bytes": 462 * 2**20}
+
+
+def test_interleaved_ranks_are_put_together_and_merged() -> None:
+    lines = []
+    for part in (
+        "Traceback (most recent call last):",
+        '  File "loss.py", line 1, in cross_entropy',
+        MESSAGE,
+    ):
+        lines += [f"[rank{rank}]: {part.format(rank=rank)}" for rank in range(4)]
+    found = diagnose(
+        "\n".join(lines)
+        + "\nmodel: Qwen/Qwen2.5-7B\nper_device_train_batch_size: 8\ncutoff_len: 2048"
+    )
+    [failure] = found.failures
+    assert failure.event is not None
+    assert failure.event.ranks == ("0", "1", "2", "3")
+    assert found.context.gpus == 4
+    assert failure.causes[0].category == "logits_vocab"
+    assert failure.candidates[0].formula.startswith("8 * 2,04")
+
+
+def test_two_errors_first_cause_first() -> None:
+    text = (
+        'Traceback (most recent call last):\n  File "gpu_model_runner.py", in _dummy_sampler_run\n'
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.74 GiB. GPU 0 has a total capacity of 23.57 GiB of which 605.88 MiB is free.\n"
+        "The above exception was the direct cause of the following exception:\n"
+        "ValueError: No available memory for the cache blocks.\n"
+    )
+    found = diagnose(text, model="Qwen/Qwen2.5-1.5B")
+    assert [failure.event.kind for failure in found.failures if failure.event] == [
+        "cuda_oom",
+        "vllm_no_blocks",
+    ]
+    assert found.failures[0].causes[0].category == "vllm_sampler_warmup"
+    assert found.failures[0].candidates[0].formula.startswith("1,024 * 151,936 * 12 B")
+
+
+def test_an_old_loading_line_is_not_the_phase_of_a_later_error() -> None:
+    head = "Loading checkpoint shards: 100%\n" + "step\n" * 30
+    stack = 'Traceback (most recent call last):\n  File "a.py", in training_step\n  File "b.py", in scaled_dot_product_attention\n'
+    found = diagnose(head + stack + MESSAGE.format(rank=0))
+    assert found.failures[0].phases[0] == "attention"
+
+
+def test_secrets_are_never_echoed() -> None:
+    text = f"export HF_TOKEN=hf_{'a' * 34}\nwandb api_key: {'b' * 40}\n{MESSAGE.format(rank=0)} token=hf_{'c' * 34}\n"
+    found = diagnose(text)
+    shown = diagnosis_text(found) + repr(found.context.text)
+    assert "hf_aaa" not in shown
+    assert "bbbb" not in shown
+    assert "hf_ccc" not in shown
+
+
+def test_a_line_of_megabytes_and_bytes_that_are_no_text() -> None:
+    data = b"\xff\xfe" + b"x" * 3_000_000 + b"\n" + MESSAGE.format(rank=0).encode() + b"\n\x00\x80"
+    found = scan(io.BytesIO(data))
+    assert [event.kind for event in found.events] == ["cuda_oom"]
+
+
+def test_many_errors_are_capped_and_said() -> None:
+    text = "\n\n".join(
+        MESSAGE.format(rank=0).replace("9.28", f"{9 + number / 100:.2f}") for number in range(900)
+    )
+    found = diagnose(text)
+    assert len(found.failures) == 20
+    assert any("880 further errors" in note for note in found.notes)
+
+
+def test_nothing_to_read_is_unknown_not_a_guess() -> None:
+    for text in ("", "Segmentation fault (core dumped)", "RuntimeError: CUDA error: out of memory"):
+        cause = diagnose(text).failures[0].causes[0]
+        assert (cause.category, cause.certainty.value) == ("unknown", "unknown")
