@@ -4,7 +4,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from planner.errors import UnsupportedError, UsageError
 from planner.recipe import Loss, Method, Reference, RunFile, Section, Sharding, Task
@@ -137,14 +137,6 @@ class TrainSection(Section):
             return value
         return tuple({"name": item} if isinstance(item, str) else item for item in value)
 
-    @model_validator(mode="after")
-    def _check(self) -> "TrainSection":
-        if self.warmup_steps >= self.steps:
-            raise ValueError(f"warmup_steps {self.warmup_steps} must be below steps {self.steps}")
-        if not all(0 <= beta < 1 for beta in self.adam_betas):
-            raise ValueError(f"adam_betas {self.adam_betas} must be in [0, 1)")
-        return self
-
 
 def read_run(path: Path, *, root: Path | None = None) -> tuple[RunFile, TrainSection]:
     """Return the validated run file at `path` and its train section.
@@ -175,6 +167,13 @@ def _check_together(run: RunFile, train: TrainSection) -> None:
         raise UsageError(
             f"recipe.quantization: {recipe.quantization!r} cannot be trained", hint="nf4 or fp4"
         )
+    if train.warmup_steps >= train.steps:
+        raise UsageError(
+            f"train.warmup_steps: {train.warmup_steps} is not allowed",
+            hint=f"below steps = {train.steps}",
+        )
+    if not all(0 <= beta < 1 for beta in train.adam_betas):
+        raise UsageError(f"train.adam_betas: {train.adam_betas} is not allowed", hint="in [0, 1)")
     if recipe.task is Task.GRPO:
         if not train.rewards:
             raise UsageError("train.rewards: missing", hint="for example rewards: [exact]")

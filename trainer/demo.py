@@ -17,6 +17,8 @@ SCHEMA_VERSION = 1
 STEPS = 40
 PROMPTS = 8
 GENERATIONS = 8
+MICRO_BATCH = 16
+"""Sequences at full length in one forward, and completions under way at once."""
 WINDOW = 10
 """Steps at either end that are compared."""
 BAR_WIDTH = 40
@@ -53,7 +55,7 @@ def demo_document(chosen: DemoModel, *, output: Path, steps: int, seed: int) -> 
             # bf16 matrix products are slow on most CPUs
             "dtype": "bf16" if torch.cuda.is_available() else "fp32",
             "num_generations": GENERATIONS,
-            "micro_batch_size": PROMPTS * GENERATIONS,
+            "micro_batch_size": MICRO_BATCH,
             "prompt_length": 48,
             "completion_length": 6,
             "checkpointing": "none",
@@ -68,6 +70,7 @@ def demo_document(chosen: DemoModel, *, output: Path, steps: int, seed: int) -> 
             "rewards": ["exact"],
             "sampling": {"stop": ["\n"]},
             "loss": {"type": "grpo"},
+            "prompts_per_step": PROMPTS,
             "steps": steps,
             "lr": chosen.lr,
             "warmup_steps": min(WINDOW, steps - 1),

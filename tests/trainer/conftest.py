@@ -1,0 +1,61 @@
+"""A model of 0.1 M parameters that every trainer test shares, and run documents over it."""
+
+import copy
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory):
+    """Return the folder of a two-layer Llama with one token a character."""
+    from trainer.small_model import make_small_model
+
+    return make_small_model(tmp_path_factory.mktemp("models") / "small", chat=True)
+
+
+@pytest.fixture
+def document(small_model, tmp_path):
+    """Return a function that makes a GRPO run document; keyword arguments change recipe and train."""
+    base = {
+        "model": str(small_model),
+        "recipe": {
+            "task": "grpo",
+            "method": "lora",
+            "dtype": "fp32",
+            "num_generations": 4,
+            "micro_batch_size": 16,
+            "prompt_length": 40,
+            "completion_length": 6,
+            "lora": {"rank": 4},
+        },
+        "train": {
+            "output": str(tmp_path / "out"),
+            "dataset": {"name": "arithmetic", "options": {"digits": 1, "size": 64}},
+            "rewards": [{"name": "format", "options": {"pattern": ".*[0-9].*"}}],
+            "steps": 2,
+            "lr": 1e-3,
+            "preflight": False,
+            "print_completions": 0,
+        },
+    }
+
+    def make(*, recipe=None, train=None, **top):
+        made = copy.deepcopy(base) | top
+        made["recipe"] |= recipe or {}
+        made["train"] |= train or {}
+        return made
+
+    return make
+
+
+@pytest.fixture
+def train_run_of(tmp_path):
+    """Return a function that runs a document and returns its Result."""
+    from trainer.config import parse_run
+    from trainer.run import train_parsed
+
+    def run(made, **options):
+        run_file, train = parse_run(made, root=tmp_path)
+        return train_parsed(run_file, train, root=tmp_path, **options)
+
+    return run
