@@ -8,12 +8,15 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+import planner.families
 from planner.errors import VramwiseError
+from planner.model import ModelSpec
 
 VERB_MODULES = (
     "planner.cli",
@@ -76,6 +79,14 @@ def _register_verbs() -> None:
                 raise
             continue
         module.register(app)
+    planner.families.outside_builder = _from_module_tree
+
+
+def _from_module_tree(config: Mapping[str, Any]) -> ModelSpec:
+    """Plan an architecture the planner does not know from transformers' own module tree."""
+    from profiler.meta_model import model_spec_from_transformers
+
+    return model_spec_from_transformers(config)
 
 
 _register_verbs()

@@ -150,7 +150,12 @@ def parse_config(content: bytes, *, label: str) -> dict[str, Any]:
 
 
 def model_facts(spec: ModelSpec) -> dict[str, Any]:
-    """Return what `vramwise models NAME` prints: counts by module, layers, dtype, sources."""
+    """Return what `vramwise models NAME` prints: counts by module, cache, layers, dtype, sources.
+
+    The cache is in bf16 and, for one more token, while no window is full.
+    """
+    from planner.terms.kv_cache import bytes_per_token, state_bytes
+
     entry = load_catalogue().get(spec.name, {}) if spec.source == "catalogue" else {}
     mixers: dict[str, int] = {}
     for layer in spec.layers:
@@ -165,7 +170,10 @@ def model_facts(spec: ModelSpec) -> dict[str, Any]:
         "parameters": spec.parameters,
         "text_parameters": spec.text_parameters,
         "active_parameters": spec.active_parameters,
-        "mtp_parameters": sum(module.parameters for module in spec.extra),
+        "mtp_parameters": sum(module.parameters for module in spec.extra)
+        or entry.get("parameters_mtp", 0),
+        "kv_bytes_per_token": bytes_per_token(spec),
+        "state_bytes_per_sequence": state_bytes(spec),
         "parameters_by_module": dict(spec.parameters_by_module),
         "hidden_size": spec.hidden,
         "vocab_size": spec.vocab,

@@ -106,7 +106,9 @@ class MixerSpec:
     kv_shared: bool = False
     """Reuses an earlier layer's keys and values (Gemma 3n, Gemma 4): no projections' cache of its own."""
     k_is_v: bool = False
-    """Keys double as values: one projection, two cached tensors unless the engine merges them."""
+    """Keys double as values: one projection, two cached tensors unless `shares_storage`."""
+    shares_storage: bool = False
+    """Keys and values are one cached tensor (DeepSeek-V4)."""
     # MLA
     q_lora_rank: int = 0
     kv_lora_rank: int = 0

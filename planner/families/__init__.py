@@ -4,13 +4,13 @@ Each family group is one small module with `build(fields) -> ModelSpec`; this re
 by model_type. An architecture that no module knows is an error, never a guess.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from typing import Any
 
-from planner.errors import UnsupportedError, UsageError
+from planner.errors import MissingExtraError, UnsupportedError, UsageError
 from planner.families.fields import ConfigFields
 from planner.model import ModelSpec
 
@@ -40,6 +40,8 @@ _FAMILIES: dict[str, str] = {
     "mla": "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 glm4_moe_lite glm_moe_dsa",
 }
 _MODULE_OF = {kind: module for module, kinds in _FAMILIES.items() for kind in kinds.split()}
+outside_builder: Callable[[Mapping[str, Any]], ModelSpec] | None = None
+"""Plans an architecture that no family knows; the application sets it, the planner never does."""
 _DTYPES = {
     "float32": "fp32",
     "float": "fp32",
@@ -85,7 +87,7 @@ def model_spec_from_config(
             hint="take the whole config.json from the model's repository",
         )
     fields = ConfigFields(config, model_type)
-    spec = build_text(fields)
+    spec = build_text(fields) if model_type in _MODULE_OF else _build_outside(config, model_type)
     quantization = _quantization_config(fields)
     return replace(
         spec,
@@ -98,6 +100,16 @@ def model_spec_from_config(
     )
 
 
+def _build_outside(config: Mapping[str, Any], model_type: str) -> ModelSpec:
+    """Return what the application's builder makes of an unknown architecture, if it can."""
+    if outside_builder is not None:
+        try:
+            return outside_builder(config)
+        except MissingExtraError:
+            pass
+    raise unknown_architecture(config, model_type)
+
+
 def unknown_architecture(config: Mapping[str, Any], model_type: str) -> UnsupportedError:
     """Return the error for a model_type that no family covers, with the fields it lacks."""
     wanted = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -105,8 +117,8 @@ def unknown_architecture(config: Mapping[str, Any], model_type: str) -> Unsuppor
     lacks = f"; it lacks {', '.join(lacking)}" if lacking else ""
     return UnsupportedError(
         f"model_type {model_type[:60]!r} is not an architecture that the planner knows{lacks}",
-        hint="with the train extra installed it can be planned from transformers' own module tree: "
-        "profiler.meta_model.model_spec_from_transformers",
+        hint="with the train extra installed the vramwise command plans it from transformers' own "
+        "module tree (in Python: profiler.meta_model.model_spec_from_transformers)",
     )
 
 

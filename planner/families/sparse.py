@@ -66,6 +66,7 @@ def _v4_attention(
         window=fields.integer("sliding_window"),
         qk_norm=True,
         k_is_v=True,
+        shares_storage=True,
         q_lora_rank=rank,
         compress_ratio=rate,
         index_heads=index_heads if has_index else 0,

@@ -137,13 +137,13 @@ def _window(layer: LayerSpec) -> tuple[MixerKind, int]:
 
 def _state_page_bytes(layer: LayerSpec, element: float) -> int:
     """Return conv and recurrent state of one sequence in one layer (a mixer beside attention too)."""
-    shapes = layer.mixer.state_shapes
-    if not shapes:
-        return 0
-    sizes = [prod(shape) * element for shape in shapes]
-    if layer.mixer.state_fp32:
-        sizes[-1] = prod(shapes[-1]) * 4
-    return int(sum(sizes))
+    total = 0.0
+    for mixer in layer.mixers:
+        sizes = [prod(shape) * element for shape in mixer.state_shapes]
+        if sizes and mixer.state_fp32:
+            sizes[-1] = prod(mixer.state_shapes[-1]) * 4
+        total += sum(sizes)
+    return int(total)
 
 
 def _state_blocks(layer: LayerSpec) -> int:
@@ -151,7 +151,9 @@ def _state_blocks(layer: LayerSpec) -> int:
 
     Only Mamba-2 (state [heads, head_dim, d_state]) checkpoints inside a prefill.
     """
-    mamba2 = layer.mixer.kind is MixerKind.MAMBA and len(layer.mixer.state_shapes[-1]) == 3
+    mamba2 = any(
+        mixer.kind is MixerKind.MAMBA and len(mixer.state_shapes[-1]) == 3 for mixer in layer.mixers
+    )
     return 3 if mamba2 else 2
 
 

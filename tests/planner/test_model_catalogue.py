@@ -110,3 +110,24 @@ def test_facts_for_the_command_line() -> None:
     assert facts["checkpoint_dtype"] == "bf16"
     assert facts["tied_head"] is True
     assert facts["config_source"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_bytes", "state"),
+    [
+        ("llama-3.1-8b", 2 * 32 * 8 * 128 * 2, 0),
+        ("deepseek-v3", 61 * (512 + 64) * 2, 0),
+        # 15 of 35 layers keep a cache of their own
+        ("gemma-3n-e4b", 20 * 2 * 2 * 256 * 2, 0),
+        # eight of 40 layers attend to the image, not to the text
+        ("llama-3.2-11b-vision", 32 * 2 * 8 * 128 * 2, 0),
+        ("falcon-h1-0.5b", 36 * 2 * 2 * 64 * 2, 36 * (1792 * 3 + 24 * 64 * 128) * 2),
+        ("qwen3-next-80b-a3b", 12 * 2 * 2 * 256 * 2, 36 * (8192 * 3 + 32 * 128 * 128) * 2),
+        # a shared latent in every layer, an entry per 4 (with its index key) or 128 tokens
+        ("deepseek-v4-flash", 43 * 512 * 2 + 21 * (512 + 128) * 2 // 4 + 20 * 512 * 2 // 128, 0),
+    ],
+)
+def test_cache_facts(name: str, kv_bytes: int, state: int) -> None:
+    facts = model_facts(catalogue_model(name))
+    assert facts["kv_bytes_per_token"] == kv_bytes
+    assert facts["state_bytes_per_sequence"] == state
