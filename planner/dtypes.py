@@ -47,6 +47,7 @@ QUANTIZATIONS: dict[str, str] = {
     "gptq": "gptq-4bit",
     "awq": "awq-4bit",
     "gptq-4bit": "gptq-4bit",
+    "gptq-8bit": "gptq-8bit",
     "awq-4bit": "awq-4bit",
     "compressed-int4": "gptq-4bit",
     "int4": "gptq-4bit",
@@ -102,6 +103,9 @@ def quantized_bytes(numel: int, scheme: str, *, double_quant: bool, columns: int
         return numel + 4
     if scheme == "fp8-block":
         return numel + 4 * -(-rows // FP8_BLOCK) * -(-columns // FP8_BLOCK)
+    if scheme == "gptq-8bit":
+        groups = numel // GPTQ_GROUP
+        return numel + 3 * groups
     if scheme in ("gptq-4bit", "awq-4bit"):
         groups = numel // GPTQ_GROUP
         return numel // 2 + 2 * groups + groups // 2

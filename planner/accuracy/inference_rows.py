@@ -8,6 +8,7 @@ from planner.accuracy.prediction import NotCovered, Prediction, around
 from planner.accuracy.rows import Row
 from planner.accuracy.sft_recipe import quantization_of
 from planner.accuracy.stages import is_split, stage_model
+from planner.accuracy.variants import litgpt_model
 from planner.model import ModelSpec
 from planner.recipe import EngineKind, EngineSection, Recipe, Task
 from planner.resolve import Resolved, resolve
@@ -30,8 +31,8 @@ def predict_inference(row: Row) -> Prediction:
         raise NotCovered("the row does not say how the model is divided")
     model = model_named(row["model"])
     litgpt = "litgpt" in row["framework"].lower()
-    if litgpt and model.tied:
-        model = replace(model, tied=False)  # LitGPT gives the head weights of its own
+    if litgpt:
+        model = litgpt_model(model)
     if is_split(row):
         model = stage_model(row, model)
     resolved = _resolved(row, model, "litgpt" if litgpt else "hf-trainer")

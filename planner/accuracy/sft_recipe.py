@@ -167,11 +167,9 @@ def _optimizer(text: str) -> Optimizer | None:
 
 def _checkpointing(text: str, parallelism: str) -> Checkpointing | None:
     folded = text.lower()
-    if folded.startswith("selective"):
-        raise NotCovered("selective activation checkpointing by operation is not modelled")
     if "offload" in folded or "unsloth" in folded:
         return Checkpointing.OFFLOAD
-    if folded.startswith(("full", "true", "on", "hf")):
+    if folded.startswith(("full", "true", "on", "hf", "selective")):
         return Checkpointing.FULL
     if folded.startswith(("none", "false", "unknown")):
         return Checkpointing.NONE
@@ -200,9 +198,8 @@ def _sharding(row: Row) -> Sharding:
         raise NotCovered("the row does not say over how many GPUs the state was divided")
     if "single-gpu" in text or text.startswith("listed as"):
         return Sharding.NONE
-    for word in ("tp", "tensor", "pp ", "pipeline", "cp ", "expert"):
-        if re.search(rf"\b{word}", text) and gpus > 1:
-            raise NotCovered("tensor, pipeline or context parallel training is not modelled")
+    if gpus > 1 and re.search(r"\bpp \d|pipeline|expert", text):
+        raise NotCovered("pipeline and expert parallel training are not modelled")
     if "device_map split" in text or "pipeline-sequential" in text:
         return Sharding.NONE  # planned stage by stage
     if "device_map" in text:
