@@ -5,19 +5,10 @@ from math import prod
 from typing import NamedTuple
 
 from planner.dtypes import element_bytes, quantized_bytes
-from planner.errors import UsageError
-from planner.model import ModelSpec, ModuleKind, ModuleSpec
+from planner.lora_targets import lora_counts
+from planner.model import ModelSpec, ModuleKind
 from planner.resolve import Resolved
 
-ATTENTION_PREFIXES = (
-    "self_attn",
-    "attn",
-    "attention",
-    "self_attention",
-    "linear_attn",
-    "mixer",
-    "mamba",
-)
 BITSANDBYTES = ("nf4", "fp4", "int8")
 LINEARS = (ModuleKind.LINEAR, ModuleKind.CONV1D)
 
@@ -66,28 +57,6 @@ _STORE: dict[tuple[int, object], tuple[ModelSpec, object]] = {}
 def layer_parameters(model: ModelSpec) -> int:
     """Parameters in the largest layer."""
     return max((layer.parameters for layer in model.layers), default=0)
-
-
-def is_attention(module: ModuleSpec) -> bool:
-    """True for modules inside the token mixer."""
-    return module.name.split(".", 1)[0] in ATTENTION_PREFIXES
-
-
-def matches(module: ModuleSpec, targets: str | tuple[str, ...]) -> bool:
-    """Return whether LoRA `targets` name this module, as PEFT would."""
-    if module.kind not in LINEARS:
-        return False
-    if targets == "all-linear":
-        return True
-    if targets == "attention":
-        return is_attention(module)
-    if targets == "mlp":
-        return not is_attention(module)
-    names = (targets,) if isinstance(targets, str) else targets
-    return any(
-        module.leaf == name or module.name == name or module.name.endswith("." + name)
-        for name in names
-    )
 
 
 def base_weights(model: ModelSpec, resolved: Resolved) -> BaseWeights:
@@ -154,49 +123,25 @@ def adapters(model: ModelSpec, resolved: Resolved) -> Adapters:
 
 
 def _adapters(model: ModelSpec, resolved: Resolved) -> Adapters:
-    rank, total, small, modules, widest = resolved.lora_rank, 0, 0, 0, 0
-    leaves: set[str] = set()
-    for layer in model.layers:
-        in_layer = 0
-        for module in layer.modules:
-            if not matches(module, resolved.lora_targets):
-                continue
-            leaves.add(module.leaf)
-            tensors = [rank * module.in_features, rank * module.out_features]
-            if resolved.dora:
-                tensors.append(module.out_features)
-            in_layer += module.count * sum(tensors)
-            small += layer.count * module.count * sum(n for n in tensors if n < 4096)
-            modules += layer.count * module.count
-        total += layer.count * in_layer
-        widest = max(widest, in_layer)
-    for module in (*model.embeddings, *((model.head,) if model.head else ())):
-        named = resolved.lora_targets if isinstance(resolved.lora_targets, tuple) else ()
-        if module.leaf in named or module.name in named:
-            rows, columns = module.shapes[0]
-            total += rank * (rows + columns)
-            leaves.add(module.leaf)
-            modules += 1
-    if not modules:
-        raise UsageError(
-            f"lora.targets: {resolved.lora_targets!r} match no linear layer of {model.name}",
-            hint="all-linear, attention, mlp, or: "
-            + ", ".join(
-                sorted({m.leaf for la in model.layers for m in la.modules if m.kind in LINEARS})
-            ),
-        )
-    return Adapters(total, small, modules, frozenset(leaves), widest, _saved(model, resolved))
-
-
-def _saved(model: ModelSpec, resolved: Resolved) -> int:
-    total = 0
-    for name in resolved.modules_to_save:
-        found = [
-            m
-            for m in (*model.embeddings, *model.final, *((model.head,) if model.head else ()))
-            if name in (m.leaf, m.name)
-        ]
-        if not found:
-            raise UsageError(f"lora.modules_to_save: {name!r} is not a module of {model.name}")
-        total += sum(module.parameters for module in found)
-    return total
+    counts = lora_counts(
+        model,
+        resolved.lora_targets,
+        rank=resolved.lora_rank,
+        dora=resolved.dora,
+        modules_to_save=resolved.modules_to_save,
+    )
+    small = modules = 0
+    in_layer = [0] * len(model.layers)
+    for module in counts.adapted:
+        small += module.count * sum(size for size in module.tensors if size < 4096)
+        modules += module.count
+        if module.layer is not None:
+            in_layer[module.layer] += module.parameters // model.layers[module.layer].count
+    return Adapters(
+        parameters=counts.parameters,
+        small=small,
+        modules=modules,
+        leaves=frozenset(module.name.rsplit(".", 1)[-1] for module in counts.adapted),
+        per_layer=max(in_layer, default=0),
+        saved=counts.saved_parameters,
+    )
