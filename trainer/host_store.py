@@ -184,11 +184,19 @@ class HostStore:
         needed = _aligned(input_bytes) * max(0, self.num_layers - self.keep_last)
         if self._copies is None or self._live or self.counts.slab_bytes >= needed:
             return
-        if self._slab is not None:
-            self._copies.release(self._slab)
-            self._slab = None
+        self.close()
         self._slab = self._copies.allocate(needed)
         self.counts.slab_bytes = needed
+
+    def close(self) -> None:
+        """Give the slab back; registered memory must not be freed while CUDA knows it."""
+        if self._slab is not None and self._copies is not None:
+            self._copies.release(self._slab)
+        self._slab = None
+        self.counts.slab_bytes = 0
+
+    def __del__(self) -> None:
+        self.close()
 
     def put(self, index: int, source: Tensor) -> Ticket:
         """Take layer `index`'s input; from here on the ticket stands for it."""

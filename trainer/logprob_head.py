@@ -83,12 +83,12 @@ def logprob_head(
 
 
 def default_chunk_rows(*, vocab: int, width: int, device_type: str) -> int:
-    """Return C such that 6 * C * V bytes is 16-256 MiB: a quarter of the head's own bf16 weight.
+    """Return C such that 6 * C * V bytes is 16-128 MiB: a quarter of the head's own bf16 weight.
 
     Scratch that is small beside the weight is never what a run dies of, and on a GPU such a tile
     is compute bound already. A CPU takes 16 MiB always: larger tiles only leave its caches.
     """
-    largest = 256 * MiB if device_type == "cuda" else 16 * MiB
+    largest = 128 * MiB if device_type == "cuda" else 16 * MiB
     budget = min(largest, max(16 * MiB, vocab * width * 2 // 4))
     return max(1, budget // (6 * vocab))
 

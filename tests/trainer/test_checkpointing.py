@@ -49,8 +49,10 @@ def same(left, right):
     [
         (Checkpointing.NONE, 1, 0),
         (Checkpointing.FULL, 1, LAYERS),
-        (Checkpointing.EVERY_K, 2, 3),
-        (Checkpointing.EVERY_K, 4, 2),
+        (Checkpointing.EVERY_K, 1, LAYERS),
+        (Checkpointing.EVERY_K, 2, LAYERS),
+        (Checkpointing.EVERY_K, 4, LAYERS),
+        (Checkpointing.EVERY_K, 100, LAYERS),
         (Checkpointing.OFFLOAD, 1, LAYERS),
     ],
 )
@@ -59,6 +61,8 @@ def test_gradients_are_bit_for_bit_the_same(model, mode, every, recomputed):
     wrapped = checkpoint_layers(decoder_layers(model), mode=mode, every=every)
     assert same(gradients(model), expected)
     assert wrapped.recomputed == recomputed
+    if mode is Checkpointing.EVERY_K:
+        assert wrapped.rerun == sum(index % every != 0 for index in range(LAYERS))
     wrapped.remove()
     assert same(gradients(model), expected)
     assert wrapped.recomputed == recomputed
@@ -95,8 +99,8 @@ def test_all_but_the_first_fetch_are_prefetched(model):
     assert store.counts.prefetched == LAYERS - 2
 
 
-def inputs_alive_after_forward(model, store):
-    checkpoint_layers(decoder_layers(model), mode=Checkpointing.OFFLOAD, store=store)
+def inputs_alive_after_forward(model, **settings):
+    wrapped = checkpoint_layers(decoder_layers(model), **settings)
     ids = torch.randint(0, 97, (2, 64))
     with StorageTracker() as tracker:
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
@@ -104,16 +108,17 @@ def inputs_alive_after_forward(model, store):
         shape = (2, 64, WIDTH)
         alive = sum(block.shape == shape for block in tracker.live_blocks())
     hidden.sum().backward()
+    wrapped.remove()
     return alive
 
 
-def test_inputs_really_leave(model):
-    """After the forward, all but the last layer's input are gone from the device."""
-    stay = inputs_alive_after_forward(model, HostStore(LAYERS, keep_last=LAYERS))
-    for layer in decoder_layers(model):
-        del layer.forward
-    leave = inputs_alive_after_forward(model, HostStore(LAYERS, keep_last=1, copies=DirectCopies()))
-    assert stay - leave == LAYERS - 1
+def test_only_what_must_stay_is_alive_after_the_forward(model):
+    full = inputs_alive_after_forward(model, mode=Checkpointing.FULL)
+    store = HostStore(LAYERS, keep_last=1, copies=DirectCopies())
+    offload = inputs_alive_after_forward(model, mode=Checkpointing.OFFLOAD, store=store)
+    every = inputs_alive_after_forward(model, mode=Checkpointing.EVERY_K, every=3)
+    assert full - offload == LAYERS - 1
+    assert full - every == LAYERS - 2
 
 
 def test_on_a_cpu_nothing_is_copied(model):
