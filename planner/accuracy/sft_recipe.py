@@ -7,6 +7,7 @@ from planner.accuracy.lora_targets import lora_targets
 from planner.accuracy.prediction import NotCovered
 from planner.accuracy.rows import Row
 from planner.accuracy.sft_frameworks import framework_of
+from planner.framework import find_framework
 from planner.model import ModelSpec
 from planner.recipe import (
     Attention,
@@ -73,16 +74,18 @@ _SMALL_STATE = frozenset(
 same targets, since weights, saved activations and logits are what counts."""
 
 
-def recipe_of(row: Row, model: ModelSpec, *, length_matters: bool = True) -> Recipe:
-    """Return the recipe of a fine-tuning row; raises NotCovered with the reason."""
+def recipe_of(row: Row, model: ModelSpec) -> Recipe:
+    """Return the recipe of a fine-tuning row; raises NotCovered with the reason.
+
+    A length that the row does not state becomes the framework's default.
+    """
     method = method_of(row)
     batch, length = row.integer("micro_batch"), row.integer("seq_len")
-    if length is None and length_matters:
-        raise NotCovered("the row does not state the sequence length")
+    framework = framework_of(row)
     values: dict[str, Any] = {
         "task": Task.SFT,
         "method": method,
-        "framework": framework_of(row),
+        "framework": framework,
         "dtype": _DTYPES.get(row["weights_dtype"]),
         "mixed_precision": _mixed_precision(row),
         "quantization": quantization_of(row["base_quant"]),
@@ -90,7 +93,7 @@ def recipe_of(row: Row, model: ModelSpec, *, length_matters: bool = True) -> Rec
         "optimizer": _optimizer(row["optimizer"]),
         "micro_batch_size": batch or 1,
         "gradient_accumulation": row.integer("grad_accum") or 1,
-        "context": length or 1,
+        "context": length or _default_context(framework),
         "packing": _flag(row["packing"]),
         "checkpointing": _checkpointing(row["grad_ckpt"], row["parallelism"]),
         "attention": _attention(row["attn"]),
@@ -105,6 +108,10 @@ def recipe_of(row: Row, model: ModelSpec, *, length_matters: bool = True) -> Rec
             dropout=0.05 if "litgpt" in row["framework"].lower() else 0.0,  # its default
         )
     return Recipe(**values)
+
+
+def _default_context(framework: str) -> int:
+    return int(find_framework(framework).task_defaults("sft").get("context", 2048))
 
 
 def method_of(row: Row) -> Method:

@@ -1,6 +1,7 @@
 """Fine-tuning rows: one plan a run, and which of its figures the row is."""
 
 import re
+from typing import NamedTuple
 
 from planner.accuracy.lengths import typical_tokens
 from planner.accuracy.names import machine_named, model_named
@@ -19,6 +20,8 @@ ALLOCATED = (0.9, 1.1)
 """Tensors are counted one by one; what the interval covers is dataset padding and library versions."""
 RESERVED_LOW = 0.93
 """Reserved may be less than the predicted live peak by what the peak itself may be too high."""
+LENGTH_MATTERS = 1.25
+"""A row without its length is planned when one token and the framework's default differ by less."""
 STATIC_SLACK = (0.95, 1.05)
 """Weights, adapters and states are counted exactly; blocks round up to 512 bytes or 2 MiB."""
 
@@ -31,44 +34,82 @@ def predict_sft(row: Row) -> Prediction:
         from planner.accuracy.inference_rows import predict_inference
 
         return predict_inference(row)
-    quantity = canonical(row.quantity)
+    run = _run(row)
+    if run.quantity.startswith("static") or row.integer("seq_len") is not None:
+        if "max_seq_length is a cap" in row["notes"]:
+            return _capped(run)
+        return _answer(run)
+    return _any_length(run)
+
+
+class _Run(NamedTuple):
+    """What a row describes."""
+
+    row: Row
+    quantity: str
+    model: ModelSpec
+    recipe: Recipe
+    machine: Machine
+
+    def at(self, context: int) -> "_Run":
+        """Return the run with samples of another length."""
+        return self._replace(recipe=self.recipe.model_copy(update={"context": max(1, context)}))
+
+
+def _run(row: Row) -> _Run:
     model = model_named(row["model"])
     if "litgpt" in row["framework"].lower():
         model = litgpt_model(model)
     if is_split(row):
         model = stage_model(row, model)
-    recipe = recipe_of(row, model, length_matters=not quantity.startswith("static"))
-    recipe = divide_tokens(row, recipe)
+    recipe = divide_tokens(row, recipe_of(row, model))
     machine = machine_named(row["gpu"], gpus_of(row, recipe))
-    result = plan(model, recipe, machine)
-    _refuse_impossible(row, result)
-    extra = _second_set(row, model, recipe, machine) if quantity == "peak_reserved" else 0
-    if row["grad_ckpt"].startswith("selective"):
-        extra += selective_bytes(model, result.resolved.tokens)
-    answer = figure(quantity, result, recipe, extra)
-    if "max_seq_length is a cap" in row["notes"] and quantity != "static_allocated":
-        shorter = recipe.model_copy(update={"context": max(1, (recipe.context or 2) // 2)})
-        half = figure(quantity, plan(model, shorter, machine), shorter)
-        if quantity == "reserved_mean_over_steps":
-            # a cap says only that samples are shorter: half of it stands for the mean
-            return Prediction(quantity, half.value, static_bytes(result), answer.value)
-        return Prediction(quantity, answer.value, half.value, answer.high)
-    return answer
+    return _Run(row, canonical(row.quantity), model, recipe, machine)
 
 
-def _second_set(row: Row, model: ModelSpec, recipe: Recipe, machine: Machine) -> int:
+def _answer(run: _Run) -> Prediction:
+    result = plan(run.model, run.recipe, run.machine)
+    _refuse_impossible(run.row, result)
+    extra = _second_set(run) if run.quantity == "peak_reserved" else 0
+    if run.row["grad_ckpt"].startswith("selective"):
+        extra += selective_bytes(run.model, result.resolved.tokens)
+    return figure(run.quantity, result, run.recipe, extra)
+
+
+def _capped(run: _Run) -> Prediction:
+    """Return the figure of a run whose samples are shorter than the stated cap."""
+    most, half = _answer(run), _answer(run.at((run.recipe.context or 2) // 2))
+    if run.quantity == "reserved_mean_over_steps":
+        # a cap says only that samples are shorter: half of it stands for the mean
+        least = _answer(run.at(1))
+        return Prediction(run.quantity, half.value, least.low, most.value)
+    return Prediction(run.quantity, most.value, half.value, most.high)
+
+
+def _any_length(run: _Run) -> Prediction:
+    """Return the figure of a run without a stated length, where the length matters little."""
+    short, long = _answer(run.at(1)), _answer(run)
+    if long.value > LENGTH_MATTERS * short.value:
+        raise NotCovered("the row does not state the sequence length")
+    middle = (short.value * long.value) ** 0.5
+    return Prediction(run.quantity, middle, short.low, long.high)
+
+
+def _second_set(run: _Run) -> int:
     """Return the head's blocks that samples of typical length leave in the allocator."""
-    typical = typical_tokens(row)
-    if typical is None or recipe.context is None:
+    typical, context = typical_tokens(run.row), run.recipe.context
+    if typical is None or context is None:
         return 0
-    shorter = recipe.model_copy(update={"context": min(typical, recipe.context)})
-    loss = plan(model, shorter, machine).phase("loss")
+    shorter = run.at(min(typical, context))
+    loss = plan(shorter.model, shorter.recipe, shorter.machine).phase("loss")
     return sum(term.bytes for term in loss.terms if term.name == "logits")
 
 
 def _refuse_impossible(row: Row, result: Plan) -> None:
     """Refuse a run that cannot have happened: weights, gradients and states exceed its card."""
-    static = static_bytes(result)
+    static = static_bytes(result) + sum(
+        term.bytes for term in result.phase("step").terms if term.name == "gradients"
+    )
     if not row.failed and row["gpu"] and static > result.machine.vram_bytes:
         raise NotCovered(
             "weights and optimizer states as the row describes them exceed the card it ran on"
