@@ -6,6 +6,7 @@ has no real segments. Fields that a version does not have are None, never 0.
 """
 
 import re
+import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -299,5 +300,6 @@ def _int(raw: dict[str, Any], name: str, where: str, *, default: int | None = No
 
 
 def _wrong(field_name: str, value: Any, allowed: str) -> UsageError:
-    shown = repr(value)[:60]
+    # a plain repr of nested shared lists would never end
+    shown = reprlib.repr(value)[:60]
     return UsageError(f"snapshot: {field_name} is {shown}, not {allowed}")
