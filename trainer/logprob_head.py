@@ -57,7 +57,8 @@ def logprob_head(
     [0, V), bias [V]. softcap 0 or None = off. `chunk_rows` C bounds the scratch: a tile has at most
     C * V logits (6 bytes each in half precision); None = chosen from the sizes. `direct_grad`: a
     trainable leaf weight gets its gradient added straight into weight.grad tile by tile (no second
-    [V, H]); False, hooks on the weight or torch.autograd.grad return it through autograd.
+    [V, H]); False, hooks on the weight or torch.autograd.grad return it through autograd (DDP hooks
+    where Python can't see it: pass False there).
     Raises ValueError naming the argument for shapes or settings that don't match.
     """
     rule = LogitRule(float(temperature), float(softcap or 0.0), float(logit_scale))

@@ -165,6 +165,22 @@ def test_fp16_gradients_survive_any_loss_normaliser(normaliser, trainable):
         assert relative(weight.grad.double() / scale, exact[1].grad) < 2e-3
 
 
+@pytest.mark.parametrize("normaliser", [256.0, 1e5, 4e6])
+def test_fp16_under_torchs_grad_scaler(normaliser):
+    """An fp32 adapter before an fp16 head, scaled and unscaled by torch.amp.GradScaler."""
+    hidden, weight, target = inputs(rows=64, width=32, vocab=500, dtype=torch.float16)
+    adapter = torch.nn.Parameter(torch.eye(32))
+    exact = torch.nn.Parameter(torch.eye(32, dtype=torch.float64))
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD([adapter], lr=1.0)
+    out = logprob_head((hidden.float() @ adapter).half(), weight, target)
+    scaler.scale(-out.logp.sum() / normaliser).backward()
+    scaler.unscale_(optimizer)
+    expected, _ = reference(hidden.double() @ exact, weight.double(), target)
+    (-expected.sum() / normaliser).backward()
+    assert relative(adapter.grad, exact.grad) < 1e-3
+
+
 def test_fp16_keeps_the_gradient_of_confident_tokens():
     """U of a token with 1 - p = 1e-6 is below fp16's normal range; its exponent is kept apart."""
     hidden, weight, _ = inputs(rows=32, width=64, vocab=100, dtype=torch.float16)
