@@ -42,7 +42,7 @@ EXPERT_NAMES: dict[str, dict[str, str]] = {
 }
 """model_type -> old name -> the fused tensor PEFT adapts for it."""
 NO_MAMBA_OUT = {"falcon_h1", "mamba", "mamba2", "nemotron_h"}
-"""PEFT refuses out_proj of these: their fused kernels would bypass the adapter."""
+"""PEFT refuses out_proj of these, and with it all-linear; our words leave it out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +173,9 @@ def _names(model: ModelSpec, targets: str | Iterable[str]) -> set[str]:
         found = {
             module.name
             for _, _, module in _walk(model)
-            if module.kind in LINEARS and module is not model.head
+            if module.kind in LINEARS
+            and module is not model.head
+            and not _is_refused(model, module.leaf)
         }
         translated = EXPERT_NAMES.get(model.model_type)
         if translated:
@@ -199,8 +201,8 @@ def _refuse_mamba(model: ModelSpec, names: set[str]) -> None:
             allowed = [leaf for leaf in linear_names(model) if not _is_refused(model, leaf)]
             raise UnsupportedError(
                 f"lora.targets: PEFT does not adapt {name!r} of {model.model_type} models "
-                "(so not all-linear either)",
-                hint=f"name the others: {','.join(allowed)}",
+                "(their fused kernels would bypass the adapter)",
+                hint=f"all-linear leaves it out; or name the others: {','.join(allowed)}",
             )
 
 

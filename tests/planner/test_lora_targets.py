@@ -164,13 +164,16 @@ def test_gate_without_up_is_refused_as_peft_does() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(NO_MAMBA_OUT))
-def test_mamba_output_is_refused_as_peft_does(kind: str) -> None:
-    CONFIGS.setdefault(kind, {"num_hidden_layers": 1} if kind != "nemotron_h" else {})
+def test_mamba_output_is_refused_as_peft_does(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"num_hidden_layers": 1} if kind != "nemotron_h" else {}
+    monkeypatch.setitem(CONFIGS, kind, small)
     with pytest.raises(UnsupportedError, match="out_proj"):
-        lora_counts(spec_of(kind), rank=4)
+        lora_counts(spec_of(kind), ["in_proj", "out_proj"], rank=4)
     with pytest.raises(ValueError, match="out_proj"):
         ask_peft(kind, "all-linear")
-    CONFIGS.pop(kind)
+    # our all-linear is what PEFT adapts when the others are named
+    rest = sorted(_names(spec_of(kind), "all-linear"))
+    assert lora_counts(spec_of(kind), rank=4).trainable == ask_peft(kind, rest)
 
 
 def test_names_that_match_nothing() -> None:
