@@ -37,6 +37,7 @@ def export(run: RunFile, *, version: str | None = None) -> Exported:
     if recipe.loss is Loss.CHUNKED:
         put("plugins", [_CCE])
     put("tiled_mlp", recipe.tiled_mlp)
+    writer.quantization()
     put("optimizer", writer.optimizer())
     if recipe.sharding is Sharding.FSDP:
         put("fsdp_version", 2)

@@ -67,6 +67,16 @@ class Writer:
         self.lost(f"optimizer {chosen.value}", when=name is None)
         return name
 
+    def quantization(self) -> None:
+        """Note a base quantization that only the checkpoint's name could say."""
+        from planner.importers.names import quantization_in_name
+
+        chosen = self.recipe.quantization
+        written = chosen in (None, "none", "nf4", "int8") or chosen == quantization_in_name(
+            self.run.model
+        )
+        self.lost(f"quantization {chosen}", when=not written)
+
     def context(self) -> int | None:
         """Return tokens of one sequence, if the recipe says."""
         recipe = self.recipe

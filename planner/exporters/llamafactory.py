@@ -45,6 +45,7 @@ def export(run: RunFile, *, version: str | None = None) -> Exported:
     if recipe.loss is Loss.CHUNKED:
         put("enable_liger_kernel", True)
         writer.lost("a fused loss: Liger's works for pt and sft only", when=recipe.task is Task.DPO)
+    writer.quantization()
     put("optim", writer.optimizer())
     if recipe.task is Task.DPO:
         put("pref_beta", recipe.beta)

@@ -32,6 +32,7 @@ def export(run: RunFile, *, version: str | None = None) -> Exported:
                 "offloaded checkpoints (GRPO has no activation_offloading)",
                 when=recipe.task is Task.GRPO,
             )
+    writer.quantization()
     put("optim", writer.optimizer())
     if recipe.loss is Loss.CHUNKED and at < (1, 0):
         put(

@@ -19,7 +19,7 @@ from planner.importers import (
     verl,
     vllm,
 )
-from planner.importers.detect import TOOLS, tool_of_mapping
+from planner.importers.detect import TOOLS, tool_of_mapping, written_version
 from planner.importers.launch import (
     Launch,
     apply_launch,
@@ -187,6 +187,7 @@ def _from_mapping(
     variant: str | None,
 ) -> Imported:
     flat = flatten(document)
+    version = version or written_version(text)
     kind = tool or tool_of_mapping(document, flat, text)
     if kind == "axolotl":
         return axolotl.read(flat, version=version, base=path, text=_comments(text))

@@ -1,5 +1,6 @@
 """Which tool a config belongs to, by its content."""
 
+import re
 from typing import Any
 
 TOOLS = (
@@ -31,6 +32,7 @@ _LLAMAFACTORY = {
 }
 _OPEN_R1 = {"dataset_mixture", "reward_funcs", "reward_weights", "benchmarks", "system_prompt"}
 _HANDBOOK = {"dataset_mixer", "dataset_configs"}
+_WRITTEN = re.compile(r"^# (?:TRL|axolotl|LLaMA-Factory) (\d[\w.]*), written by vramwise")
 _SWIFT = {
     "tuner_type",
     "train_type",
@@ -88,12 +90,17 @@ def tool_of_mapping(document: dict[str, Any], flat: dict[str, Any], text: str) -
 def _with_model_name(keys: set[str], text: str) -> str:
     if len(keys & _LLAMAFACTORY) >= 2 or "finetuning_type" in keys:
         return "llamafactory"
-    if "open-r1" in text or "open_r1" in text or (keys & _OPEN_R1 and "torch_dtype" in keys):
+    old = bool(keys & {"torch_dtype", "max_seq_length", "max_prompt_length"})
+    if _WRITTEN.search(text):
+        return "trl"
+    if old and ("open-r1" in text or "open_r1" in text or keys & _OPEN_R1):
         return "open-r1"
-    if (
-        "alignment-handbook" in text
-        or keys & _HANDBOOK
-        or keys & {"torch_dtype", "max_seq_length", "max_prompt_length"}
-    ):
+    if old or keys & _HANDBOOK:
         return "alignment-handbook"
     return "trl"
+
+
+def written_version(text: str) -> str | None:
+    """Return the version that one of our own exports names in its first line, or None."""
+    match = _WRITTEN.search(text)
+    return match.group(1) if match else None

@@ -188,6 +188,16 @@ class Settings:
         if sentence not in self.report.effects:
             self.report.effects.append(sentence)
 
+    def _existing(self, model: str, targets: tuple[str, ...]) -> tuple[str, ...]:
+        """Leave out target names that the model does not have: PEFT ignores them if others match."""
+        leaves = _leaves(model)
+        kept = tuple(name for name in targets if name.rsplit(".", 1)[-1] in leaves)
+        missing = [name for name in targets if name not in kept]
+        if not leaves or not missing or not kept:
+            return targets
+        self.effect(f"the model has no {', '.join(missing)}: PEFT adapts the other targets only")
+        return kept
+
     def finish(
         self,
         model: str,
@@ -206,6 +216,8 @@ class Settings:
                 self.report.ignored += 1
             else:
                 self.unread(key, value, "unknown")
+        if isinstance(lora.get("targets"), tuple):
+            lora = {**lora, "targets": self._existing(model, lora["targets"])}
         try:
             run = RunFile(
                 model=model,
@@ -220,6 +232,8 @@ class Settings:
             problems: list[dict[str, Any]] = getattr(error, "errors", lambda: [])()
             first = problems[0] if problems else {"loc": ("?",), "msg": str(error)}
             where = ".".join(map(str, first["loc"]))
+            rows = [row for row in self.report.taken if row.field.rsplit(".", 1)[-1] == where]
+            where = rows[-1].key if rows else where
             raise UsageError(
                 f"{self.report.tool} config: {where}: {first['msg']}",
                 hint=f"value {str(first.get('input', ''))[:60]!r}",
@@ -227,6 +241,18 @@ class Settings:
         return Imported(
             tool=self.report.tool, version=self.report.version, run=run, report=self.report
         )
+
+
+def _leaves(model: str) -> set[str]:
+    """Return the last path components of a known model's modules, {} for an unknown one."""
+    from planner.importers.names import resolve_model
+
+    spec = resolve_model(model)
+    if spec is None:
+        return set()
+    modules = [module for layer in spec.layers for module in layer.modules]
+    modules += [*spec.embeddings, *spec.final, *spec.towers, *((spec.head,) if spec.head else ())]
+    return {module.leaf for module in modules}
 
 
 def _set(values: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,150 @@
+"""Exports: the keys exist in the stated version, and reading them back gives the same recipe."""
+
+import ast
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+import pytest
+import yaml
+
+from benchmarks.foreign_examples import load_examples, render
+from planner.errors import UnsupportedError, VramwiseError
+from planner.exporters import EXPORTERS, export_run
+from planner.importers import import_config
+from planner.recipe import Recipe, RunFile, Task
+
+SAME = (
+    "task",
+    "method",
+    "micro_batch_size",
+    "gradient_accumulation",
+    "checkpointing",
+    "quantization",
+    "optimizer",
+    "context",
+    "completion_length",
+    "num_generations",
+    "packing",
+)
+EXAMPLES = load_examples()
+
+
+@pytest.mark.parametrize("tool", EXPORTERS)
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.id)
+def test_round_trip(example, tool: str) -> None:  # type: ignore[no-untyped-def]
+    run = import_config(render(example)[1]).run
+    try:
+        exported = export_run(run, tool)
+    except UnsupportedError:
+        assert (run.recipe.task is Task.SERVE) != (tool == "vllm") or (
+            tool == "llamafactory" and run.recipe.task is Task.GRPO
+        )
+        return
+    back = import_config(exported.text)
+    assert back.tool == tool
+    assert back.run.model == run.model
+    sent, got = run.recipe, back.run.recipe
+    differing = {
+        name: (getattr(sent, name), getattr(got, name))
+        for name in SAME
+        if getattr(sent, name) != getattr(got, name)
+    }
+    if sent.task is Task.GRPO:
+        differing.pop("context", None)
+        differing.pop("packing", None)
+    if sent.task is Task.DPO:
+        differing.pop("packing", None)
+    said = " ".join(exported.left_out)
+    assert all(name.removesuffix("ing") in said for name in differing), differing
+    assert (sent.lora.rank, sent.lora.targets) == (
+        got.lora.rank,
+        got.lora.targets,
+    ) or sent.method == "full"
+
+
+def _fields(package: str, *classes: str) -> set[str]:
+    """Return the dataclass fields and arguments of classes in a package's source, without importing it."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip(f"{package} is not installed")
+    names: set[str] = set()
+    for path in Path(spec.submodule_search_locations[0]).rglob("*.py"):
+        if not path.name.endswith(("config.py", "arg_utils.py", "training_args.py")):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and node.name in classes:
+                names |= {
+                    item.target.id
+                    for item in node.body
+                    if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+                }
+    return names
+
+
+@pytest.mark.parametrize(
+    ("task", "config"), [("sft", "SFTConfig"), ("grpo", "GRPOConfig"), ("dpo", "DPOConfig")]
+)
+def test_trl_keys_exist_in_the_installed_release(task: str, config: str) -> None:
+    known = _fields("trl", config, "ModelConfig", "_BaseConfig", "BaseConfig") | _fields(
+        "transformers", "TrainingArguments"
+    )
+    written: set[str] = set()
+    for example in EXAMPLES:
+        run = import_config(render(example)[1]).run
+        if run.recipe.task.value == task:
+            written |= set(yaml.safe_load(export_run(run, "trl").text))
+    assert len(written) > 8
+    # transformers renamed the key and keeps the old one as an alias
+    assert written - known - {"gradient_checkpointing"} == set()
+
+
+def test_vllm_flags_exist_in_the_installed_release() -> None:
+    known = _fields("vllm", "EngineArgs", "AsyncEngineArgs")
+    for example in EXAMPLES:
+        if example.method == "serve":
+            words = export_run(import_config(render(example)[1]).run, "vllm").command.split()
+            flags = {
+                word.removeprefix("--").replace("-", "_") for word in words if word.startswith("--")
+            }
+            assert flags - known == set()
+
+
+def test_old_trl_gets_old_names() -> None:
+    run = RunFile(
+        model="Qwen/Qwen3-8B",
+        recipe=Recipe(
+            task=Task.GRPO,
+            dtype="bf16",
+            prompt_length=512,
+            completion_length=512,
+            num_generations=8,
+            micro_batch_size=8,
+            loss="chunked",
+        ),
+    )
+    old, new = (
+        yaml.safe_load(export_run(run, "trl", version=version).text)
+        for version in ("0.18.0", "1.16.0")
+    )
+    assert {"torch_dtype", "max_prompt_length", "use_liger_loss"} <= set(old)
+    assert "dtype" in new
+    assert not {"torch_dtype", "max_prompt_length", "use_liger_loss"} & set(new)
+    assert any("prompt" in sentence for sentence in export_run(run, "trl").left_out)
+
+
+def test_what_cannot_be_expressed_is_said() -> None:
+    run = RunFile(
+        model="Qwen/Qwen3-8B", recipe=Recipe(loss="full", sharding="zero3", optimizer="muon")
+    )
+    said = " ".join(export_run(run, "trl").left_out)
+    assert "full logits" in said
+    assert "zero3" in said
+    assert "muon" in said
+    with pytest.raises(VramwiseError, match="unknown tool"):
+        export_run(run, "keras")
+
+
+def test_exported_is_plain_data() -> None:
+    exported = export_run(RunFile(model="m"), "axolotl")
+    assert dataclasses.asdict(exported)["command"] == "axolotl train axolotl.yaml"
