@@ -118,10 +118,22 @@ def _measured_model(entry: dict[str, Any]) -> ModelSpec:
 
 
 @cache
+def parameters_named(text: str) -> int:
+    """Return the parameters of a named model, encoders included, that is only loaded."""
+    for candidate in _candidates(text):
+        entry = _measured().get(candidate)
+        if entry and not entry["config"]:
+            return int(entry["parameters"])
+    return model_named(text).parameters
+
+
+@cache
 def model_named(text: str) -> ModelSpec:
     """Return the model a row names; raises NotCovered when no size or family is known."""
     for candidate in _candidates(text):
         found = _index().get(squash(candidate))
+        if found and not found[1] and not _measured()[found[0]]["config"]:
+            raise NotCovered(f"{text[:60]!r} is an encoder, not a decoder")
         if found:
             name, in_catalogue = found
             if in_catalogue:

@@ -50,6 +50,10 @@ class Row:
     def __getitem__(self, column: str) -> str:
         return self.fields.get(column, "").strip()
 
+    def changed(self, **fields: str) -> "Row":
+        """Return the row with other cells."""
+        return replace(self, fields={**self.fields, **fields})
+
     @property
     def id(self) -> str:
         """The row's own id."""

@@ -4,7 +4,7 @@ import re
 from typing import NamedTuple
 
 from planner.accuracy.lengths import typical_tokens
-from planner.accuracy.names import machine_named, model_named
+from planner.accuracy.names import machine_named, model_named, parameters_named
 from planner.accuracy.prediction import NotCovered, Prediction, around
 from planner.accuracy.rows import Row
 from planner.accuracy.sft_recipe import recipe_of
@@ -30,7 +30,9 @@ def predict_sft(row: Row) -> Prediction:
     """Return what the plan of the row's run says about the row's figure."""
     if row["per_gpu_or_total"].startswith("total"):
         raise NotCovered("the figure is a sum over GPUs")
-    if "inference" in row["method"] or row["method"] == "load":
+    if row["method"] in {"none", "load"}:
+        return _loaded(row)
+    if "inference" in row["method"]:
         from planner.accuracy.inference_rows import predict_inference
 
         return predict_inference(row)
@@ -40,6 +42,22 @@ def predict_sft(row: Row) -> Prediction:
             return _capped(run)
         return _answer(run)
     return _any_length(run)
+
+
+def _loaded(row: Row) -> Prediction:
+    """Return the figure of a process that only holds a CUDA context or a loaded model."""
+    context = machine_named(row["gpu"]).context_bytes
+    quantity = row.quantity.lower()
+    if quantity.startswith("cuda_context"):
+        return around("cuda_context", context, 0.5, 3)
+    weights = parameters_named(row["model"]) * (2 if "16" in row["weights_dtype"] else 4)
+    if quantity.startswith("nvidia_smi_used after"):
+        return Prediction(
+            "nvidia_smi_used_loaded", weights + context, weights, weights + 3 * context
+        )
+    if quantity.startswith("allocated after load"):
+        return around("static_load_allocated", weights, *STATIC_SLACK)
+    raise NotCovered(f"the figure {row.quantity[:50]!r} is not one that the planner states")
 
 
 class _Run(NamedTuple):

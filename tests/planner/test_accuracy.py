@@ -1,0 +1,182 @@
+"""Published measurements: the promised errors hold, rows read by meaning, the report is true."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from planner.accuracy import report
+from planner.accuracy.prediction import NotCovered, Prediction
+from planner.accuracy.rows import Layout, Row, read_rows
+from planner.accuracy.score import Accuracy, Scored, measurement_files, score_files, summarise
+from planner.accuracy_cli import register
+from planner.errors import UsageError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Accuracy:
+    return score_files(measurement_files())
+
+
+@pytest.mark.parametrize(("quantity", "target"), report.TARGETS.items())
+def test_the_promised_error_of_a_quantity_holds(shipped, quantity, target):
+    stats = shipped.by_quantity()[quantity]
+    middle, tail = target
+    assert stats.n >= 10
+    assert stats.median_abs_error <= middle
+    assert tail is None or stats.p90_abs_error <= tail
+
+
+def test_nine_rows_in_ten_are_expressed_and_inside_the_interval(shipped):
+    assert shipped.rows > 1400
+    assert len(shipped.scored) + len(shipped.not_covered) == shipped.rows
+    assert len(shipped.scored) >= 0.9 * shipped.rows
+    assert shipped.interval_coverage >= 0.9
+
+
+def test_every_row_that_is_not_covered_has_a_reason(shipped):
+    assert all(identity and len(why) > 15 for identity, why in shipped.not_covered)
+
+
+def test_docs_show_what_the_code_computes(shipped):
+    written = (ROOT / "docs" / "accuracy.md").read_text(encoding="utf-8")
+    assert written == report.to_markdown(shipped), (
+        "run: vramwise accuracy --markdown > docs/accuracy.md"
+    )
+
+
+def test_intervals_contain_their_own_prediction(shipped):
+    wrong = [
+        item.row.id
+        for item in shipped.scored
+        if not item.prediction.low - 1 <= item.prediction.value <= item.prediction.high + 1
+    ]
+    assert wrong == []
+
+
+def _scored(truth: float, value: float, low: float, high: float) -> Scored:
+    row = Row(Layout.SFT, {"id": "x", "source_family": "s"})
+    return Scored(row, truth, Prediction("q", value, low, high))
+
+
+def test_statistics_of_known_errors():
+    items = [_scored(100, 100 + error, 95, 105) for error in range(-4, 6)]
+    stats = summarise(items)
+    assert stats.n == 10
+    assert stats.median_abs_error == pytest.approx(0.025)
+    assert stats.p90_abs_error == pytest.approx(0.05)
+    assert stats.bias == pytest.approx(0.005)
+    assert stats.interval_coverage == 1.0
+    assert summarise([_scored(200, 100, 95, 105)]).interval_coverage == 0.0
+
+
+def test_a_printed_zero_is_right_only_when_the_interval_reaches_it():
+    assert _scored(0, 5, 0, 9).error == 0
+    assert _scored(0, 5, 1, 9).error == 1
+
+
+def _copy(tmp_path: Path, name: str, **changes: str) -> Path:
+    source = next(path for path in measurement_files() if path.name == name)
+    with source.open(encoding="utf-8", newline="") as stream:
+        reader = csv.DictReader(stream)
+        row = next(reader) | changes
+        columns = reader.fieldnames or []
+    target = tmp_path / name
+    with target.open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.DictWriter(stream, columns)
+        writer.writeheader()
+        writer.writerow(row)
+    return target
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows"),
+    [({}, 1), ({"confidence": "0.79"}, 0), ({"oom": "1"}, 0), ({"confidence": "high"}, 0)],
+)
+def test_only_sure_rows_of_runs_that_worked_are_scored(tmp_path, changes, rows):
+    base = {"confidence": "0.9", "oom": "0"}
+    assert score_files([_copy(tmp_path, "sft.csv", **(base | changes))]).rows == rows
+
+
+def test_a_row_that_cannot_be_expressed_names_its_reason(tmp_path):
+    result = score_files([_copy(tmp_path, "sft.csv", model="nobody/knows-9b", confidence="0.9")])
+    assert not result.scored
+    assert "nobody/knows-9b" in result.not_covered[0][1]
+
+
+def test_a_predictor_that_is_wrong_is_seen(tmp_path):
+    path = _copy(tmp_path, "sft.csv", confidence="0.9", oom="0", value_bytes="1000")
+    result = score_files([path], predict=lambda row: Prediction("q", 1500, 1400, 1600))
+    assert result.by_quantity()["q"].median_abs_error == pytest.approx(0.5)
+    assert result.interval_coverage == 0
+
+
+def test_the_reason_of_a_predictor_is_kept(tmp_path):
+    def refuse(row: Row) -> Prediction:
+        raise NotCovered("nothing is known about it")
+
+    path = _copy(tmp_path, "sft.csv", confidence="0.9", oom="0")
+    assert score_files([path], predict=refuse).not_covered == [
+        (read_rows(path)[0].id, "nothing is known about it")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a,b\n1,2\n", "lacks the columns"),
+        (b"", "lacks the columns"),
+        (b"\xff\xfe\x00binary", "not a CSV text file"),
+    ],
+)
+def test_a_bad_file_is_one_clear_error(tmp_path, content, message):
+    path = tmp_path / "bad.csv"
+    path.write_bytes(content)
+    with pytest.raises(UsageError, match=message):
+        read_rows(path)
+
+
+def test_a_missing_file_is_one_clear_error(tmp_path):
+    with pytest.raises(UsageError, match="cannot read"):
+        read_rows(tmp_path / "none.csv")
+
+
+def _run(*arguments: str) -> str:
+    app = typer.Typer()
+    register(app)
+    app.command("other")(lambda: None)
+    result = CliRunner().invoke(app, ["accuracy", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_json_has_the_contract_keys():
+    document = json.loads(_run("--json"))
+    assert document["schema_version"] == 1
+    assert document["scored"] + len(document["not_covered"]) == document["rows"]
+    assert set(document["not_covered"][0]) == {"id", "reason"}
+    stats = document["by_quantity"]["peak_allocated"]
+    assert set(stats) == {
+        "n",
+        "median_abs_error",
+        "p90_abs_error",
+        "bias",
+        "interval_coverage",
+    }
+    assert document["by_source"]["fms-acceleration"]["peak_allocated"]["n"] > 100
+
+
+def test_csv_option_scores_only_that_file(tmp_path):
+    path = _copy(tmp_path, "vllm.csv", confidence="0.9")
+    document = json.loads(_run("--csv", str(path), "--json", "--rows"))
+    assert document["rows"] == 1
+    assert len(document["predictions"]) == document["scored"]
+
+
+def test_source_option_keeps_one_source():
+    assert "fms-acceleration" not in _run("--source", "litgpt")
