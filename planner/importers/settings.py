@@ -246,13 +246,14 @@ class Settings:
 def _leaves(model: str) -> set[str]:
     """Return the last path components of a known model's modules, {} for an unknown one."""
     from planner.importers.names import resolve_model
+    from planner.lora_targets import EXPERT_NAMES
 
     spec = resolve_model(model)
     if spec is None:
         return set()
     modules = [module for layer in spec.layers for module in layer.modules]
     modules += [*spec.embeddings, *spec.final, *spec.towers, *((spec.head,) if spec.head else ())]
-    return {module.leaf for module in modules}
+    return {module.leaf for module in modules} | set(EXPERT_NAMES.get(spec.model_type, {}))
 
 
 def _set(values: dict[str, Any]) -> dict[str, Any]:
