@@ -17,19 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from planner.errors import VramwiseError
 from planner.recipe import RunFile
 from trainer import metrics as report
 from trainer.advantages import Scale, group_advantages
 from trainer.batching import MicroBatch
 from trainer.config import TrainSection
 from trainer.data import Order, check_columns, load_samples, tokenize_prompt
-from trainer.engines import make_engine
 from trainer.engines.protocol import Engine
 from trainer.losses import LossSettings, LossStats, loss_normaliser, policy_loss
 from trainer.preflight import Preflight, prepare
 from trainer.rewards import Scores, check_reward_columns, load_rewards, score
 from trainer.rollout import (
     Rollout,
+    SamplerGap,
     importance_weights,
     sample,
     sampler_log_probs,
@@ -71,7 +72,8 @@ def train_grpo(
     session = Session(train, output=output, policy=policy, stepper=stepper, order=order)
     if resume:
         session.resume()
-    engine = make_engine(policy, recipe=ready.recipe, plan=ready.plan)
+    engine = ready.engine
+    assert engine is not None
     settings = sampling_settings(
         train.sampling,
         policy.tokenizer,
@@ -81,6 +83,7 @@ def train_grpo(
     with session, ready.device:
         for step in session.steps():
             started = time.perf_counter()
+            place = order.state()
             prompts = [
                 tokenize_prompt(
                     samples[index], policy.tokenizer, train.dataset, limit=ready.prompt_tokens
@@ -92,7 +95,13 @@ def train_grpo(
                 engine.update_weights()
                 # seeded by the step: a resumed run draws what the first one would have drawn
                 seeded = replace(settings, seed=train.seed + 1_000_003 * (step + 1))
-                rollout = sample(engine, prompts, seeded, tokenizer=policy.tokenizer)
+                try:
+                    rollout = sample(engine, prompts, seeded, tokenizer=policy.tokenizer)
+                except VramwiseError:
+                    # an engine that stopped: nothing of this step happened, and a resume repeats it
+                    order.restore(place)
+                    session.save()
+                    raise
                 engine.release()
             scores = score(
                 rewards,
@@ -172,6 +181,7 @@ def learn(
             with policy.reference():
                 reference = score_tokens(chosen, micro_batches, ready=ready, train=train)
     corrects = engine.name != "transformers"
+    gap = SamplerGap()
 
     def loss(batch: MicroBatch, normaliser: float) -> tuple[Tensor, LossStats]:
         with ready.memory("forward"):
@@ -186,6 +196,7 @@ def learn(
         if sampler is not None:
             basis = scored.logp.detach() if old is None else _gather(old, batch)
             weights = importance_weights(basis, sampler, batch.sequence_ids, section=train.loss)
+            gap.add(basis, sampler, cap=train.loss.is_cap)
         return policy_loss(
             scored.logp,
             advantages=advantages[list(batch.indices)],
@@ -225,7 +236,7 @@ def learn(
     logged = total.summary() | {"grad_norm": last.grad_norm, "lr": last.lr}
     logged |= {"train_tokens": last.num_tokens, "micro_batches": len(last.stats)}
     logged |= {"budget_tokens": ready.stepper.budget.tokens}
-    return made, logged
+    return made, logged | gap.summary()
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 Shapes: B rows, T tokens, H hidden, V vocabulary.
 """
 
+import contextlib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.errors import MissingExtraError, UnsupportedError, UsageError
-from planner.recipe import Attention, LoraSection, Method, Recipe
+from planner.recipe import Attention, EngineKind, LoraSection, Method, Recipe
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ATTENTION = {
@@ -113,7 +114,7 @@ def load_policy(
     tokenizer = load_tokenizer(source, revision=revision)
     model = _load_base(source, recipe=recipe, revision=revision, dtype=dtype, device=place)
     if recipe.method is not Method.FULL:
-        model = _add_adapters(model, recipe.lora, dtype=dtype, seed=seed)
+        model = _add_adapters(model, recipe.lora, dtype=dtype, device=place, seed=seed)
     # dropout would make the ratio of new and old log-probabilities noise
     model.eval()
     if recipe.method is Method.QLORA:
@@ -150,8 +151,13 @@ def _load_base(
 ) -> Any:
     from transformers import AutoModelForCausalLM
 
+    attention = ATTENTION[recipe.attention or Attention.SDPA]
+    if recipe.engine.kind is EngineKind.VLLM_SHARED:
+        return _empty_base(
+            source, recipe=recipe, revision=revision, dtype=dtype, attention=attention
+        )
     options: dict[str, Any] = {"dtype": dtype, "revision": revision}
-    options["attn_implementation"] = ATTENTION[recipe.attention or Attention.SDPA]
+    options["attn_implementation"] = attention
     if recipe.method is Method.QLORA:
         options["quantization_config"] = _nf4(recipe, dtype)
     if device.type != "cpu" or recipe.method is Method.QLORA:
@@ -163,6 +169,31 @@ def _load_base(
             f"model: cannot load {source!r} ({str(error).splitlines()[0][:200]})",
             hint="a folder with config.json and safetensors, or a hub id",
         ) from None
+    model.requires_grad_(recipe.method is Method.FULL)
+    return model
+
+
+def _empty_base(
+    source: str, *, recipe: Recipe, revision: str | None, dtype: torch.dtype, attention: str
+) -> Any:
+    """Return the base on the meta device: vllm-shared gives it vLLM's weights, never a copy."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    try:
+        config = AutoConfig.from_pretrained(source, revision=revision)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attention
+            )
+    except (OSError, ValueError, ImportError) as error:
+        raise UsageError(
+            f"model: cannot build {source!r} ({str(error).splitlines()[0][:200]})",
+            hint="a folder with config.json and safetensors, or a hub id",
+        ) from None
+    with contextlib.suppress(OSError):  # a model without one has the defaults
+        model.generation_config = GenerationConfig.from_pretrained(
+            source, revision=revision or "main"
+        )
     model.requires_grad_(recipe.method is Method.FULL)
     return model
 
@@ -181,7 +212,9 @@ def _nf4(recipe: Recipe, dtype: torch.dtype) -> Any:
     )
 
 
-def _add_adapters(model: Any, lora: LoraSection, *, dtype: torch.dtype, seed: int) -> Any:
+def _add_adapters(
+    model: Any, lora: LoraSection, *, dtype: torch.dtype, device: torch.device, seed: int
+) -> Any:
     """Return PEFT's wrapper with adapters in `lora.dtype` (the base's dtype when it says none)."""
     from peft import LoraConfig, get_peft_model
 
@@ -207,10 +240,27 @@ def _add_adapters(model: Any, lora: LoraSection, *, dtype: torch.dtype, seed: in
             wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
         except ValueError as error:
             raise UsageError(f"recipe.lora.targets: {str(error).splitlines()[0][:200]}") from None
+        _materialise(wrapped, device=device)
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(adapter_dtype)
     return wrapped
+
+
+def _materialise(wrapped: Any, *, device: torch.device) -> None:
+    """Give adapters that PEFT put beside meta weights real ones, initialised as PEFT does."""
+    for module in wrapped.modules():
+        adapters = getattr(module, "lora_A", None)
+        if not adapters or not next(adapters.parameters()).is_meta:
+            continue
+        for part in (module.lora_A, module.lora_B, module.lora_magnitude_vector):
+            part.to_empty(device=device)
+        if module.use_dora["default"]:
+            raise UnsupportedError(
+                "recipe.lora.dora: its magnitudes are norms of weights that vllm-shared loads later",
+                hint="use --engine vllm-push, or dora: false",
+            )
+        module.reset_lora_parameters("default", True)
 
 
 def _keep_differentiable(model: Any) -> None:

@@ -25,6 +25,8 @@ from profiler.torch_recorder import record
 from trainer.batching import Layout, ScoredSequence, collate
 from trainer.checkpointing import checkpoint_layers, decoder_layers
 from trainer.config import TrainSection
+from trainer.engines import make_engine
+from trainer.engines.protocol import Engine
 from trainer.engines.transformers import TransformersEngine
 from trainer.fake_device import FakeDevice
 from trainer.losses import sft_loss
@@ -56,6 +58,8 @@ class Preflight:
     prompts_per_step: int
     device: Any
     """Context of the whole run: the pretended device limit, or nothing."""
+    engine: Engine | None = None
+    """What generates; None for SFT."""
     measured: Recording | None = None
     """The rehearsal."""
 
@@ -83,6 +87,11 @@ def prepare(
     machine = this_machine(run, train)
     recipe, planned = solve(spec, settled(run.recipe), machine, train)
     policy = load_policy(run.model, recipe=recipe, revision=run.revision, seed=train.seed)
+    # before anything else is allocated: vllm-shared brings the policy's weights with it
+    engine = None
+    if recipe.task is Task.GRPO:
+        engine = make_engine(policy, recipe=recipe, plan=planned)
+        engine.release()
     apply_memory_choices(policy, recipe)
     memory = PhaseMemory(policy.device)
     tokens = (
@@ -113,6 +122,7 @@ def prepare(
         num_generations=planned.resolved.num_generations,
         prompts_per_step=_prompts_per_step(recipe, train),
         device=_device(train, policy),
+        engine=engine,
     )
     if train.preflight:
         with ready.device:
@@ -221,8 +231,8 @@ def _rehearse_once(ready: Preflight, train: TrainSection) -> Recording:
     with record(policy.model, optimizer, subject="vramwise preflight") as live:
         with live.phase("step"):
             _step_without_change(policy, optimizer)
-        if ready.recipe.task is Task.GRPO:
-            engine = TransformersEngine(policy, recipe=ready.recipe)
+        engine = ready.engine
+        if isinstance(engine, TransformersEngine):  # vLLM has its whole pool since it started
             rows = engine.max_rows(ready.prompts_per_step * ready.num_generations)
             with live.phase("rollout"):
                 engine.rehearse(

@@ -143,6 +143,47 @@ def importance_weights(
     return torch.where(weight > section.is_cap, 0.0, weight)
 
 
+@dataclass
+class SamplerGap:
+    """How far the engine's log-probabilities are from the scorer's, over one optimizer step's tokens."""
+
+    tokens: int = 0
+    difference_sum: float = 0.0
+    difference_max: float = 0.0
+    ratio_sum: float = 0.0
+    ratio_min: float = float("inf")
+    ratio_max: float = 0.0
+    changed: int = 0
+    """Tokens whose weight was capped or masked."""
+
+    def add(self, logp: Tensor, sampler_logp: Tensor, *, cap: float) -> None:
+        """Count the tokens [N] of one micro-batch."""
+        if not logp.numel():
+            return
+        log_ratio = (logp.detach() - sampler_logp).float()
+        ratio = log_ratio.clamp(max=MAX_LOG_WEIGHT).exp()
+        self.tokens += logp.numel()
+        self.difference_sum += log_ratio.abs().sum().item()
+        self.difference_max = max(self.difference_max, log_ratio.abs().max().item())
+        self.ratio_sum += ratio.sum().item()
+        self.ratio_min = min(self.ratio_min, ratio.min().item())
+        self.ratio_max = max(self.ratio_max, ratio.max().item())
+        self.changed += int((ratio > cap).sum())
+
+    def summary(self) -> dict[str, float]:
+        """Return what to log; empty when the sampler is the scorer."""
+        if not self.tokens:
+            return {}
+        return {
+            "sampling/logp_difference_mean": self.difference_sum / self.tokens,
+            "sampling/logp_difference_max": self.difference_max,
+            "sampling/ratio_mean": self.ratio_sum / self.tokens,
+            "sampling/ratio_min": self.ratio_min,
+            "sampling/ratio_max": self.ratio_max,
+            "sampling/over_cap_frac": self.changed / self.tokens,
+        }
+
+
 def sampler_log_probs(rollout: Rollout, batch: MicroBatch) -> Tensor | None:
     """Return the sampler's own log-probabilities [N] in the batch's order; None if one is unknown."""
     values: list[float] = []

@@ -217,6 +217,9 @@ def test_push_engine_takes_adapters_merged_and_full_weights(qwen2_folder):
             assert engine.check("after a push") < 1e-5
         with torch.no_grad():
             base.get_submodule("model.norm").weight.mul_(1.5)
+            # tied: the output head must follow, whatever the engine made of it at start-up
+            embedding = base.get_input_embeddings().weight
+            embedding.add_(torch.randn_like(embedding) * 0.05)
         with pytest.raises(VramwiseError, match="disagree"):
             engine.check("before the push")
         engine.update_weights()

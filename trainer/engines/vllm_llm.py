@@ -207,6 +207,22 @@ def prompt_logprobs(
     return torch.tensor([step[token].logprob for token, step in pairs], dtype=torch.float32)
 
 
+def repack_tied_head(llm: Any) -> None:
+    """Pack a tied output head again after new embeddings came (the CPU build only).
+
+    Reloading writes the embedding in place, but the CPU build multiplies by a packed copy that it
+    made of the head at start-up.
+    """
+    if torch.cuda.is_available():
+        return
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in vllm_model(llm).modules():
+        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
 # Largest mean |difference| of one token's log-probability between two correct implementations:
 # rounding of the hidden state to the compute dtype decides it (24, 11 and 8 significant bits).
 AGREEMENT = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}

@@ -16,6 +16,7 @@ from trainer.engines import vllm_llm
 from trainer.engines.protocol import Completion, SamplingSettings
 from trainer.engines.vllm_settings import settings_for
 from trainer.engines.vllm_shared import (
+    FIRST_TRAINED_UPDATE,
     AdapterFolder,
     adapted_layers,
     base_name,
@@ -60,6 +61,7 @@ class VllmPushEngine:
         self._folder = AdapterFolder()
         self._lora: Any = None
         self._asleep = False
+        self._updates = 0
         self._probe = vllm_llm.probe_tokens(policy, min(32, self._settings.max_model_len - 1))
         self.llm = vllm_llm.start_llm(self._settings)
         try:
@@ -96,6 +98,9 @@ class VllmPushEngine:
         else:
             self._push_all()
         self.llm.reset_prefix_cache()
+        self._updates += 1
+        if self._updates == FIRST_TRAINED_UPDATE:
+            self.check("after the first trained update")
 
     def release(self) -> None:
         """Put vLLM to sleep (CUDA): KV memory goes, weights move to the host (1) or are dropped (2)."""
@@ -115,6 +120,7 @@ class VllmPushEngine:
     def _push_all(self) -> None:
         weights = merged_weights(self._policy.model)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        vllm_llm.repack_tied_head(self.llm)
 
     def memory(self) -> dict[str, int]:
         """Bytes the engine holds on the device now."""

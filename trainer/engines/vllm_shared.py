@@ -24,6 +24,10 @@ from trainer.engines.protocol import Completion, SamplingSettings
 from trainer.engines.vllm_settings import settings_for
 from trainer.model import Policy
 
+FIRST_TRAINED_UPDATE = 3
+"""The first publishes the weights as built, the second those of step 0 (the same); the third is the
+first whose weights differ, so a path that loses updates shows there."""
+
 
 @dataclass(frozen=True, slots=True)
 class Slice:
@@ -289,6 +293,7 @@ class VllmSharedEngine:
         self._settings = settings_for(policy, recipe=recipe, plan=plan)
         self._folder = AdapterFolder()
         self._lora: Any = None
+        self._updates = 0
         self._probe = vllm_llm.probe_tokens(policy, min(32, self._settings.max_model_len - 1))
         self._merged = MergedWeights(policy.model) if needs_merging(policy.model) else None
         with vllm_llm.unpacked_cpu_linears():
@@ -344,6 +349,9 @@ class VllmSharedEngine:
             self.llm.llm_engine.add_lora(self._folder.request(self._policy.model))
             self._lora = self._folder.loaded()
         self.llm.reset_prefix_cache()
+        self._updates += 1
+        if self._updates == FIRST_TRAINED_UPDATE:
+            self.check("after the first trained update")
 
     def release(self) -> None:
         """Unmap the KV cache while training (CUDA); weights stay, they are the policy's."""
