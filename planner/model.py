@@ -156,7 +156,7 @@ class MlpSpec:
     """Total width of the always-on shared experts."""
     expert_gated: bool = True
     fused_gate_up: bool = False
-    """gate and up come from one linear (Phi-3, GLM-4)."""
+    """gate and up come from one linear (Phi-3, GLM-4); of a mixture: in its shared expert."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -130,7 +130,7 @@ def granite_moe(fields: ConfigFields, hidden: int) -> MlpPart:
             linear("shared_mlp.input_linear", hidden, 2 * shared),
             linear("shared_mlp.output_linear", shared, hidden),
         )
-    return replace(spec, shared_intermediate=shared), modules
+    return replace(spec, shared_intermediate=shared, fused_gate_up=bool(shared)), modules
 
 
 def _gpt_oss(fields: ConfigFields, hidden: int) -> MlpPart:

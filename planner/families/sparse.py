@@ -226,7 +226,8 @@ def _fused_mlp(prefix: str, hidden: int, width: int) -> tuple[ModuleSpec, ...]:
 def _m3_experts(fields: ConfigFields, hidden: int) -> MlpPart:
     width, number = fields.integer("intermediate_size"), fields.integer("num_local_experts")
     shared = fields.integer("shared_intermediate_size")
-    return moe_spec(fields, width, number, shared=shared), (
+    spec = replace(moe_spec(fields, width, number, shared=shared), fused_gate_up=True)
+    return spec, (
         fused_experts("mlp.experts", number, hidden, width),
         parameter("mlp.gate", (number, hidden)),
         buffer("mlp.gate.e_score_correction_bias", (number,)),
