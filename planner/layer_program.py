@@ -5,6 +5,7 @@ tensors each operation saves, which casts make copies, and what its backward all
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from planner.model import LayerSpec, MixerKind, MlpKind, ModuleKind, ModuleSpec
@@ -38,6 +39,8 @@ class OpSettings(NamedTuple):
     """Old bitsandbytes keeps the input of a frozen quantised linear; bytes per element."""
     dropout: bool = False
     dora: bool = False
+    expert_adapters: int = 0
+    """LoRA elements on the fused experts of one layer."""
     attention: str = "sdpa"
     seq: int = 0
     """Tokens per sequence; only eager attention needs it."""
@@ -119,6 +122,17 @@ class Program:
         if s.quantized and width != s.act:
             out = self.cast(out, rows * width)
         return self._lora(x, out, module, width) if module.leaf in s.adapted else out
+
+    def linear_like(self, x: Value, per_token: float, count: int) -> Value:
+        """Record a small matrix that is a bare parameter (a router): never quantised or adapted."""
+        s = self.s
+        return self.tape.op(
+            (x,),
+            per_token,
+            saves=(x,) if s.full else (),
+            weight_grad=count * s.grad if s.full else 0,
+            view_grad=True,
+        )
 
     def cast(self, x: Value, per_token: float) -> Value:
         """Record a copy of `x` in another size; `x` is dropped."""
@@ -294,13 +308,18 @@ def _by_leaf(layer: LayerSpec) -> dict[str, ModuleSpec]:
 
 _LINEARS = (ModuleKind.LINEAR, ModuleKind.CONV1D)
 OUT_LEAVES = frozenset({"o_proj", "out_proj", "c_proj", "dense", "wo", "output_proj"})
-DOWN_LEAVES = frozenset({"down_proj", "fc2", "c_proj", "dense_4h_to_h", "w2", "fc_out"})
+DOWN_LEAVES = frozenset(
+    {"down_proj", "fc2", "c_proj", "dense_4h_to_h", "w2", "fc_out", "output_linear"}
+)
 
 
 def _is_mlp(module: ModuleSpec) -> bool:
     first = module.name.split(".", 1)[0]
     return (
-        first in ("mlp", "feed_forward", "block_sparse_moe", "fc1", "fc2") or ".mlp." in module.name
+        first in ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp", "fc1", "fc2")
+        or ".mlp." in module.name
+        # Nemotron-H names every layer's only part "mixer"
+        or (first == "mixer" and module.leaf in ("up_proj", "down_proj"))
     )
 
 
@@ -426,34 +445,73 @@ def _gated(p: Program, both: Value, size: float, kind: str) -> Value:
 
 
 def _moe(p: Program, x: Value, layer: LayerSpec, hidden: int, width: int) -> Value:
-    """Record routed experts: each token's row is copied to its top_k experts."""
+    """Record routed experts as transformers' grouped_mm_experts_forward runs them."""
     s, tape, mlp = p.s, p.tape, layer.mlp
-    inner, k = s.act, mlp.top_k
-    router = tape.op((x,), mlp.num_experts * 4, saves_out=True)
+    logits = p.linear_like(x, mlp.num_experts * s.act, mlp.num_experts * hidden)
+    probs = tape.op((logits,), mlp.num_experts * 4, saves_out=True)
+    indices = tape.value(mlp.top_k * 40, needs_grad=False)  # ids, order, inverse: int64 and fp32
+    weights = tape.op((probs,), mlp.top_k * 4, saves=(indices,))
+    tape.drop(probs)
+    out = _experts(p, x, layer, hidden, weights)
+    tape.drop(weights, indices, logits)
+    if width != s.act:
+        out = p.cast(out, hidden * width)
+    shared = [m for m in layer.modules if m.kind in _LINEARS and _is_mlp(m)]
+    if len(shared) < 2 or not mlp.shared_intermediate:
+        return out
+    kind = MlpKind.GATED if mlp.expert_gated else MlpKind.PLAIN
+    dense = replace(mlp, kind=kind, intermediate=mlp.shared_intermediate)
+    fed = _mlp(p, x, replace(layer, mlp=dense), width)
+    total = tape.add(out, fed, hidden * width)
+    tape.drop(out, fed)
+    return total
+
+
+def _experts(p: Program, x: Value, layer: LayerSpec, hidden: int, weights: Value) -> Value:
+    """Record gather, two grouped matmuls, weighting and the sum over a token's experts."""
+    s, tape, mlp = p.s, p.tape, layer.mlp
+    wide, narrow = mlp.top_k * hidden * s.act, mlp.top_k * mlp.intermediate * s.act
     count = sum(m.weight_parameters for m in layer.modules if m.kind is ModuleKind.EXPERTS)
-    rows = tape.op((x,), k * hidden * inner, saves=(x,) if s.full else ())
-    both = tape.op(
-        (rows,),
-        k * 2 * mlp.intermediate * inner,
-        saves=(rows,) if s.full else (),
-        weight_grad=count * s.grad * 2 // 3 if s.full else 0,
-    )
-    gate, up = tape.split(both, (k * mlp.intermediate * inner,) * 2)
-    tape.drop(both, rows)
-    activated = tape.op((gate,), k * mlp.intermediate * inner, saves=(gate,))
-    product = tape.op((activated, up), k * mlp.intermediate * inner, saves=(activated, up))
-    tape.drop(gate, up, activated)
-    down = tape.op(
-        (product,),
-        k * hidden * inner,
-        saves=(product,) if s.full else (),
-        weight_grad=count * s.grad // 3 if s.full else 0,
-    )
+    parts = 3 if mlp.expert_gated else 2
+    held: list[Value] = []
+    rows = tape.op((x,), wide)
+    both = _grouped(p, rows, (parts - 1) * narrow, count * (parts - 1) // parts, "in", held)
+    if mlp.expert_gated:
+        product = _gated(p, both, narrow, mlp.activation)
+    else:
+        product = _activation(p, both, narrow, mlp.activation)
+    down = _grouped(p, product, wide, count // parts, "out", held)
     tape.drop(product)
-    weighted = tape.op((down, router), k * hidden * inner, saves=(down,))
-    tape.drop(down, router)
-    out = tape.op((weighted,), hidden * width)
+    weighted = tape.op((down, weights), wide, saves=(down, weights), scratch=wide)
+    ordered = tape.op((weighted,), wide)
     tape.drop(weighted)
+    out = tape.op((ordered,), hidden * s.act)
+    tape.drop(ordered, down, rows, *held)
+    return out
+
+
+def _grouped(
+    p: Program, x: Value, per_token: float, count: int, side: str, held: list[Value]
+) -> Value:
+    """Record one grouped matmul over fused expert weights of `count` elements.
+
+    PEFT adapts fused experts by making W + BA whole: a second copy of the weight, cached while the
+    experts run (`held`), and a gradient of its size in backward.
+    """
+    s, tape = p.s, p.tape
+    if not s.expert_adapters:
+        return tape.op(
+            (x,),
+            per_token,
+            saves=(x,) if s.full else (),
+            weight_grad=count * s.grad if s.full else 0,
+        )
+    share = s.expert_adapters * (2 if side == "in" else 1) // 3
+    factors = tape.value(0, share * s.act, needs_grad=False)
+    merged = tape.op((), 0, count * s.act, saves=(factors,), weight_grad=share * s.adapter)
+    out = tape.op((x, merged), per_token, saves=(x, merged))
+    tape.drop(factors)
+    held.append(merged)
     return out
 
 

@@ -50,13 +50,17 @@ class Storage:
 class Value:
     """A tensor of the forward code: a storage, and maybe a gradient later."""
 
-    __slots__ = ("grad", "needs_grad", "size", "storage")
+    __slots__ = ("constant", "grad", "needs_grad", "size", "storage")
 
-    def __init__(self, storage: Storage, *, needs_grad: bool, size: float) -> None:
+    def __init__(
+        self, storage: Storage, *, needs_grad: bool, size: float, constant: int = 0
+    ) -> None:
         self.storage = storage
         self.needs_grad = needs_grad
         self.size = size
         """Bytes per token of its gradient; less than the storage's for a view of a part."""
+        self.constant = constant
+        """Bytes of its gradient that do not scale with tokens."""
         self.grad: Storage | None = None
 
 
@@ -121,12 +125,18 @@ class Tape:
     def value(self, per_token: float, constant: int = 0, *, needs_grad: bool = True) -> Value:
         """Return a new tensor that no recorded operation made."""
         storage = self.alloc(per_token, constant)
-        return Value(storage, needs_grad=needs_grad and self.grad_enabled, size=per_token)
+        return Value(
+            storage,
+            needs_grad=needs_grad and self.grad_enabled,
+            size=per_token,
+            constant=constant,
+        )
 
     def op(
         self,
         inputs: tuple[Value, ...],
         per_token: float,
+        constant: int = 0,
         *,
         saves: tuple[Value, ...] = (),
         saves_out: bool = False,
@@ -136,7 +146,7 @@ class Tape:
         weight_scratch: int = 0,
         view_grad: bool = False,
     ) -> Value:
-        """Record an operation with a new output of `per_token` bytes.
+        """Record an operation with a new output of `per_token` bytes (and `constant` ones).
 
         `saves` are kept for backward; `scratch` is what its backward needs in passing.
         """
@@ -144,7 +154,8 @@ class Tape:
         if forward_scratch or weight_scratch:
             self.spike(per_token + forward_scratch, weight_scratch)
         needs = self.grad_enabled and (bool(weight_grad) or any(v.needs_grad for v in inputs))
-        out = Value(self.alloc(per_token), needs_grad=needs, size=per_token)
+        storage = self.alloc(per_token, constant)
+        out = Value(storage, needs_grad=needs, size=per_token, constant=constant)
         if needs:
             saved = tuple(v.storage for v in saves) + ((out.storage,) if saves_out else ())
             for storage in saved:
@@ -209,7 +220,7 @@ class Tape:
                 grads[0].refs += 1
                 made.append((value, grads[0]))
             else:
-                storage = self.alloc(value.size)
+                storage = self.alloc(value.size, value.constant)
                 storage.view = node.view_grad
                 made.append((value, storage))
         weight_grad = self.alloc(0, weight_grad=node.weight_grad) if node.weight_grad else None

@@ -10,6 +10,8 @@ from planner.model import ModelSpec, ModuleKind
 from planner.resolve import Resolved
 
 BITSANDBYTES = ("nf4", "fp4", "int8")
+SMALL_TENSOR = 4096
+"""Elements below which 8-bit optimizers keep a tensor in 32 bit."""
 LINEARS = (ModuleKind.LINEAR, ModuleKind.CONV1D)
 
 
@@ -46,7 +48,8 @@ class Adapters:
     """Parameters in tensors below 4096 elements: 8-bit optimizers keep them in 32 bit."""
     modules: int
     leaves: frozenset[str]
-    per_layer: int
+    experts: int
+    """Parameters on the fused experts of one layer (the largest)."""
     saved: int
     """Parameters of modules_to_save."""
 
@@ -131,17 +134,20 @@ def _adapters(model: ModelSpec, resolved: Resolved) -> Adapters:
         modules_to_save=resolved.modules_to_save,
     )
     small = modules = 0
-    in_layer = [0] * len(model.layers)
+    leaves: set[str] = set()
+    experts = [0] * len(model.layers)
     for module in counts.adapted:
-        small += module.count * sum(size for size in module.tensors if size < 4096)
+        small += module.count * sum(size for size in module.tensors if size < SMALL_TENSOR)
         modules += module.count
-        if module.layer is not None:
-            in_layer[module.layer] += module.parameters // model.layers[module.layer].count
+        if module.layer is not None and ".experts" in module.name:
+            experts[module.layer] += sum(module.tensors)
+        else:
+            leaves.add(module.name.rsplit(".", 1)[-1])
     return Adapters(
         parameters=counts.parameters,
         small=small,
         modules=modules,
-        leaves=frozenset(module.name.rsplit(".", 1)[-1] for module in counts.adapted),
-        per_layer=max(in_layer, default=0),
+        leaves=frozenset(leaves),
+        experts=max(experts, default=0),
         saved=counts.saved_parameters,
     )

@@ -88,14 +88,35 @@ def rollout_sequences(r: Resolved) -> int:
 def kv_cache(model: ModelSpec, r: Resolved) -> Term:
     """Return the cache that the rollout needs (not the engine's whole pool)."""
     count = rollout_sequences(r)
-    if r.engine is EngineKind.TRANSFORMERS or r.engine is EngineKind.NONE:
+    if r.engine in (EngineKind.TRANSFORMERS, EngineKind.NONE) or not _pageable(model):
         each = sequence_bytes(model, r.seq_tokens, r.kv_dtype)
+        source = "trainer-facts 4.5; exact per architecture"
     else:
-        each = sequence_bytes(model, r.seq_tokens, r.kv_dtype, block=r.block_size)
+        each = _vllm_sequence_bytes(model, r)
+        source = "vLLM's blocks: planner/terms/vllm_blocks.py"
     return Term(
         "kv_cache",
         count * each,
         "{0:,} sequences x {1:,} B ({2:,} tokens, {3})",
         (count, each, r.seq_tokens, r.kv_dtype),
-        "trainer-facts 4.5; exact per architecture",
+        source,
     )
+
+
+def _pageable(model: ModelSpec) -> bool:
+    """Return whether any layer keeps more per token (a pure Mamba model only has states)."""
+    return any(layer_bytes_per_token(layer, 1) for layer in model.layers)
+
+
+def _vllm_sequence_bytes(model: ModelSpec, r: Resolved) -> int:
+    from planner.terms.vllm_blocks import vllm_kv  # it builds on this file
+
+    return vllm_kv(
+        model,
+        kv_bytes=0,
+        max_model_len=r.seq_tokens,
+        kv_dtype=r.kv_dtype,
+        block_size=r.block_size,
+        # two batches are in flight with asynchronous scheduling, vLLM's default on CUDA
+        in_flight_tokens=2 * r.max_num_batched_tokens,
+    ).bytes_per_sequence

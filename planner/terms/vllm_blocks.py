@@ -112,8 +112,9 @@ def _pages(
 
     for layer, state, token in zip(model.layers, states, per_token, strict=True):
         if state:
+            kind = next(mixer.kind for mixer in layer.mixers if mixer.state_shapes)
             blocks = _state_blocks(layer) if prefix_caching else 1
-            add(Page(layer.mixer.kind, 0, block_size, state, blocks), layer.count)
+            add(Page(kind, 0, block_size, state, blocks), layer.count)
         if token:
             kind, window = _window(layer)
             add(Page(kind, window, block_size, int(block_size * token)), layer.count)
@@ -136,13 +137,12 @@ def _window(layer: LayerSpec) -> tuple[MixerKind, int]:
 
 
 def _state_page_bytes(layer: LayerSpec, element: float) -> int:
-    """Return conv and recurrent state of one sequence in one layer (a mixer beside attention too)."""
+    """Return conv and recurrent state of one sequence in one layer (0 without a recurrent mixer)."""
     total = 0.0
     for mixer in layer.mixers:
-        sizes = [prod(shape) * element for shape in mixer.state_shapes]
-        if sizes and mixer.state_fp32:
-            sizes[-1] = prod(mixer.state_shapes[-1]) * 4
-        total += sum(sizes)
+        for index, shape in enumerate(mixer.state_shapes):
+            wide = mixer.state_fp32 and index == len(mixer.state_shapes) - 1
+            total += prod(shape) * (4 if wide else element)
     return int(total)
 
 
