@@ -1,5 +1,7 @@
 """Sends a row to the mapper of its layout."""
 
+from pydantic import ValidationError
+
 from planner.accuracy.kernels import predict_kernel
 from planner.accuracy.prediction import NotCovered, Prediction
 from planner.accuracy.rl_rows import predict_rl
@@ -21,3 +23,7 @@ def predict_row(row: Row) -> Prediction:
         return predict_sft(row)
     except VramwiseError as error:  # the planner refuses it: its own sentence is the reason
         raise NotCovered(error.message) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise NotCovered(f"the row's {where} is outside what a recipe allows") from error

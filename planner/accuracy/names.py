@@ -72,6 +72,16 @@ _SPELLINGS = (
     (r"^deepseek-coder-v2-lite", "deepseek-v2-lite"),
     (r"^llama-3.1-storm-8b|^final_dpo", "llama-3.1-8b"),
     (r"^kimi-k2-think.*", "kimi-k2"),
+    (r"^chinese-llama.*2-(\d+b)$", r"llama-2-\1"),
+    (r"^deepseek-v3-671b", "deepseek-v3"),
+    (r"^gemma-(e[24]b)", r"gemma-3n-\1"),
+    (r"^codegemma", "gemma"),
+    (r"^qwen3-embedding", "qwen3"),
+    (r"^qwen2.5-coder-14b", "qwen2.5-14b"),
+    (r"^qwen2.5-(\d+)b-instruct-1m.*", r"qwen2.5-\1b"),
+    (r"^(devstral|magistral)-small", "mistral-small-24b"),
+    (r"^qwen3\.6-27b", "qwen3.6-27b"),
+    (r"^bloomz", "bloom"),
     (r"^nvidia-nemotron-nano", "nemotron-nano"),
     (r"^granite-3.0-3b-a800m", "powermoe-3b"),
     (r"^llama-4-maverick.*", "llama-4-maverick"),
@@ -144,9 +154,11 @@ def model_named(text: str) -> ModelSpec:
 
 def _candidates(text: str) -> list[str]:
     """Return spellings from the most to the least exact."""
-    plain = re.sub(r"\s*--.*$|\s+\+ .*$|\s+\S+ fine-tune.*$", "", text)
-    plain = re.sub(r"\(.*?\)", "", plain).strip() or text.strip("()")
-    plain = re.sub(r"^.*[;:,] *| class.*$", "", plain)
+    plain = re.sub(r"\s*--.*$|\s+\+ .*$|\s+fine-tune.*$", "", text)
+    plain = re.sub(r"\(.*?\)", "", plain).strip()
+    sized = re.search(r"([\w.\-]+) class", text)
+    if sized and (not plain or plain.startswith("models/")):
+        plain = sized[1]
     name = plain.rsplit("/", 1)[-1].lower().strip()
     name = re.sub(r"(\d) b\b", r"\1b", name)
     name = re.sub(r"[ _]+", "-", name)

@@ -12,8 +12,8 @@ TARGETS: dict[str, tuple[float, float | None]] = {
     "peak_allocated": (0.03, 0.10),
     "peak_reserved": (0.08, None),
     "nvidia_smi_used_peak": (0.12, None),
-    "vllm_weights": (0.01, None),
-    "vllm_kv_tokens": (0.01, None),
+    "model_weights": (0.01, None),
+    "kv_cache_tokens_printed": (0.01, None),
 }
 """Median and p90 absolute error that the project promises, as fractions."""
 

@@ -63,6 +63,8 @@ def rl_recipe(row: Row, model: ModelSpec) -> Recipe:
         "checkpointing": _checkpointing(row, method),
         "attention": _ATTENTION.get(row["attn"]),
         "loss": _loss(row["loss_impl"]),
+        # Liger takes one sequence a chunk
+        "loss_chunk_rows": row.integer("completion_len") if row["loss_impl"] == "liger" else None,
         "reference": _REFERENCE.get(row["ref_model"]),
         "sharding": _sharding(row),
         "gradient_accumulation": _accumulation(row),
@@ -138,7 +140,12 @@ def _sharding(row: Row) -> Sharding:
         return Sharding.NONE
     if re.search(r"tp|pp|cp|ep|megatron", text):
         raise NotCovered("tensor, pipeline, context or expert parallel training is not modelled")
-    return Sharding(text.removesuffix("2") if text.startswith("fsdp") else text)
+    if "offload" in text:
+        raise NotCovered("parameters or optimizer offloaded by the sharding engine")
+    word = re.match(r"ddp|fsdp|zero[123]", text)
+    if word is None:
+        raise NotCovered(f"sharding {text[:30]!r} is not one that the planner knows")
+    return Sharding(word[0])
 
 
 def _accumulation(row: Row) -> int:

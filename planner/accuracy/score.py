@@ -9,6 +9,7 @@ from planner.accuracy.prediction import NotCovered, Prediction
 from planner.accuracy.rows import MIN_CONFIDENCE, Row, read_rows
 from planner.datafiles import data_dir
 
+FAILED = "the planner failed on it"
 Predictor = Callable[[Row], Prediction]
 
 
@@ -102,6 +103,8 @@ def _score(row: Row, predict: Predictor, result: Accuracy) -> None:
         result.scored.append(Scored(row, truth, predict(row)))
     except NotCovered as reason:
         result.not_covered.append((row.id, str(reason)))
+    except Exception as error:  # one row must not cost the report; a test looks for this reason
+        result.not_covered.append((row.id, f"{FAILED}: {type(error).__name__} ({error})"))
 
 
 def summarise(items: list[Scored]) -> Statistics:

@@ -90,7 +90,7 @@ def recipe_of(row: Row, model: ModelSpec) -> Recipe:
         "mixed_precision": _mixed_precision(row),
         "quantization": quantization_of(row["base_quant"]),
         "double_quant": _double_quant(row),
-        "optimizer": _optimizer(row["optimizer"]),
+        "optimizer": _optimizer(row["optimizer"], framework),
         "micro_batch_size": batch or 1,
         "gradient_accumulation": row.integer("grad_accum") or 1,
         "context": length or _default_context(framework),
@@ -161,8 +161,10 @@ def _mixed_precision(row: Row) -> str | None:
     return "fp16" if "fp16" in text else None
 
 
-def _optimizer(text: str) -> Optimizer | None:
+def _optimizer(text: str, framework: str) -> Optimizer | None:
     folded = text.lower()
+    if folded.split(" ")[0] == "adamw" and framework == "torchtune":
+        return None  # its configurations say which implementation
     if "paged" in folded:
         return Optimizer.PAGED_ADAMW_8BIT if "8bit" in folded else Optimizer.PAGED_ADAMW
     if "8bit" in folded:
@@ -213,8 +215,10 @@ def _sharding(row: Row) -> Sharding:
         raise NotCovered("layers split over GPUs by device_map are not modelled")
     if "fsdp" in text:
         return Sharding.FSDP
-    stage = re.search(r"zero-?(\d)", text)
+    stage = re.search(r"zero-?([123])", text)
     if stage:
+        if "offload" in text or row["cpu_offload"].lower() in {"yes", "cpu", "disk"}:
+            raise NotCovered("parameters or optimizer offloaded by the sharding engine")
         return Sharding(f"zero{stage[1]}")
     if gpus > 1 and "single" not in text:
         return Sharding.DDP

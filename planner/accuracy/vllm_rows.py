@@ -28,7 +28,7 @@ def _weights(row: Row, engine: Engine) -> Prediction:
         raise NotCovered("weights are offloaded to the host by cpu_offload_gb")
     if "store loader" in engine.text:
         raise NotCovered("weights are loaded outside torch's allocator")
-    return around("vllm_weights", engine.weights_bytes(), 0.95, 1.06)
+    return around("model_weights", engine.weights_bytes(), 0.95, 1.06)
 
 
 def _non_torch_bytes(engine: Engine) -> float:
@@ -38,12 +38,12 @@ def _non_torch_bytes(engine: Engine) -> float:
 def _non_torch(row: Row, engine: Engine) -> Prediction:
     value = _non_torch_bytes(engine)
     # V0 before 2025 counted NCCL and CUDA start-up here: up to 2 GiB a process, more with TP
-    return Prediction("vllm_non_torch", value, 0, (8 if engine.tp > 1 else 2) * GiB)
+    return Prediction("non_torch_memory", value, 0, (8 if engine.tp > 1 else 2) * GiB)
 
 
 def _activation(row: Row, engine: Engine) -> Prediction:
     value = engine.activation_bytes()
-    return Prediction("vllm_activation_peak", value, 0.5 * value, 3 * value)
+    return Prediction("activation_peak", value, 0.5 * value, 3 * value)
 
 
 def _memory_bytes(row: Row, engine: Engine) -> float:
@@ -56,7 +56,7 @@ def _memory(row: Row, engine: Engine) -> Prediction:
     value = _memory_bytes(row, engine)
     # the profile's peak may be three times or half of what is expected of it
     slack = engine.activation_bytes() + 8 * _non_torch_bytes(engine)
-    return Prediction("vllm_kv_memory", value, value - 2.5 * slack, value + slack)
+    return Prediction("kv_cache_memory", value, value - 2.5 * slack, value + slack)
 
 
 def _pool_bytes(row: Row, engine: Engine) -> float:
@@ -75,20 +75,20 @@ def _spread(row: Row) -> tuple[float, float]:
 
 def _tokens(row: Row, engine: Engine) -> Prediction:
     value = engine.pool(_pool_bytes(row, engine)).tokens
-    name = "vllm_kv_tokens" if _spread(row)[0] > 0.9 else "vllm_kv_tokens_from_budget"
+    name = "kv_cache_tokens_printed" if _spread(row)[0] > 0.9 else "kv_cache_tokens_from_budget"
     return around(name, value, *_spread(row))
 
 
 def _blocks(row: Row, engine: Engine) -> Prediction:
     value = engine.pool(_pool_bytes(row, engine)).num_blocks
-    name = "vllm_kv_blocks" if _spread(row)[0] > 0.9 else "vllm_kv_blocks_from_budget"
+    name = "num_gpu_blocks" if _spread(row)[0] > 0.9 else "num_gpu_blocks_from_budget"
     return around(name, value, *_spread(row))
 
 
 def _cpu_blocks(row: Row, engine: Engine) -> Prediction:
     if "unsloth" in f"{row['source']} {engine.text}".lower():
         raise NotCovered("Unsloth sets the swap space itself; the log does not print it")
-    return around("vllm_cpu_blocks", engine.pool(SWAP_BYTES).num_blocks, 0.99, 1.01)
+    return around("num_cpu_blocks", engine.pool(SWAP_BYTES).num_blocks, 0.99, 1.01)
 
 
 def _concurrency(row: Row, engine: Engine) -> Prediction:
@@ -100,27 +100,27 @@ def _concurrency(row: Row, engine: Engine) -> Prediction:
         value = tokens / engine.max_len
     else:
         value = engine.pool(_pool_bytes(row, engine)).concurrency
-    return around("vllm_concurrency", value, 0.98, 1.02)
+    return around("max_concurrency", value, 0.98, 1.02)
 
 
 def _budget(row: Row, engine: Engine) -> Prediction:
-    return around("vllm_budget", engine.budget_bytes(), 0.995, 1.005)
+    return around("usable_budget", engine.budget_bytes(), 0.995, 1.005)
 
 
 def _graphs(row: Row, engine: Engine) -> Prediction:
     if row["enforce_eager"] == "True":
-        return Prediction("vllm_cuda_graphs", 0, 0, 0.01 * GiB)
-    return Prediction("vllm_cuda_graphs", GRAPHS_BYTES, 0.03 * GiB, 1.3 * GiB)
+        return Prediction("cudagraph_memory_actual", 0, 0, 0.01 * GiB)
+    return Prediction("cudagraph_memory_actual", GRAPHS_BYTES, 0.03 * GiB, 1.3 * GiB)
 
 
 def _resident(row: Row, engine: Engine) -> Prediction:
     value = engine.weights_bytes() + _non_torch_bytes(engine)
-    return around("vllm_weights_and_non_torch", value, 0.95, 1.06)
+    return around("weights_and_non_torch", value, 0.95, 1.06)
 
 
 def _torch_peak(row: Row, engine: Engine) -> Prediction:
     value = engine.weights_bytes() + engine.activation_bytes()
-    return around("vllm_peak_torch", value, 0.9, 1.1)
+    return around("peak_torch_memory", value, 0.9, 1.1)
 
 
 _LAWS: dict[str, Callable[[Row, Engine], Prediction]] = {

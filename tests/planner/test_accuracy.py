@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from planner.accuracy import report
 from planner.accuracy.prediction import NotCovered, Prediction
 from planner.accuracy.rows import Layout, Row, read_rows
-from planner.accuracy.score import Accuracy, Scored, measurement_files, score_files, summarise
+from planner.accuracy.score import FAILED, Accuracy, Scored, measurement_files, score_files, summarise
 from planner.accuracy_cli import register
 from planner.errors import UsageError
 
@@ -41,6 +41,13 @@ def test_nine_rows_in_ten_are_expressed_and_inside_the_interval(shipped):
 
 def test_every_row_that_is_not_covered_has_a_reason(shipped):
     assert all(identity and len(why) > 15 for identity, why in shipped.not_covered)
+
+
+def test_the_planner_fails_on_no_row(monkeypatch):
+    monkeypatch.setattr("planner.accuracy.score.MIN_CONFIDENCE", 0.0)
+    everything = score_files(measurement_files())
+    assert everything.rows > 1900
+    assert [item for item in everything.not_covered if item[1].startswith(FAILED)] == []
 
 
 def test_docs_show_what_the_code_computes(shipped):
