@@ -4,7 +4,10 @@ import pytest
 
 from planner.errors import UnknownNameError
 from planner.hub import catalogue_model, catalogue_names, find_model, load_catalogue, model_facts
+from planner.machine import make_machine
 from planner.model import MixerKind
+from planner.plan import plan
+from planner.recipe import Method, Recipe, Task
 
 
 def test_the_catalogue_has_all_models() -> None:
@@ -131,3 +134,14 @@ def test_cache_facts(name: str, kv_bytes: int, state: int) -> None:
     facts = model_facts(catalogue_model(name))
     assert facts["kv_bytes_per_token"] == kv_bytes
     assert facts["state_bytes_per_sequence"] == state
+
+
+@pytest.mark.parametrize("method", list(Method))
+def test_every_model_plans(method: Method) -> None:
+    machine = make_machine("h100", host_ram="512GiB")
+    for name in catalogue_names():
+        spec = catalogue_model(name)
+        peak = plan(spec, Recipe(method=method), machine).peak_bytes
+        assert peak > spec.text_parameters // 2, name
+        served = plan(spec, Recipe(method=method, task=Task.SERVE), machine).peak_bytes
+        assert served > spec.text_parameters // 2, name
