@@ -1,0 +1,96 @@
+"""Write the generated pages: docs/cli.md and docs/accuracy.md.
+
+`python -m benchmarks.write_docs` rewrites them, `--check` fails when one is not as it would be
+written. The README's example output and tree are checked by tests/test_docs.py.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CLI_PAGE = ROOT / "docs" / "cli.md"
+PROFILE_VERBS = ("run", "watch", "snapshot", "compare", "calibrate")
+VERBS: tuple[tuple[str, ...], ...] = (
+    ("plan",),
+    ("compare",),
+    ("advise",),
+    ("recommend",),
+    ("published",),
+    ("accuracy",),
+    ("models",),
+    ("gpus",),
+    ("explain",),
+    ("trace",),
+    *(("profile", verb) for verb in PROFILE_VERBS),
+    ("train",),
+    ("merge",),
+    ("demo",),
+    ("app",),
+)
+
+
+def help_text(verb: tuple[str, ...]) -> str:
+    """Return the plain text of `vramwise VERB --help` at 100 columns."""
+    environment = os.environ | {
+        "COLUMNS": "100",
+        "TERMINAL_WIDTH": "100",
+        "NO_COLOR": "1",
+        "TERM": "dumb",
+    }
+    result = subprocess.run(
+        [sys.executable, "-m", "app.cli", *verb, "--help"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        check=True,
+    )
+    return "\n".join(line.rstrip() for line in result.stdout.splitlines()).strip()
+
+
+def cli_page() -> str:
+    """Return docs/cli.md: the help of every verb."""
+    parts = [
+        "# Command line",
+        "",
+        "Made from the commands themselves by `make docs`; do not edit.",
+        "",
+        "Answers go to stdout, prose and progress to stderr; `--json` gives one document with integer",
+        "`_bytes` keys. Exit codes: 0 ok, 1 failure, 2 usage, 3 does not fit (with `--check`), 4 no GPU,",
+        "5 missing extra.",
+    ]
+    for verb in VERBS:
+        parts += ["", f"## vramwise {' '.join(verb)}", "", "```text", help_text(verb), "```"]
+    return "\n".join(parts) + "\n"
+
+
+def main() -> int:
+    """Write or check the pages; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    arguments = parser.parse_args()
+    page = cli_page()
+    if arguments.check:
+        same = CLI_PAGE.exists() and CLI_PAGE.read_text(encoding="utf-8") == page
+        if not same:
+            print("docs/cli.md is not what the commands say: run `make docs`", file=sys.stderr)
+        return 0 if same else 1
+    CLI_PAGE.write_text(page, encoding="utf-8")
+    print(f"wrote {CLI_PAGE.relative_to(ROOT)}")
+    accuracy = subprocess.run(
+        [sys.executable, "-m", "app.cli", "accuracy", "--markdown"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    ).stdout
+    (ROOT / "docs" / "accuracy.md").write_text(accuracy, encoding="utf-8")
+    print("wrote docs/accuracy.md")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
