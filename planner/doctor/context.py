@@ -27,7 +27,7 @@ _KEYS: dict[str, str] = {
     "hidden": r"hidden_size",
     "ffn": r"intermediate_size",
 }
-_NUMBER = r"['\"]?\s*[:=\s]\s*['\"]?(\d[\d,_]*)(?![\d.]*[.\d]*(?:e|\.\d))"
+_NUMBER = r"['\"]?\s{0,8}[:=\s]\s{0,8}['\"]?(\d[\d,_]{0,14})(?![\d,_]|\.\d|e-?\d)"
 _PATTERNS = {
     name: re.compile(rf"(?<![\w.])(?:--)?(?:{keys}){_NUMBER}", re.IGNORECASE)
     for name, keys in _KEYS.items()

@@ -5,7 +5,7 @@ from decimal import ROUND_HALF_UP, Decimal
 
 from planner.units import GB, GiB, KiB, MiB, TiB
 
-SIZE = r"(\d+(?:\.\d+)?)\s*(bytes|B|[KMGT]i?B)(?![A-Za-z])"
+SIZE = r"(?<![\d.])(\d{1,20}(?:\.\d{1,9})?)\s{0,4}(bytes|B|[KMGT]i?B)(?![A-Za-z])"
 _UNITS = {
     "bytes": 1,
     "B": 1,

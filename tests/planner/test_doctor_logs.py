@@ -3,6 +3,8 @@
 import io
 from collections.abc import Iterator
 
+import pytest
+
 from planner.doctor.diagnose import diagnose
 from planner.doctor.report import diagnosis_text
 from planner.doctor.scan import scan
@@ -127,3 +129,26 @@ def test_nothing_to_read_is_unknown_not_a_guess() -> None:
     for text in ("", "Segmentation fault (core dumped)", "RuntimeError: CUDA error: out of memory"):
         cause = diagnose(text).failures[0].causes[0]
         assert (cause.category, cause.certainty.value) == ("unknown", "unknown")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "seed",
+    [
+        "1",
+        "9,",
+        "1.",
+        "(",
+        " ",
+        "CUDA out of memory. ",
+        "Process 1 has ",
+        "batch 1",
+        "train embed",
+        "1: 2 GB ",
+    ],
+)
+def test_hostile_lines_take_linear_time(seed: str) -> None:
+    """A quadratic pattern takes minutes on these."""
+    line = seed * (15_000 // len(seed))
+    found = diagnose(f"CUDA out of memory. {line}\n{line}\n")
+    assert found.failures[0].causes[0].certainty.value != "proven by arithmetic"
