@@ -115,7 +115,7 @@ def _acts(phase: str, size: int, acts: Activations) -> Term:
         size,
         "{0}: kept {1:,} B; a layer keeps {2:.0f} B and needs {3:.0f} B per token",
         (phase, acts.kept, acts.kept_per_token, acts.layer_per_token),
-        "operation by operation: planner/layer_program.py",
+        "operation by operation: planner/layer_blocks.py",
     )
 
 

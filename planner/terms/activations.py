@@ -3,7 +3,8 @@
 from typing import NamedTuple
 
 from planner.dtypes import element_bytes
-from planner.layer_program import LayerCosts, OpSettings, Program, layer_costs
+from planner.layer_costs import LayerCosts, layer_costs
+from planner.layer_program import OpSettings, Program
 from planner.model import ModelSpec
 from planner.recipe import Checkpointing, Method, Sharding
 from planner.resolve import Resolved

@@ -51,7 +51,7 @@ def head_width(r: Resolved) -> int:
 def _casts(model: ModelSpec, r: Resolved, rows: int, act: int) -> int:
     """Return copies beside the logits: a head's weight and, trained, its input under autocast."""
     if r.quantization and r.switch("quantized_head"):
-        return model.vocab * model.hidden * act  # dequantised while it multiplies
+        return 4 * model.vocab * model.hidden  # dequantised to fp32, as bitsandbytes made it from
     if not r.autocast or head_width(r) == act:
         return 0
     trained = r.method is Method.FULL and r.trains
