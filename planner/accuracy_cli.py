@@ -1,10 +1,16 @@
 """`vramwise accuracy`: published measurements against the planner."""
 
+from __future__ import annotations
+
 from enum import StrEnum
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from planner.accuracy.score import Accuracy
 
 
 class Tier(StrEnum):
@@ -36,15 +42,10 @@ def accuracy(
 ) -> None:
     """Score the planner against published GPU measurements."""
     from planner.accuracy import report
-    from planner.accuracy.score import Accuracy, measurement_files, score_files
+    from planner.accuracy.score import measurement_files, score_files
 
     files = csv or measurement_files()
-    if tier is Tier.TRACE:
-        from profiler.trace_accuracy import score as score_trace
-
-        result: Accuracy = score_trace(files)
-    else:
-        result = score_files(files)
+    result = _score_traces(files) if tier is Tier.TRACE else score_files(files)
     if source:
         result = report.only_source(result, source)
     if as_json:
@@ -53,3 +54,15 @@ def accuracy(
         typer.echo(report.to_markdown(result), nl=False)
     else:
         typer.echo(report.to_text(result, rows=rows))
+
+
+def _score_traces(files: list[Path]) -> Accuracy:
+    """Return the errors of fake-tensor traces; they live in the profiler and need torch."""
+    from planner.errors import MissingExtraError
+
+    try:
+        score = import_module("profiler.trace_accuracy").score
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("the trace tier", "train") from error
+    result: Accuracy = score(files)
+    return result

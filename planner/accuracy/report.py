@@ -20,8 +20,10 @@ TARGETS: dict[str, tuple[float, float | None]] = {
 
 def only_source(result: Accuracy, text: str) -> Accuracy:
     """Return the part of `result` whose source contains `text`."""
-    kept = [item for item in result.scored if text.lower() in item.row.source.lower()]
-    return Accuracy(rows=len(kept), scored=kept)
+    wanted = text.lower()
+    kept = [item for item in result.scored if wanted in item.row.source.lower()]
+    refused = [item for item in result.not_covered if wanted in item.source.lower()]
+    return Accuracy(rows=len(kept) + len(refused), scored=kept, not_covered=refused)
 
 
 def to_json(result: Accuracy, *, tier: str = "analytic", rows: bool = False) -> str:
@@ -33,7 +35,7 @@ def to_json(result: Accuracy, *, tier: str = "analytic", rows: bool = False) -> 
         "scored": len(result.scored),
         "expressible": _share(result),
         "interval_coverage": result.interval_coverage,
-        "not_covered": [{"id": name, "reason": why} for name, why in result.not_covered],
+        "not_covered": [{"id": row.id, "reason": row.reason} for row in result.not_covered],
         "by_quantity": {name: asdict(stats) for name, stats in result.by_quantity().items()},
         "by_source": {
             source: {name: asdict(stats) for name, stats in groups.items()}
@@ -144,4 +146,4 @@ def _cells(name: str, s: Statistics) -> str:
 
 
 def _reasons(result: Accuracy) -> list[tuple[str, int]]:
-    return Counter(why for _, why in result.not_covered).most_common()
+    return Counter(row.reason for row in result.not_covered).most_common()

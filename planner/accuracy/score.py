@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from planner.accuracy.prediction import NotCovered, Prediction
 from planner.accuracy.rows import MIN_CONFIDENCE, Row, read_rows
@@ -47,6 +48,14 @@ class Statistics:
     interval_coverage: float
 
 
+class Uncovered(NamedTuple):
+    """A row that cannot be expressed, and why."""
+
+    id: str
+    reason: str
+    source: str = ""
+
+
 @dataclass(slots=True)
 class Accuracy:
     """The outcome of scoring some files."""
@@ -54,7 +63,7 @@ class Accuracy:
     rows: int = 0
     """Rows with enough confidence whose run did not fail."""
     scored: list[Scored] = field(default_factory=list)
-    not_covered: list[tuple[str, str]] = field(default_factory=list)
+    not_covered: list[Uncovered] = field(default_factory=list)
 
     def by_quantity(self) -> dict[str, Statistics]:
         """Return statistics per canonical quantity, largest group first."""
@@ -102,9 +111,10 @@ def _score(row: Row, predict: Predictor, result: Accuracy) -> None:
             raise NotCovered("the figure has no value or its unit is not known")
         result.scored.append(Scored(row, truth, predict(row)))
     except NotCovered as reason:
-        result.not_covered.append((row.id, str(reason)))
+        result.not_covered.append(Uncovered(row.id, str(reason), row.source))
     except Exception as error:  # one row must not cost the report; a test looks for this reason
-        result.not_covered.append((row.id, f"{FAILED}: {type(error).__name__} ({error})"))
+        why = f"{FAILED}: {type(error).__name__} ({error})"
+        result.not_covered.append(Uncovered(row.id, why, row.source))
 
 
 def summarise(items: list[Scored]) -> Statistics:

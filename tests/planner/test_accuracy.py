@@ -11,7 +11,14 @@ from typer.testing import CliRunner
 from planner.accuracy import report
 from planner.accuracy.prediction import NotCovered, Prediction
 from planner.accuracy.rows import Layout, Row, read_rows
-from planner.accuracy.score import FAILED, Accuracy, Scored, measurement_files, score_files, summarise
+from planner.accuracy.score import (
+    FAILED,
+    Accuracy,
+    Scored,
+    measurement_files,
+    score_files,
+    summarise,
+)
 from planner.accuracy_cli import register
 from planner.errors import UsageError
 
@@ -40,14 +47,14 @@ def test_nine_rows_in_ten_are_expressed_and_inside_the_interval(shipped):
 
 
 def test_every_row_that_is_not_covered_has_a_reason(shipped):
-    assert all(identity and len(why) > 15 for identity, why in shipped.not_covered)
+    assert all(row.id and len(row.reason) > 15 for row in shipped.not_covered)
 
 
 def test_the_planner_fails_on_no_row(monkeypatch):
     monkeypatch.setattr("planner.accuracy.score.MIN_CONFIDENCE", 0.0)
     everything = score_files(measurement_files())
     assert everything.rows > 1900
-    assert [item for item in everything.not_covered if item[1].startswith(FAILED)] == []
+    assert [row for row in everything.not_covered if row.reason.startswith(FAILED)] == []
 
 
 def test_docs_show_what_the_code_computes(shipped):
@@ -113,7 +120,7 @@ def test_only_sure_rows_of_runs_that_worked_are_scored(tmp_path, changes, rows):
 def test_a_row_that_cannot_be_expressed_names_its_reason(tmp_path):
     result = score_files([_copy(tmp_path, "sft.csv", model="nobody/knows-9b", confidence="0.9")])
     assert not result.scored
-    assert "nobody/knows-9b" in result.not_covered[0][1]
+    assert "nobody/knows-9b" in result.not_covered[0].reason
 
 
 def test_a_predictor_that_is_wrong_is_seen(tmp_path):
@@ -128,9 +135,8 @@ def test_the_reason_of_a_predictor_is_kept(tmp_path):
         raise NotCovered("nothing is known about it")
 
     path = _copy(tmp_path, "sft.csv", confidence="0.9", oom="0")
-    assert score_files([path], predict=refuse).not_covered == [
-        (read_rows(path)[0].id, "nothing is known about it")
-    ]
+    (refused,) = score_files([path], predict=refuse).not_covered
+    assert (refused.id, refused.reason) == (read_rows(path)[0].id, "nothing is known about it")
 
 
 @pytest.mark.parametrize(
@@ -185,5 +191,12 @@ def test_csv_option_scores_only_that_file(tmp_path):
     assert len(document["predictions"]) == document["scored"]
 
 
-def test_source_option_keeps_one_source():
-    assert "fms-acceleration" not in _run("--source", "litgpt")
+def test_source_option_keeps_one_source(shipped):
+    document = json.loads(_run("--source", "litgpt", "--json"))
+    assert set(document["by_source"]) <= {row.source for row in _rows() if "litgpt" in row.source}
+    refused = sum("litgpt" in row.source for row in shipped.not_covered)
+    assert len(document["not_covered"]) == refused > 0
+
+
+def _rows() -> list[Row]:
+    return [row for path in measurement_files() for row in read_rows(path)]
