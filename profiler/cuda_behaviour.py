@@ -189,7 +189,11 @@ def _masking() -> tuple[tuple[Any, str, Any], ...]:
     module = sys.modules.get("transformers.masking_utils")
     if module is None:
         return ()
-    return (module, "is_tracing", lambda *_: False), (module, "fast_all", partial(_yes, module.fast_all))
+    return (module, "is_tracing", lambda *_: False), (
+        module,
+        "fast_all",
+        partial(_yes, module.fast_all),
+    )
 
 
 def _yes(check: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -89,6 +89,8 @@ class StorageTracker(TorchDispatchMode):
     """Record allocations and frees while active; `events` is the result.
 
     `workspaces` maps an op name ("aten.mm.default") to the temporaries its CUDA kernel makes.
+    `in_place=False` counts autograd's accumulations out of place, as torch runs them under any
+    dispatch mode (torch's MemTracker, for one): figures published from such runs are higher.
     Raises TraceTimeoutError when `deadline_s` (time.monotonic) passes.
     """
 
@@ -97,6 +99,7 @@ class StorageTracker(TorchDispatchMode):
         *,
         workspaces: dict[str, Workspace] | None = None,
         deadline_s: float | None = None,
+        in_place: bool = True,
     ) -> None:
         super().__init__()
         self.events: list[BlockEvent] = []
@@ -105,6 +108,7 @@ class StorageTracker(TorchDispatchMode):
         self.last_op = ""
         self._workspaces = workspaces or {}
         self._deadline_s = deadline_s
+        self._in_place = _IN_PLACE if in_place else {}
         self.on_op: Callable[[int, str], None] | None = None
         """Called now and then with the operators so far and the phase, for a progress bar."""
         self._live: dict[int, tuple[Block, weakref.ref[Any]]] = {}
@@ -248,7 +252,7 @@ class StorageTracker(TorchDispatchMode):
         can_accumulate_inplace; FunctionsManual.cpp, areAnyTensorSubclassLike). Under a dispatch
         mode torch takes the out-of-place branch: memory that no real run allocates.
         """
-        in_place = _IN_PLACE.get(name)
+        in_place = self._in_place.get(name)
         if (
             in_place is None
             or self._modules

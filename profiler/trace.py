@@ -51,14 +51,16 @@ def trace(
     time_limit_s: float = DEFAULT_TIME_LIMIT_S,
     progress: Callable[[int, str], None] | None = None,
     allocator: AllocatorConfig | None = None,
+    in_place: bool = True,
 ) -> Recording:
     """Return the Recording of `subject` run on fake tensors; `allocator` decides what is reserved.
 
+    `in_place=False` counts as torch's own memory trackers do (see StorageTracker).
     Raises TraceTimeoutError at `time_limit_s`, UnsupportedError naming op and module when the
     model cannot run on fake tensors.
     """
     started = time.monotonic()
-    tracker = run_subject(subject, time_limit_s=time_limit_s, progress=progress)
+    tracker = run_subject(subject, time_limit_s=time_limit_s, progress=progress, in_place=in_place)
     assign_terms(tracker.events, vocab=subject.vocab, embedding=subject.trained_embedding)
     summary = summarise(tracker.events)
     events = to_events(tracker.events)
@@ -86,9 +88,12 @@ def run_subject(
     time_limit_s: float = DEFAULT_TIME_LIMIT_S,
     progress: Callable[[int, str], None] | None = None,
     fake: bool = True,
+    in_place: bool = True,
 ) -> StorageTracker:
     """Run `subject` and return the tracker; `fake=False` runs it on real CPU memory."""
-    tracker = StorageTracker(workspaces=workspaces(), deadline_s=time.monotonic() + time_limit_s)
+    tracker = StorageTracker(
+        workspaces=workspaces(), deadline_s=time.monotonic() + time_limit_s, in_place=in_place
+    )
     if progress is not None:
         tracker.on_op = progress
     model = subject.build()
