@@ -68,6 +68,11 @@ def explain(comparison: Comparison, plan: Plan, recording: Recording) -> list[st
         lines.append(
             "  measured: as a total only; `record(follow=True)` or a snapshot tells the tensors"
         )
+    if (cell.phase, cell.term) == ("step", "optimizer") and not recording.environment.get("gpu"):
+        lines.append(
+            "  on a CPU torch updates one tensor at a time; on a GPU all at once (foreach), with "
+            "temporaries for all"
+        )
     if comparison.planned_phase != comparison.measured_phase and comparison.measured_phase:
         lines.append(
             f"  the plan has its peak in {comparison.planned_phase}, the run in "

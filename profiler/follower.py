@@ -109,6 +109,10 @@ class Follower:
         if not events:
             return
         whole = before + events
+        if not any(event.block.place == DEVICE for event in whole):
+            on_host = sum(event.block.bytes for event in whole if event.alloc)
+            self.host_peak_bytes = max(self.host_peak_bytes, on_host)
+            return
         assign_terms(whole, vocab=self.vocab)
         self._take(summarise(whole), whole)
 

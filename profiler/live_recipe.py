@@ -139,11 +139,14 @@ def _weights(model: Any) -> dict[str, Any]:
     """Method, dtype, adapters and quantisation from the parameters themselves."""
     sizes: Counter[str] = Counter()
     adapter_dtypes: Counter[str] = Counter()
+    targets: set[str] = set()
     quantization = None
     for name, parameter in model.named_parameters():
         kind = type(parameter).__name__
         if "lora_" in name:
             adapter_dtypes[str(parameter.dtype)] += prod(parameter.shape)
+            # what was adapted, whatever pattern asked for it
+            targets.add(name.split(".lora_")[0].rpartition(".")[2])
         elif kind == "Params4bit":
             state = getattr(parameter, "quant_state", None)
             quantization = getattr(state, "quant_type", None) or "nf4"
@@ -158,10 +161,9 @@ def _weights(model: Any) -> dict[str, Any]:
     if not adapter_dtypes or adapter is None:
         return {**found, "method": "full"}
     found["method"] = "qlora" if quantization else "lora"
-    targets = adapter.target_modules
     found["lora"] = {
         "rank": int(adapter.r),
-        "targets": targets if isinstance(targets, str) else tuple(sorted(targets)),
+        "targets": tuple(sorted(targets)),
         "dtype": _DTYPES.get(adapter_dtypes.most_common(1)[0][0]),
         "dora": bool(getattr(adapter, "use_dora", False)),
         "modules_to_save": tuple(getattr(adapter, "modules_to_save", None) or ()),

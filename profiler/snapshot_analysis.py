@@ -174,6 +174,12 @@ def _alive_at(snapshot: Snapshot, moment: int, final: dict[int, Block]) -> Alive
     return [(address, size, stack, address not in gone) for address, (size, stack) in alive.items()]
 
 
+def blocks_before_history(snapshot: Snapshot) -> list[tuple[int, int]]:
+    """Return (address, bytes) of what was in use when the history began."""
+    final = {block.address: block for block in snapshot.active_blocks()}
+    return [(address, size) for address, size, _, _ in _alive_at(snapshot, 0, final)]
+
+
 def rounded(num_bytes: int) -> int:
     """Return what the allocator counts for a request."""
     return max(ROUND_BYTES, -(-num_bytes // ROUND_BYTES) * ROUND_BYTES)

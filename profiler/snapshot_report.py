@@ -11,6 +11,7 @@ from rich.text import Text
 from planner.units import format_bytes
 from profiler.report import shown
 from profiler.snapshot_analysis import Analysis, Fragmentation
+from profiler.snapshot_replay import Trial, trials
 
 TOP = 15
 MANY_SPLITS = 0.1
@@ -32,6 +33,7 @@ def document(analysis: Analysis) -> dict[str, Any]:
             {"requested_bytes": event.bytes, "free_bytes": event.free_bytes}
             for event in snapshot.ooms
         ],
+        "replay": [asdict(trial) for trial in trials(snapshot)],
         "largest": [
             {"bytes": block.bytes, "term": block.owner.term, "where": block.owner.where}
             for block in analysis.at_peak[:TOP]
@@ -52,6 +54,10 @@ def terminal(analysis: Analysis) -> Group:
     parts += [Text(), Text("Largest allocations", style="bold"), _largest(analysis), Text()]
     parts += [Text("Fragmentation at the dump", style="bold"), _fragments(analysis.fragmentation)]
     parts += [Text(line) for line in findings(analysis)]
+    replayed = trials(snapshot)
+    if replayed:
+        heading = "The same allocations under other settings (PYTORCH_ALLOC_CONF)"
+        parts += [Text(), Text(heading, style="bold"), _trials(replayed)]
     return Group(*parts)
 
 
@@ -104,6 +110,17 @@ def _largest(analysis: Analysis) -> Table:
         )
     for (term, where, size), count in ordered:
         table.add_row(format_bytes(size * count), format_bytes(size), str(count), term, where)
+    return table
+
+
+def _trials(replayed: list[Trial]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("setting")
+    table.add_column("reserved at most", justify="right")
+    table.add_column("would it have fitted?")
+    answers = {None: "nothing ran out", True: "yes", False: "no"}
+    for trial in replayed:
+        table.add_row(trial.setting, format_bytes(trial.peak_reserved_bytes), answers[trial.fits])
     return table
 
 

@@ -15,6 +15,7 @@ from planner.units import GiB, MiB
 from profiler.safe_pickle import load_plain, scan
 from profiler.snapshot import from_data, read_snapshot
 from profiler.snapshot_analysis import analyse, fragmentation, to_recording
+from profiler.snapshot_replay import trials
 from profiler.snapshot_report import document, findings
 
 CANARY = "vramwise_canary"
@@ -200,7 +201,6 @@ def test_the_scan_agrees_with_the_unpickler_on_plain_data(tmp_path: Path) -> Non
         "d": (1, 2, 3),
         "e": tuple(range(9)),
         "f": "x" * 1000,
-        "g": b"y",
         "h": {i: str(i) for i in range(3000)},
     }
     for protocol in (2, 3, 4, 5):
@@ -520,3 +520,33 @@ def test_a_wrong_field_is_named(tmp_path: Path, change: Any, expected: str) -> N
     file.write_bytes(pickle.dumps(data))
     with pytest.raises(UsageError, match=expected):
         read_snapshot(file)
+
+
+def test_a_run_that_only_fragmentation_killed_would_have_fitted_with_expandable_segments() -> None:
+    """10 MiB sit in the cached segment of a freed 100 MiB tensor; then 95 MiB are asked, 20 free.
+
+    cudaMalloc needs a second segment: 100 + 95. The expandable segment grows by 5 MiB behind the
+    90 free ones, one page of 20 MiB.
+    """
+    gpu = Gpu()
+    gpu.free(gpu.alloc(100 * MiB, "forward"))
+    small = gpu.alloc(10 * MiB, "forward")
+    data = gpu.data()
+    (segment,) = data["segments"]
+    rest = {"address": small + 10 * MiB, "size": 90 * MiB, "requested_size": 0, "frames": []}
+    segment["blocks"].append({**rest, "state": "inactive"})
+    segment["total_size"] = 100 * MiB
+    oom = {"action": "oom", "addr": 0, "size": 95 * MiB, "device_free": 20 * MiB, "frames": []}
+    data["device_traces"][0].append(oom)
+    answers = {trial.setting: trial.fits for trial in trials(from_data(data))}
+    assert answers["expandable_segments:False"] is False
+    assert answers["expandable_segments:True"] is True
+
+
+def test_without_an_error_the_replay_compares_reserved_memory() -> None:
+    found = trials(from_data(training_step().data()))
+    assert all(trial.fits is None for trial in found)
+    assert all(trial.peak_reserved_bytes >= 45 * MiB for trial in found)
+    data = training_step().data()
+    data["device_traces"] = [[]]
+    assert trials(from_data(data)) == []

@@ -1,0 +1,150 @@
+"""Calibration: measured arithmetic on a fake device, the file, its use in later plans, no GPU."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from planner.errors import NoGpuError, UsageError, VramwiseError
+from planner.machine import make_machine
+from planner.units import GiB, MiB
+from profiler.calibration import Calibration, apply, calibrate, load, measure, save
+from profiler.nvml import GpuReading
+
+FOUND = Calibration(
+    gpu="NVIDIA H100 80GB HBM3",
+    driver="570.86.16",
+    torch="2.13.0",
+    taken_at="2026-11-29",
+    torch_total_bytes=79 * GiB,
+    context_bytes=510 * MiB,
+    workspace_bytes=32 * MiB,
+    segment_bytes=2 * MiB,
+    bandwidth_bytes_per_s=2_700_000_000_000,
+    host_to_device_bytes_per_s=52_000_000_000,
+)
+
+
+class FakeTensor:
+    nbytes = 1
+
+    def __matmul__(self, other: object) -> "FakeTensor":
+        return self
+
+    def copy_(self, other: object, non_blocking: bool = False) -> None: ...
+
+
+class FakeCuda:
+    """A device whose context takes 500 MiB and whose matrix product leaves 32 MiB behind."""
+
+    def __init__(self) -> None:
+        self.reserved = 0
+        self.context = 0
+
+    def is_available(self) -> bool:
+        return True
+
+    def get_device_properties(self, index: int) -> Any:
+        return SimpleNamespace(name="NVIDIA H100 80GB HBM3")
+
+    def memory_reserved(self) -> int:
+        return self.reserved
+
+    def memory_allocated(self) -> int:
+        return 32 * MiB
+
+    def synchronize(self) -> None: ...
+
+    def empty_cache(self) -> None:
+        self.reserved = 32 * MiB
+
+    def mem_get_info(self, index: int) -> tuple[int, int]:
+        return 4 * MiB, 79 * GiB
+
+    def touch(self) -> None:
+        self.context = 500 * MiB
+        self.reserved += 2 * MiB
+
+
+def fake_torch() -> Any:
+    cuda = FakeCuda()
+
+    def empty(*shape: int, **_: Any) -> FakeTensor:
+        cuda.touch()
+        return FakeTensor()
+
+    return SimpleNamespace(
+        cuda=cuda, empty=empty, ones=empty, uint8=None, bfloat16=None, __version__="2.13.0"
+    )
+
+
+def test_the_context_is_what_the_driver_sees_beyond_torchs_pool() -> None:
+    fake = fake_torch()
+
+    def read() -> list[GpuReading]:
+        used = 1 * GiB + fake.cuda.context + fake.cuda.reserved
+        return [GpuReading(index=0, label="0", name="x", used_bytes=used)]
+
+    found = measure(fake, read, "570")
+    assert found.context_bytes == 500 * MiB
+    assert found.workspace_bytes == 32 * MiB
+    assert found.segment_bytes == 2 * MiB
+    assert found.torch_total_bytes == 79 * GiB
+    assert found.bandwidth_bytes_per_s > 0
+
+
+@pytest.mark.parametrize("used", [None, 1 * GiB])
+def test_a_driver_that_does_not_tell_gives_no_calibration(used: int | None) -> None:
+    reading = GpuReading(index=0, label="0", name="x", used_bytes=used)
+    with pytest.raises(VramwiseError, match="calibrate: the driver"):
+        measure(fake_torch(), lambda: [reading], "570")
+
+
+def test_saving_replaces_the_same_gpu_and_keeps_others(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "calibration.json"
+    save(FOUND, path)
+    save(replace(FOUND, gpu="NVIDIA A40"), path)
+    save(replace(FOUND, context_bytes=1), path)
+    found = {each.gpu: each.context_bytes for each in load(path)}
+    assert found == {"NVIDIA A40": 510 * MiB, "NVIDIA H100 80GB HBM3": 1}
+
+
+def test_a_calibrated_machine_uses_it_and_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    save(FOUND, path)
+    machine = apply(make_machine("h100-sxm"), path)
+    assert machine.context_bytes == 510 * MiB
+    assert "measured here on 2026-11-29" in machine.calibration
+    other = make_machine("rtx-4090")
+    assert apply(other, path) == other
+    assert apply(make_machine(vram="24GiB"), path).calibration == ""
+
+
+@pytest.mark.parametrize("content", ["{", '{"gpus": [{"gpu": "x"}]}', "[]", '{"gpus": 3}'])
+def test_a_damaged_file_is_one_line_with_what_to_do(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "c.json"
+    path.write_text(content)
+    with pytest.raises(UsageError, match="cannot be read") as caught:
+        load(path)
+    assert "calibrate" in (caught.value.hint or "")
+
+
+def test_no_file_is_no_calibration(tmp_path: Path) -> None:
+    assert load(tmp_path / "none.json") == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_with_exit_code_4() -> None:
+    with pytest.raises(NoGpuError) as caught:
+        calibrate()
+    assert caught.value.exit_code == 4
+
+
+def test_the_json_form_has_byte_keys() -> None:
+    document = json.loads(json.dumps(FOUND.to_dict()))
+    assert document["schema_version"] == 1
+    assert document["context_bytes"] == 510 * MiB
