@@ -88,7 +88,6 @@ class Program:
             (inner,),
             rows * s.act,
             saves=(*saves, weight_copy) if weight_copy else saves,
-            saves_out=s.saved_output,
             weight_grad=module.parameters * s.grad if s.full else 0,
             weight_scratch=count * s.act if s.quantized else 0,
             view_grad=not s.quantized,
@@ -97,6 +96,10 @@ class Program:
             tape.drop(weight_copy)
         if cast:
             tape.drop(inner)
+        if s.saved_output:
+            scaled = tape.op((out,), rows * s.act, saves=(out,))
+            tape.drop(out)
+            out = scaled
         if s.quantized and width != s.act:
             out = self.cast(out, rows * width)
         return self._lora(x, out, module, width) if module.leaf in s.adapted else out

@@ -96,7 +96,7 @@ def recipe_of(row: Row, model: ModelSpec) -> Recipe:
         "context": length or _default_context(framework),
         "packing": _flag(row["packing"]),
         "checkpointing": _checkpointing(row["grad_ckpt"], row["parallelism"]),
-        "attention": _attention(row["attn"]),
+        "attention": _attention(row["attn"], framework, model),
         "loss": _loss(row),
         "sharding": _sharding(row),
         "compile": row["compile"] == "yes",
@@ -185,8 +185,11 @@ def _checkpointing(text: str, parallelism: str) -> Checkpointing | None:
     return None
 
 
-def _attention(text: str) -> Attention | None:
+def _attention(text: str, framework: str, model: ModelSpec) -> Attention | None:
     folded = text.lower()
+    if framework == "ms-swift-1.5" and not model.name.startswith(("qwen", "baichuan2-7b")):
+        # --use_flash_attn was on by itself for Qwen only; Baichuan2-7B calls xformers
+        return Attention.EAGER
     if "flash" in folded:
         return Attention.FLASH
     if "sdpa" in folded:
