@@ -138,7 +138,8 @@ def graph_capture(signals: Signals) -> Cause | None:
 
 def multimodal_profile(signals: Signals) -> Cause | None:
     """The profile run encodes the largest allowed images at once."""
-    if not signals.first("mm_profile"):
+    profiling = signals.first("vllm_profile") and signals.context.multimodal
+    if not signals.first("mm_profile") and not profiling:
         return None
     return Cause(
         category="vllm_mm_profile",

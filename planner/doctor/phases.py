@@ -17,6 +17,7 @@ PHASES: tuple[tuple[str, str], ...] = (
         "mm_profile",
         r"embed_multimodal|get_multimodal_embeddings|profil\w*.{0,60}(?:pixel|image|vision|multimodal)|dummy_(?:image|video)|encoder_cache|limit_mm_per_prompt",
     ),
+    ("vllm_profile", r"determine_num_available_blocks|determine_available_memory|\bprofile_run\b"),
     ("wake_up", r"wake_up|create_and_map|cumem_allocator"),
     ("kbit_prepare", r"prepare_model_for_kbit_training"),
     (

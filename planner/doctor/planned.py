@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from planner.doctor.cause import Signals
 from planner.doctor.context import Context
-from planner.doctor.fixes import Fix
+from planner.doctor.fix_makers import Fix
 from planner.errors import VramwiseError
 from planner.machine import Machine
 from planner.plan import Plan, plan

@@ -1,0 +1,184 @@
+"""Rules for weights, gradients and optimizer states: loading, casting, gathering, saving, not fitting."""
+
+import re
+from dataclasses import replace
+
+from planner.doctor.cause import Cause, Certainty, Signals, static_state, weights_bytes
+from planner.units import format_bytes
+
+_TRAINED_HEAD = re.compile(
+    r"(?:train\w*|modules_to_save|additional_target|target\w*)[^\n]{0,60}(?:embed\w*|lm_head)",
+    re.IGNORECASE,
+)
+
+
+def upcast(signals: Signals) -> Cause | None:
+    """Something went to fp32: norms and embeddings, or a trained head."""
+    context = signals.context
+    head = context.model
+    if signals.first("kbit_prepare"):
+        formula = ""
+        if head:
+            matrices = 1 if head.tied else 2
+            formula = f"{matrices} * {head.vocab:,} * {head.hidden:,} * 4 B = {format_bytes(matrices * head.vocab * head.hidden * 4)}"
+        return Cause(
+            category="upcast_fp32",
+            certainty=Certainty.PROVEN if formula else Certainty.CONSISTENT,
+            explanation="prepare_model_for_kbit_training casts everything left in 16 bit to fp32: embeddings and head (the norms are about a MiB), and the residual stream with them.",
+            formula=formula,
+        )
+    if (
+        context.method in ("lora", "qlora")
+        and _TRAINED_HEAD.search(context.text)
+        and not signals.first("vocab", "load", "save")
+    ):
+        formula = ""
+        if head:
+            count = (1 if head.tied else 2) * head.vocab * head.hidden
+            formula = f"{count:,} parameters * (4 weight + 4 gradient + 8 Adam) B = {format_bytes(16 * count)}"
+        return Cause(
+            category="upcast_fp32",
+            certainty=Certainty.CONSISTENT,
+            explanation="training embed_tokens or lm_head beside the adapters makes them fp32 with gradients and Adam states.",
+            formula=formula,
+        )
+    return None
+
+
+def optimizer_temp(signals: Signals) -> Cause | None:
+    """AdamW's multi-tensor temporaries."""
+    if not signals.first("optimizer_temp"):
+        return None
+    found = signals.candidate("weight", "partition")
+    return Cause(
+        category="optimizer_temp",
+        certainty=Certainty.PROVEN if found and not found.free_parameter else Certainty.CONSISTENT,
+        explanation="the foreach AdamW makes about one extra copy of the parameters while it steps.",
+        formula=found.formula if found else "",
+    )
+
+
+def optimizer_states(signals: Signals) -> Cause | None:
+    """Adam moments, allocated at the first step or by the engine's start."""
+    if not signals.first("optimizer_init", "optimizer_states"):
+        return None
+    found, state = signals.candidate("partition"), static_state(signals.context)
+    return Cause(
+        category="optimizer_states",
+        certainty=Certainty.CONSISTENT,
+        explanation="optimizer states (and fp32 masters) are allocated here, before or at the first step: the shard of the static state does not fit, whatever the batch.",
+        formula=found.formula if found else state.formula if state else "",
+    )
+
+
+def whole_model(signals: Signals) -> Cause | None:
+    """Loading or moving a whole model to one GPU."""
+    if not signals.first("load", "module_to"):
+        return None
+    context, card = signals.context, signals.card_bytes
+    weights = weights_bytes(context)
+    exceeds = bool(weights and card and weights > card)
+    found = signals.candidate("weight")
+    parts = (
+        [f"one copy {format_bytes(weights)}, card {format_bytes(card)}"] if weights and card else []
+    )
+    parts += [found.formula] if found else []
+    many = (
+        context.gpus > 1
+        or context.sharding in ("zero3", "fsdp", "ddp")
+        or (signals.event is not None and len(signals.event.ranks) > 1)
+    )
+    many = many or bool(signals.event and signals.event.cuda and (signals.event.cuda.gpu or 0) > 0)
+    told = many or "gpus" in context.numbers  # whether other ranks hold copies too is known
+    if many:
+        category = "full_copy_per_gpu"
+        explanation = "every rank puts a whole copy of the weights on its GPU: sharding was not active when the model was loaded."
+    elif (
+        weights and card and weights > 0.92 * card and context.task in ("sft", "grpo", "dpo", "ppo")
+    ):
+        category = "static_state"
+        explanation = "the base weights alone fill the card, whatever the batch or the rank: context, gradients and activations come on top."
+    else:
+        category, explanation = (
+            "weights",
+            "the weights themselves fill the card while they are placed.",
+        )
+    return Cause(
+        category=category,
+        certainty=Certainty.PROVEN if exceeds and told else Certainty.CONSISTENT,
+        explanation=explanation,
+        formula="; ".join(parts),
+    )
+
+
+def gathered(signals: Signals) -> Cause | None:
+    """Sharded parameters gathered in full, or one FSDP layer."""
+    context = signals.context
+    layer = signals.candidate("layer")
+    sharded = context.sharding in ("zero3", "fsdp")
+    in_generation = signals.first("generation") and context.sharding == "zero3"
+    one_layer = bool(
+        layer
+        and sharded
+        and signals.candidates[0] is layer
+        and signals.first("forward", "backward")
+    )
+    if not (signals.first("gather") or in_generation or one_layer):
+        return None
+    weights = weights_bytes(context)
+    formula = (
+        layer.formula
+        if layer and one_layer
+        else f"{format_bytes(weights)} on every GPU"
+        if weights
+        else ""
+    )
+    exceeds = bool(weights and signals.card_bytes and weights > signals.card_bytes)
+    return Cause(
+        category="gather_full_params",
+        certainty=Certainty.PROVEN if one_layer or exceeds else Certainty.CONSISTENT,
+        explanation="one sharded layer is gathered to be computed with, and there was no room for it."
+        if one_layer
+        else "all sharded parameters are gathered on every GPU for generation.",
+        formula=formula,
+    )
+
+
+def saving(signals: Signals) -> Cause | None:
+    """A full state dict on the GPU."""
+    if not signals.first("save"):
+        return None
+    found, weights = signals.candidate("weight", "layer"), weights_bytes(signals.context)
+    return Cause(
+        category="save_full_state",
+        certainty=Certainty.PROVEN if found and not found.free_parameter else Certainty.CONSISTENT,
+        explanation="saving gathers or clones the full parameters on the GPU: the peak is in the save, after hours of quiet training.",
+        formula=found.formula
+        if found
+        else f"{format_bytes(2 * weights)} in fp32"
+        if weights
+        else "",
+    )
+
+
+def does_not_fit(signals: Signals) -> Cause | None:
+    """Weights, gradients and optimizer alone exceed the card."""
+    context, card = signals.context, signals.card_bytes
+    lead = signals.candidates[0] if signals.candidates else None
+    if not context.method and lead and lead.kind == "weight" and signals.first("backward"):
+        context = replace(context, method="full")  # a weight's gradient: the base is trained
+    state = static_state(context)
+    if state is None or card is None or (not context.method and context.task != "ppo"):
+        return None
+    sure = (bool(signals.context.method) and state.low_bytes > card) or (
+        signals.context.mixed_fp32 and state.high_bytes > card
+    )
+    near = state.high_bytes > card
+    if not near:
+        return None
+    return Cause(
+        category="static_state",
+        certainty=Certainty.PROVEN if sure else Certainty.CONSISTENT,
+        explanation="weights, gradients and optimizer states alone exceed the card: no batch size or length helps.",
+        formula=f"{state.formula} > {format_bytes(card)}",
+    )
