@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from planner.dtypes import element_bytes
 from planner.phases import Phase
-from planner.recipe import Method
+from planner.recipe import Method, Sharding
 from planner.resolve import Resolved
 from planner.terms.logits import scored_rows
 
@@ -49,6 +49,9 @@ def reserved(phases: Iterable[Phase], r: Resolved, vocab: int, capacity_bytes: i
     gathered = 2 * max(0, backward["weights"] - load["weights"])
     # many small gradients and temporaries are carved out of the head's freed blocks
     shared = min(head, late) // 2 if r.method is Method.FULL else 0
+    if r.method is not Method.FULL and r.sharding is Sharding.FSDP and r.gpus > 1:
+        # gradients that frozen units hold (terms/activations.py) fit into the head's freed blocks
+        shared = min(head, kept, max(0, backward["activations"] - kept))
     total = static + kept + layer + head + late + gathered - shared
     others = max(
         (p.total_bytes for n, p in by_name.items() if n in ("rollout", "score")), default=0
