@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planner.errors import MissingExtraError, UnsupportedError, UsageError
+from planner.errors import MissingExtraError, UnknownNameError, UnsupportedError, UsageError
 from planner.families.blocks import group_layers
 from planner.hub import read_config
 from planner.model import (
@@ -35,11 +35,18 @@ def build_on_meta(config: Mapping[str, Any]) -> Any:
     """Return the nn.Module of a config.json's fields on the meta device, a multimodal one whole."""
     try:
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+        from transformers import (
+            CONFIG_MAPPING,
+            AutoConfig,
+            AutoModelForCausalLM,
+            AutoModelForImageTextToText,
+        )
     except ImportError:
         raise MissingExtraError("planning from transformers' module tree", "train") from None
     fields = {key: value for key, value in config.items() if key != "quantization_config"}
-    model_type = fields.pop("model_type", None)
+    model_type = str(fields.pop("model_type", ""))
+    if model_type not in CONFIG_MAPPING:
+        raise UnknownNameError("transformers architecture", model_type, CONFIG_MAPPING)
     try:
         settings = AutoConfig.for_model(model_type, **fields)
         classes: list[Any] = [AutoModelForCausalLM]

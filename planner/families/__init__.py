@@ -10,7 +10,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from planner.errors import MissingExtraError, UnsupportedError, UsageError
+from planner.errors import MissingExtraError, UnknownNameError, UnsupportedError, UsageError
 from planner.families.fields import ConfigFields
 from planner.model import ModelSpec
 
@@ -25,9 +25,10 @@ _FAMILIES: dict[str, str] = {
         "glm4_moe minimax_m2 phimoe"
     ),
     "mamba": "mamba mamba2",
-    "hybrid": "jamba falcon_h1 granitemoehybrid nemotron_h",
+    "hybrid": "jamba falcon_h1 granitemoehybrid",
+    "nemotron": "nemotron_h",
     "gated_delta": "qwen3_next qwen3_5_text qwen3_5_moe_text",
-    "classic": "gpt2 gpt_bigcode gptj gpt_neox opt bloom falcon stablelm",
+    "classic": "gpt2 gpt_bigcode gptj gpt_neox opt bloom falcon stablelm RefinedWebModel RefinedWeb",
     "gemma_next": "gemma3n_text gemma4_text",
     "llama_next": "llama4_text mllama_text_model",
     "multimodal": (
@@ -105,7 +106,7 @@ def _build_outside(config: Mapping[str, Any], model_type: str) -> ModelSpec:
     if outside_builder is not None:
         try:
             return outside_builder(config)
-        except MissingExtraError:
+        except (MissingExtraError, UnknownNameError):
             pass
     raise unknown_architecture(config, model_type)
 

@@ -249,8 +249,24 @@ def bloom(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _renamed(fields: ConfigFields) -> ConfigFields:
+    """Return the fields of Falcon's first configs (RefinedWeb...) under today's names."""
+    config = dict(fields.config)
+    for old, new in (
+        ("n_layer", "num_hidden_layers"),
+        ("n_head", "num_attention_heads"),
+        ("n_head_kv", "num_kv_heads"),
+    ):
+        if old in config:
+            config.setdefault(new, config[old])
+    if "n_head_kv" in config:
+        config.setdefault("new_decoder_architecture", True)
+    return ConfigFields(config, "falcon", path=fields.path)
+
+
 def falcon(fields: ConfigFields) -> ModelSpec:
     """Return Falcon: 7B (multi-query), 40B (grouped, new_decoder_architecture) and RW (full)."""
+    fields = _renamed(fields)
     hidden = fields.integer("n_embed", fields.raw("hidden_size"))
     heads, head_dim = _heads(fields, hidden)
     new = bool(fields.raw("new_decoder_architecture"))
@@ -350,6 +366,8 @@ _BUILDERS = {
     "opt": opt,
     "bloom": bloom,
     "falcon": falcon,
+    "RefinedWebModel": falcon,
+    "RefinedWeb": falcon,
     "stablelm": stablelm,
 }
 

@@ -163,25 +163,13 @@ def build_decoder(
     )
     flags = [moe is not None] * num_layers if sparse is None else list(sparse)
     norms = layer_norms(traits, hidden)
-    softcap = fields.number("attn_logit_softcapping", fields.defaults.get("attn_logit_softcapping"))
 
     def build(key: tuple[Mask, bool]) -> LayerSpec:
-        (kind, window), is_sparse = key
+        mask, is_sparse = key
         mlp, modules = moe if is_sparse and moe is not None else dense  # type: ignore[misc]
-        mixer = MixerSpec(
-            kind=kind,
-            num_heads=shape[0],
-            num_kv_heads=shape[1],
-            head_dim=shape[2],
-            v_head_dim=shape[2],
-            window=window,
-            qk_norm=bool(qk_norm_kind(fields, traits)),
-            softcap=softcap,
-            bias=resolve(fields, traits.qkv_bias),
-        )
         return LayerSpec(
             count=1,
-            mixer=mixer,
+            mixer=attention_mixer(fields, traits, shape, mask),
             mlp=mlp,
             modules=(*attn, *modules, *norms),
             num_norms=len(traits.norms),
@@ -201,6 +189,24 @@ def build_decoder(
         norm="layernorm" if traits.norm == "bare" else traits.norm,
         embedding_scale_copy=traits.scaled_embedding,
         extra=extra,
+    )
+
+
+def attention_mixer(
+    fields: ConfigFields, traits: Traits, shape: tuple[int, int, int], mask: Mask
+) -> MixerSpec:
+    """Return the mixer of `shape` = (heads, key/value heads, head_dim) that sees `mask`."""
+    softcap = fields.defaults.get("attn_logit_softcapping")
+    return MixerSpec(
+        kind=mask[0],
+        num_heads=shape[0],
+        num_kv_heads=shape[1],
+        head_dim=shape[2],
+        v_head_dim=shape[2],
+        window=mask[1],
+        qk_norm=bool(qk_norm_kind(fields, traits)),
+        softcap=fields.number("attn_logit_softcapping", softcap),
+        bias=resolve(fields, traits.qkv_bias),
     )
 
 

@@ -110,6 +110,21 @@ def _embeddings(
     )
 
 
+def _altup_and_laurel(hidden: int, inputs: int, rank: int) -> tuple[ModuleSpec, ...]:
+    """Return what Gemma 3n adds to a layer: mixing of residual copies, a low-rank side path."""
+    return (
+        *(norm(name, hidden) for name in NORMS),
+        parameter("altup", (hidden,)),
+        linear("altup.correction_coefs", inputs, inputs),
+        linear("altup.prediction_coefs", inputs, inputs**2),
+        linear("altup.modality_router", hidden, inputs),
+        norm("altup.router_norm", hidden),
+        linear("laurel.linear_left", hidden, rank),
+        linear("laurel.linear_right", rank, hidden),
+        norm("laurel.post_laurel_norm", hidden),
+    )
+
+
 def gemma3n(fields: ConfigFields) -> ModelSpec:
     """Return Gemma 3n: AltUp, Laurel and per-layer inputs around ordinary attention."""
     hidden, num_layers = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
@@ -123,18 +138,10 @@ def gemma3n(fields: ConfigFields) -> ModelSpec:
     head_dim, kv_heads = fields.integer("head_dim"), fields.integer("num_key_value_heads")
     heads = fields.integer("num_attention_heads")
     fields.divide("num_attention_heads", heads, "num_key_value_heads", kv_heads)
-    inputs, rank = fields.integer("altup_num_inputs"), fields.integer("laurel_rank")
+    inputs = fields.integer("altup_num_inputs")
     per_layer = fields.integer("hidden_size_per_layer_input")
     common = (
-        *(norm(name, hidden) for name in NORMS),
-        parameter("altup", (hidden,)),
-        linear("altup.correction_coefs", inputs, inputs),
-        linear("altup.prediction_coefs", inputs, inputs**2),
-        linear("altup.modality_router", hidden, inputs),
-        norm("altup.router_norm", hidden),
-        linear("laurel.linear_left", hidden, rank),
-        linear("laurel.linear_right", rank, hidden),
-        norm("laurel.post_laurel_norm", hidden),
+        *_altup_and_laurel(hidden, inputs, fields.integer("laurel_rank")),
         *_per_layer_input(hidden, per_layer),
     )
     keys: list[Key] = [
@@ -162,8 +169,9 @@ def gemma3n(fields: ConfigFields) -> ModelSpec:
         layer_order=order,
         embeddings=(*_embeddings(fields, hidden, num_layers, per_layer), *projections[:1]),
         final=(*projections[1:], norm("norm", hidden)),
-        norm="rmsnorm",
         embedding_scale_copy=True,
+        # AltUp carries this many copies of the hidden state
+        residual_streams=inputs,
     )
 
 

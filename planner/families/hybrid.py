@@ -1,19 +1,16 @@
-"""Hybrids of attention and Mamba: Jamba, Nemotron-H, Falcon-H1, Granite 4."""
+"""Hybrids of attention and Mamba: Jamba, Falcon-H1, Granite 4."""
 
 from planner.families.blocks import (
     attention,
-    buffer,
-    experts,
     gated_mlp,
     group_layers,
     linear,
     norm,
-    parameter,
 )
 from planner.families.decoder import LLAMA, MlpPart, attention_modules, finish, head_shape
 from planner.families.experts import fused_experts, granite_moe, moe_spec
 from planner.families.fields import ConfigFields
-from planner.families.mamba import NO_MLP, Mamba2Shape, Mixer, mamba1, mamba2
+from planner.families.mamba import Mamba2Shape, Mixer, mamba1, mamba2
 from planner.model import (
     LayerSpec,
     MixerKind,
@@ -21,11 +18,9 @@ from planner.model import (
     MlpKind,
     MlpSpec,
     ModelSpec,
-    ModuleSpec,
 )
 
-_LEGACY = {"mamba": "linear_attention", "attention": "full_attention"}
-_NEMOTRON = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+LEGACY_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
 def full_attention(
@@ -77,16 +72,9 @@ def jamba(fields: ConfigFields) -> ModelSpec:
     def build_layer(key: tuple[bool, bool]) -> LayerSpec:
         is_attention, is_sparse = key
         mixer: Mixer = (full_attention(fields, shape), attn) if is_attention else state
-        part = _dense(fields, hidden, "feed_forward")
-        if is_sparse:
-            width = fields.integer("intermediate_size")
-            part = (
-                moe_spec(fields, width, number),
-                (
-                    linear("feed_forward.router", hidden, number),
-                    fused_experts("feed_forward.experts", number, hidden, width),
-                ),
-            )
+        part = (
+            _jamba_experts(fields, hidden) if is_sparse else _dense(fields, hidden, "feed_forward")
+        )
         return LayerSpec(
             count=1, mixer=mixer[0], mlp=part[0], modules=(*mixer[1], *part[1], *norms)
         )
@@ -102,33 +90,25 @@ def jamba(fields: ConfigFields) -> ModelSpec:
     )
 
 
+def _jamba_experts(fields: ConfigFields, hidden: int) -> MlpPart:
+    width, number = fields.integer("intermediate_size"), fields.integer("num_experts")
+    return moe_spec(fields, width, number), (
+        linear("feed_forward.router", hidden, number),
+        fused_experts("feed_forward.experts", number, hidden, width),
+    )
+
+
 def falcon_h1(fields: ConfigFields) -> ModelSpec:
     """Return Falcon-H1: every layer runs attention and Mamba2 side by side."""
     hidden = fields.integer("hidden_size")
     shape = head_shape(fields, hidden)
     given = fields.optional("mamba_d_ssm")
-    inner = fields.integer("mamba_expand") * hidden if given is None else given
-    heads = fields.integer("mamba_n_heads")
-    each = fields.divide("mamba_d_ssm", inner, "mamba_n_heads", heads)
-    if fields.auto("mamba_d_head", each) != each:
-        raise fields.error(
-            "mamba_d_head", fields.raw("mamba_d_head"), f"mamba_d_ssm / mamba_n_heads = {each}"
-        )
-    state = mamba2(
-        "mamba",
+    state = _mamba2(
+        fields,
         hidden,
-        Mamba2Shape(
-            num_heads=heads,
-            head_dim=each,
-            groups=fields.integer("mamba_n_groups"),
-            state=fields.integer("mamba_d_state"),
-            kernel=fields.integer("mamba_d_conv"),
-            chunk=fields.integer("mamba_chunk_size"),
-            bias=fields.flag("mamba_proj_bias"),
-            out_bias=fields.flag("projectors_bias"),
-            conv_bias=fields.flag("mamba_conv_bias"),
-            gated_norm=fields.flag("mamba_rms_norm"),
-        ),
+        fields.integer("mamba_expand") * hidden if given is None else given,
+        out_bias=fields.flag("projectors_bias"),
+        gated_norm=fields.flag("mamba_rms_norm"),
     )
     part = _dense(fields, hidden, "feed_forward", bias=fields.flag("mlp_bias"))
     layer = LayerSpec(
@@ -185,7 +165,8 @@ def granite_hybrid(fields: ConfigFields) -> ModelSpec:
                 attention_modules(fields, LLAMA, hidden, shape),
             )
         else:
-            mixer = _granite_mamba(fields, hidden)
+            inner = fields.integer("mamba_expand") * hidden
+            mixer = _mamba2(fields, hidden, inner, out_bias=fields.flag("mamba_proj_bias"))
         return LayerSpec(
             count=1, mixer=mixer[0], mlp=part[0], modules=(*mixer[1], *part[1], *norms)
         )
@@ -202,28 +183,28 @@ def granite_hybrid(fields: ConfigFields) -> ModelSpec:
     )
 
 
-def _granite_mamba(fields: ConfigFields, hidden: int) -> Mixer:
-    inner, heads = fields.integer("mamba_expand") * hidden, fields.integer("mamba_n_heads")
+def _mamba2(
+    fields: ConfigFields, hidden: int, inner: int, *, out_bias: bool, gated_norm: bool = True
+) -> Mixer:
+    """Return a Mamba2 mixer of width `inner` from the mamba_* fields."""
+    heads = fields.integer("mamba_n_heads")
     each = fields.divide("mamba_expand * hidden_size", inner, "mamba_n_heads", heads)
     if fields.auto("mamba_d_head", each) != each:
-        allowed = f"mamba_expand * hidden_size / mamba_n_heads = {each}"
+        allowed = f"the mixer's width / mamba_n_heads = {each}"
         raise fields.error("mamba_d_head", fields.raw("mamba_d_head"), allowed)
-    bias = fields.flag("mamba_proj_bias")
-    return mamba2(
-        "mamba",
-        hidden,
-        Mamba2Shape(
-            num_heads=heads,
-            head_dim=each,
-            groups=fields.integer("mamba_n_groups"),
-            state=fields.integer("mamba_d_state"),
-            kernel=fields.integer("mamba_d_conv"),
-            chunk=fields.integer("mamba_chunk_size"),
-            bias=bias,
-            out_bias=bias,
-            conv_bias=fields.flag("mamba_conv_bias"),
-        ),
+    shape = Mamba2Shape(
+        num_heads=heads,
+        head_dim=each,
+        groups=fields.integer("mamba_n_groups"),
+        state=fields.integer("mamba_d_state"),
+        kernel=fields.integer("mamba_d_conv"),
+        chunk=fields.integer("mamba_chunk_size"),
+        bias=fields.flag("mamba_proj_bias"),
+        out_bias=out_bias,
+        conv_bias=fields.flag("mamba_conv_bias"),
+        gated_norm=gated_norm,
     )
+    return mamba2("mamba", hidden, shape)
 
 
 def layer_kinds(fields: ConfigFields, num_layers: int) -> list[str] | None:
@@ -233,130 +214,13 @@ def layer_kinds(fields: ConfigFields, num_layers: int) -> list[str] | None:
         num_layers,
         ("full_attention", "linear_attention", "attention", "mamba"),
     )
-    return None if kinds is None else [_LEGACY.get(kind, kind) for kind in kinds]
-
-
-def nemotron_h(fields: ConfigFields) -> ModelSpec:
-    """Return Nemotron-H: each layer is one of Mamba2, attention, MLP or experts."""
-    hidden = fields.integer("hidden_size")
-    kinds = _nemotron_kinds(fields)
-    layers, order = group_layers(kinds, lambda kind: _nemotron_layer(fields, hidden, kind))
-    return finish(
-        fields,
-        hidden=hidden,
-        layers=layers,
-        layer_order=order,
-        final=(norm("norm_f", hidden),),
-        embed_name="embeddings",
-    )
-
-
-def _nemotron_kinds(fields: ConfigFields) -> list[str]:
-    pattern = fields.raw("hybrid_override_pattern", None)
-    kinds = fields.items("layers_block_type")
-    if kinds is None and pattern is not None:
-        kinds = [_NEMOTRON.get(char, char) for char in fields.text("hybrid_override_pattern")]
-    if kinds is None:
-        kinds = ["linear_attention", "moe", "full_attention", "mlp"]
-    kinds = [_LEGACY.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
-    for kind in kinds:
-        if kind not in _NEMOTRON.values():
-            raise fields.error("hybrid_override_pattern", kind, "M, E, * or - for every layer")
-    if not kinds or len(kinds) > 10_000:
-        raise fields.error("hybrid_override_pattern", len(kinds), "1 to 10000 layers")
-    return kinds
-
-
-def _nemotron_layer(fields: ConfigFields, hidden: int, kind: str) -> LayerSpec:
-    mixer, mlp = MixerSpec(kind=MixerKind.NONE), NO_MLP
-    if kind == "linear_attention":
-        mixer, modules = _nemotron_mamba(fields, hidden)
-    elif kind == "full_attention":
-        heads, kv_heads = (
-            fields.integer("num_attention_heads"),
-            fields.optional("num_key_value_heads"),
-        )
-        name = "attention_head_dim" if not fields.has("head_dim") else "head_dim"
-        shape = (heads, kv_heads or heads, fields.integer(name, fields.defaults["head_dim"]))
-        fields.divide("num_attention_heads", heads, "num_key_value_heads", shape[1])
-        mixer = full_attention(fields, shape)
-        modules = attention(hidden, *shape, prefix="mixer")
-    elif kind == "mlp":
-        width, bias = fields.integer("intermediate_size"), fields.flag("mlp_bias")
-        mlp = MlpSpec(
-            kind=MlpKind.PLAIN, intermediate=width, activation=fields.text("mlp_hidden_act")
-        )
-        modules = (
-            linear("mixer.up_proj", hidden, width, bias=bias),
-            linear("mixer.down_proj", width, hidden, bias=bias),
-        )
-    else:
-        mlp, modules = _nemotron_moe(fields, hidden)
-    return LayerSpec(
-        count=1, mixer=mixer, mlp=mlp, modules=(*modules, norm("norm", hidden)), num_norms=1
-    )
-
-
-def _nemotron_mamba(fields: ConfigFields, hidden: int) -> Mixer:
-    bias = fields.flag("use_bias")
-    dtype = str(fields.raw("mamba_ssm_cache_dtype"))
-    return mamba2(
-        "mixer",
-        hidden,
-        Mamba2Shape(
-            num_heads=fields.integer("mamba_num_heads"),
-            head_dim=fields.integer("mamba_head_dim"),
-            groups=fields.integer("mamba_n_groups", fields.raw("n_groups")),
-            state=fields.integer("ssm_state_size"),
-            kernel=fields.integer("mamba_d_conv", fields.raw("conv_kernel")),
-            chunk=fields.integer("mamba_chunk_size", fields.raw("chunk_size")),
-            bias=bias,
-            out_bias=bias,
-            conv_bias=fields.flag("mamba_conv_bias", fields.raw("use_conv_bias")),
-            state_fp32=dtype in ("float32", "torch.float32"),
-        ),
-    )
-
-
-def _nemotron_moe(fields: ConfigFields, hidden: int) -> MlpPart:
-    width, number = fields.integer("moe_intermediate_size"), fields.integer("n_routed_experts")
-    shared = fields.integer("moe_shared_expert_intermediate_size")
-    latent = fields.optional("moe_latent_size")
-    inner, bias = latent or hidden, fields.flag("mlp_bias")
-    top_k = fields.integer("num_experts_per_tok")
-    if top_k > number:
-        raise fields.error("num_experts_per_tok", top_k, f"at most the {number} experts")
-    modules: tuple[ModuleSpec, ...] = (
-        experts("mixer.experts", (number, width, inner), (number, inner, width)),
-        parameter("mixer.gate", (number, hidden)),
-        buffer("mixer.gate.e_score_correction_bias", (number,)),
-        linear("mixer.shared_experts.up_proj", hidden, shared, bias=bias),
-        linear("mixer.shared_experts.down_proj", shared, hidden, bias=bias),
-    )
-    if latent:
-        modules += (
-            linear("mixer.fc1_latent_proj", hidden, latent, bias=bias),
-            linear("mixer.fc2_latent_proj", latent, hidden, bias=bias),
-        )
-    return (
-        MlpSpec(
-            kind=MlpKind.MOE,
-            intermediate=width,
-            activation=fields.text("mlp_hidden_act"),
-            num_experts=number,
-            top_k=top_k,
-            shared_intermediate=shared,
-            expert_gated=False,
-        ),
-        modules,
-    )
+    return None if kinds is None else [LEGACY_KINDS.get(kind, kind) for kind in kinds]
 
 
 _BUILDERS = {
     "jamba": jamba,
     "falcon_h1": falcon_h1,
     "granitemoehybrid": granite_hybrid,
-    "nemotron_h": nemotron_h,
 }
 
 

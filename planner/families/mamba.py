@@ -108,43 +108,44 @@ def mamba1(
     return spec, modules
 
 
+def _first(fields: ConfigFields, hidden: int) -> Mixer:
+    return mamba1(
+        "mixer",
+        hidden,
+        inner=fields.integer("expand") * hidden,
+        state=fields.integer("state_size"),
+        kernel=fields.integer("conv_kernel"),
+        rank=fields.auto("time_step_rank", -(-hidden // 16)),
+        bias=fields.flag("use_bias"),
+        conv_bias=fields.flag("use_conv_bias"),
+    )
+
+
+def _second(fields: ConfigFields, hidden: int) -> Mixer:
+    heads, head_dim = fields.integer("num_heads"), fields.integer("head_dim")
+    inner = fields.integer("expand") * hidden
+    if heads * head_dim != inner:
+        allowed = f"num_heads * head_dim must be expand * hidden_size = {inner}"
+        raise fields.error("num_heads", heads, allowed)
+    bias = fields.flag("use_bias")
+    shape = Mamba2Shape(
+        num_heads=heads,
+        head_dim=head_dim,
+        groups=fields.integer("n_groups"),
+        state=fields.integer("state_size"),
+        kernel=fields.integer("conv_kernel"),
+        chunk=fields.integer("chunk_size"),
+        bias=bias,
+        out_bias=bias,
+        conv_bias=fields.flag("use_conv_bias"),
+    )
+    return mamba2("mixer", hidden, shape)
+
+
 def build(fields: ConfigFields) -> ModelSpec:
     """Return the ModelSpec of a pure Mamba or Mamba2 model."""
     hidden = fields.integer("hidden_size")
-    expand = fields.integer("expand")
-    bias, conv_bias = fields.flag("use_bias"), fields.flag("use_conv_bias")
-    kernel, state = fields.integer("conv_kernel"), fields.integer("state_size")
-    if fields.model_type == "mamba":
-        mixer = mamba1(
-            "mixer",
-            hidden,
-            inner=expand * hidden,
-            state=state,
-            kernel=kernel,
-            rank=fields.auto("time_step_rank", -(-hidden // 16)),
-            bias=bias,
-            conv_bias=conv_bias,
-        )
-    else:
-        heads, head_dim = fields.integer("num_heads"), fields.integer("head_dim")
-        if heads * head_dim != expand * hidden:
-            raise fields.error(
-                "num_heads",
-                heads,
-                f"num_heads * head_dim must be expand * hidden_size = {expand * hidden}",
-            )
-        shape = Mamba2Shape(
-            num_heads=heads,
-            head_dim=head_dim,
-            groups=fields.integer("n_groups"),
-            state=state,
-            kernel=kernel,
-            chunk=fields.integer("chunk_size"),
-            bias=bias,
-            out_bias=bias,
-            conv_bias=conv_bias,
-        )
-        mixer = mamba2("mixer", hidden, shape)
+    mixer = (_first if fields.model_type == "mamba" else _second)(fields, hidden)
     layer = LayerSpec(
         count=1,
         mixer=mixer[0],

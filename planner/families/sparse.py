@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from planner.families.blocks import buffer, gated_mlp, group_layers, linear, norm, parameter
 from planner.families.decoder import MlpPart, Traits, attention_modules, finish
@@ -166,36 +167,12 @@ def minimax_m3(fields: ConfigFields) -> ModelSpec:
         ("full_attention", "minimax_m3_sparse"),
         False,
     )
-    heads = fields.integer("num_attention_heads")
-    kv_heads, head_dim = fields.integer("num_key_value_heads"), fields.integer("head_dim")
-    fields.divide("num_attention_heads", heads, "num_key_value_heads", kv_heads)
-    index_heads = fields.integer("index_n_heads", old.get("sparse_num_index_heads", 4))
-    index_dim = fields.integer("index_head_dim", old.get("sparse_index_dim", 128))
     norms = (norm("input_layernorm", hidden), norm("post_attention_layernorm", hidden))
 
     def build_layer(key: tuple[bool, bool]) -> LayerSpec:
         is_sparse, is_indexed = key
         part = _m3_experts(fields, hidden) if is_sparse else _m3_dense(fields, hidden)
-        mixer = MixerSpec(
-            kind=MixerKind.FULL,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            v_head_dim=head_dim,
-            qk_norm=True,
-            index_heads=index_heads if is_indexed else 0,
-            index_head_dim=index_dim if is_indexed else 0,
-        )
-        modules = attention_modules(
-            fields, Traits(qk_norm="head"), hidden, (heads, kv_heads, head_dim)
-        )
-        if is_indexed:
-            modules += (
-                linear("self_attn.indexer.q_proj", hidden, index_heads * index_dim),
-                linear("self_attn.indexer.k_proj", hidden, index_dim),
-                norm("self_attn.indexer.q_norm", index_dim),
-                norm("self_attn.indexer.k_norm", index_dim),
-            )
+        mixer, modules = _m3_attention(fields, hidden, old if is_indexed else None)
         return LayerSpec(count=1, mixer=mixer, mlp=part[0], modules=(*modules, *part[1], *norms))
 
     layers, order = group_layers(list(zip(sparse, indexed, strict=True)), build_layer)
@@ -208,6 +185,36 @@ def minimax_m3(fields: ConfigFields) -> ModelSpec:
         norm="rmsnorm_gemma",
     )
     return replace(spec, model_type=model_type)
+
+
+def _m3_attention(
+    fields: ConfigFields, hidden: int, index: Mapping[str, Any] | None
+) -> tuple[MixerSpec, tuple[ModuleSpec, ...]]:
+    """Return attention, with a block indexer where `index` (the old config's fields) is given."""
+    heads = fields.integer("num_attention_heads")
+    kv_heads, head_dim = fields.integer("num_key_value_heads"), fields.integer("head_dim")
+    fields.divide("num_attention_heads", heads, "num_key_value_heads", kv_heads)
+    shape = (heads, kv_heads, head_dim)
+    modules = attention_modules(fields, Traits(qk_norm="head"), hidden, shape)
+    mixer = MixerSpec(
+        kind=MixerKind.FULL,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        v_head_dim=head_dim,
+        qk_norm=True,
+    )
+    if index is None:
+        return mixer, modules
+    number = fields.integer("index_n_heads", index.get("sparse_num_index_heads", 4))
+    width = fields.integer("index_head_dim", index.get("sparse_index_dim", 128))
+    return replace(mixer, index_heads=number, index_head_dim=width), (
+        *modules,
+        linear("self_attn.indexer.q_proj", hidden, number * width),
+        linear("self_attn.indexer.k_proj", hidden, width),
+        norm("self_attn.indexer.q_norm", width),
+        norm("self_attn.indexer.k_norm", width),
+    )
 
 
 def _m3_dense(fields: ConfigFields, hidden: int) -> MlpPart:

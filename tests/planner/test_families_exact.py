@@ -13,7 +13,7 @@ import pytest
 
 from planner.errors import VramwiseError
 from planner.families import model_spec_from_config, supported_model_types
-from planner.hub import load_catalogue
+from planner.hub import catalogue_model, load_catalogue
 from planner.model import ModelSpec, ModuleKind
 
 pytest.importorskip("transformers")
@@ -434,6 +434,8 @@ WITHOUT_CLASS = {
     "kimi_k2",
     "kimi_k3",
     "minimax_m3",
+    "RefinedWeb",
+    "RefinedWebModel",
     # its tower needs the timm package
     "gemma3n",
 }
@@ -514,3 +516,13 @@ def _plain(path: str) -> str:
 def test_unknown_architecture_says_what_it_lacks() -> None:
     with pytest.raises(VramwiseError, match=r"'rwkv9'.*lacks hidden_size, num_hidden_layers"):
         model_spec_from_config({"model_type": "rwkv9", "vocab_size": 5})
+
+
+def test_falcons_first_configs() -> None:
+    """The names that tiiuae/falcon-7b and -40b were published under."""
+    seven = {"hidden_size": 4544, "n_head": 71, "n_layer": 32, "vocab_size": 65024}
+    forty = {"hidden_size": 8192, "n_head": 128, "n_head_kv": 8, "n_layer": 60, "vocab_size": 65024}
+    spec = model_spec_from_config({**seven, "model_type": "RefinedWebModel", "multi_query": True})
+    assert spec.parameters == catalogue_model("falcon-7b").parameters
+    spec = model_spec_from_config({**forty, "model_type": "RefinedWeb"})
+    assert spec.parameters == catalogue_model("falcon-40b").parameters
