@@ -7,7 +7,7 @@ from planner.importers import words
 from planner.importers.launch import apply_launch, deepspeed_setting, finish_sharding, from_words
 from planner.importers.names import quantization_in_name
 from planner.importers.settings import Imported, Settings, as_int, as_names
-from planner.recipe import Checkpointing, Loss, Method, Optimizer, Reference, Sharding, Task
+from planner.recipe import Checkpointing, Loss, Method, Optimizer, Sharding, Task
 
 VERSION = "0.9.5"
 _REFERENCE_FREE = ("orpo", "simpo")
@@ -29,24 +29,26 @@ def read(
     if stage not in ("sft", "pt", "dpo", "kto"):
         settings.effect(f"stage {stage} is planned as SFT: its second model is not counted")
     method = _method(settings, recipe, model)
-    _precision(settings, recipe, method, base)
-    recipe["micro_batch_size"] = settings.count(
-        "per_device_train_batch_size", to="micro_batch_size", default=8
-    )
-    recipe["gradient_accumulation"] = settings.count(
-        "gradient_accumulation_steps", to="gradient_accumulation", default=1
-    )
+    _precision(settings, recipe, method)
+    words.hf_batch(settings, recipe, default=8)
     recipe["context"] = settings.count("cutoff_len", to="context", default=2048)
     recipe["packing"] = settings.flag(
         "packing", to="packing", default=stage == "pt"
     ) or settings.flag("neat_packing")
+    _compute(settings, recipe, stage)
+    gpus = _sharding(settings, recipe, base, text)
+    _special_optimizers(settings, recipe)
+    if recipe["task"] is Task.DPO:
+        recipe["beta"] = settings.number("pref_beta", to="beta", default=0.1)
+        loss = str(settings.raw("pref_loss", to="algorithm", default="sigmoid"))
+        recipe["reference"] = words.reference(method, needed=loss not in _REFERENCE_FREE)
+    return settings.finish(model, recipe=recipe, lora=_lora(settings, method), engine={}, gpus=gpus)
+
+
+def _compute(settings: Settings, recipe: dict[str, Any], stage: str) -> None:
     off = settings.flag("disable_gradient_checkpointing", to="checkpointing")
-    recipe["checkpointing"] = (
-        Checkpointing.NONE
-        if off
-        else Checkpointing.OFFLOAD
-        if settings.flag("use_unsloth_gc")
-        else Checkpointing.FULL
+    recipe["checkpointing"] = words.checkpointing(
+        not off, offload=settings.flag("use_unsloth_gc") and not off
     )
     if settings.raw("gradient_checkpointing") is not None:
         settings.effect(
@@ -58,22 +60,6 @@ def read(
     recipe["loss"] = Loss.CHUNKED if liger and stage in ("pt", "sft") else Loss.FULL
     if liger and stage not in ("pt", "sft"):
         settings.effect("Liger's fused loss works for stages pt and sft only: logits stay whole")
-    gpus = _sharding(settings, recipe, base, text)
-    recipe["optimizer"] = words.optimizer(
-        settings, settings.raw("optim", to="optimizer", default="adamw_torch_fused")
-    )
-    _special_optimizers(settings, recipe)
-    if recipe["task"] is Task.DPO:
-        recipe["beta"] = settings.number("pref_beta", to="beta", default=0.1)
-        loss = str(settings.raw("pref_loss", to="algorithm", default="sigmoid"))
-        recipe["reference"] = (
-            Reference.NONE
-            if loss in _REFERENCE_FREE
-            else Reference.ADAPTER_OFF
-            if method is not Method.FULL
-            else Reference.SEPARATE
-        )
-    return settings.finish(model, recipe=recipe, lora=_lora(settings, method), engine={}, gpus=gpus)
 
 
 def _method(settings: Settings, recipe: dict[str, Any], model: str) -> Method:
@@ -96,9 +82,7 @@ def _method(settings: Settings, recipe: dict[str, Any], model: str) -> Method:
     return method
 
 
-def _precision(
-    settings: Settings, recipe: dict[str, Any], method: Method, base: Path | None
-) -> None:
+def _precision(settings: Settings, recipe: dict[str, Any], method: Method) -> None:
     pure, bf16, fp16 = (
         settings.flag(key, to="dtype" if key == "pure_bf16" else "")
         for key in ("pure_bf16", "bf16", "fp16")

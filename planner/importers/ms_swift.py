@@ -13,6 +13,7 @@ from planner.importers.shell import Script, flags
 from planner.recipe import Checkpointing, EngineKind, Loss, Method, Reference, Sharding, Task
 
 VERSION = "4.6.0"
+_TASKS = {"grpo": Task.GRPO, **dict.fromkeys(("dpo", "kto", "simpo", "orpo", "cpo"), Task.DPO)}
 
 
 def read_script(script: Script, *, version: str | None = None) -> Imported | None:
@@ -53,14 +54,7 @@ def read(
     kind = str(
         settings.raw("rlhf_type", to="task", default="dpo" if values.get("verb") == "rlhf" else "")
     )
-    task = {
-        "grpo": Task.GRPO,
-        "dpo": Task.DPO,
-        "kto": Task.DPO,
-        "simpo": Task.DPO,
-        "orpo": Task.DPO,
-        "cpo": Task.DPO,
-    }.get(kind, Task.SFT)
+    task = _TASKS.get(kind, Task.SFT)
     recipe: dict[str, Any] = {"framework": "ms-swift", "task": task}
     if kind and task is Task.SFT:
         settings.effect(f"rlhf_type {kind} is planned as SFT: its second model is not counted")

@@ -5,7 +5,7 @@ from typing import Any
 
 from planner.importers import words
 from planner.importers.settings import Imported, Settings
-from planner.recipe import Checkpointing, Loss, Method, Reference, Sharding, Task
+from planner.recipe import Loss, Method, Sharding, Task
 
 VERSION = "0.6.1"
 _COMPONENT = re.compile(r"(?:(?P<kind>qlora|lora|dora|qdora)_)?(?P<model>[a-z0-9_]+)$")
@@ -71,36 +71,11 @@ def read(values: dict[str, Any], *, version: str | None = None, text: str = "") 
     recipe["gradient_accumulation"] = settings.count(
         "gradient_accumulation_steps", to="gradient_accumulation", default=1
     )
-    length = settings.count("tokenizer.max_seq_len", to="context")
-    recipe["context"] = length
-    if length is None:
-        settings.effect(
-            "tokenizer.max_seq_len is null: nothing is truncated, the longest sample decides (planned at 2048; give --context)"
-        )
-        recipe["context"] = 2048
-        settings.defaulted("context", "2048 (no limit in the file)")
-    recipe["packing"] = settings.flag("dataset.packed", to="packing")
-    on = settings.flag("enable_activation_checkpointing", to="checkpointing")
-    offload = settings.flag("enable_activation_offloading", to="checkpointing")
-    recipe["checkpointing"] = (
-        Checkpointing.OFFLOAD if offload else Checkpointing.FULL if on else Checkpointing.NONE
-    )
-    recipe["attention"] = "sdpa"
-    loss = str(settings.raw("loss._component_", to="loss", default="LinearCrossEntropyLoss"))
-    recipe["loss"] = Loss.CHUNKED if "Linear" in loss or "Chunk" in loss else Loss.FULL
-    name = str(settings.raw("optimizer._component_", to="optimizer", default="torch.optim.AdamW"))
-    fused = settings.flag("optimizer.fused")
-    recipe["optimizer"] = words.optimizer(settings, f"{name} fused" if fused else name)
-    if settings.flag("optimizer_in_bwd", to="gradients"):
-        recipe["optimizer_in_backward"] = True
-        settings.effect(
-            "optimizer_in_bwd steps each parameter in the backward: gradients of one layer at a time live"
-        )
+    _length(settings, recipe)
+    _compute(settings, recipe)
     recipe["compile"] = settings.flag("compile")
     if dpo:
-        recipe["reference"] = (
-            Reference.ADAPTER_OFF if method is not Method.FULL else Reference.SEPARATE
-        )
+        recipe["reference"] = words.reference(method, needed=True)
     gpus = _gpus(settings, recipe, text)
     settings.raw(
         "device",
@@ -113,6 +88,35 @@ def read(values: dict[str, Any], *, version: str | None = None, text: str = "") 
     return settings.finish(
         model, recipe=recipe, lora=_lora(settings, method, kind), engine={}, gpus=gpus
     )
+
+
+def _length(settings: Settings, recipe: dict[str, Any]) -> None:
+    length = settings.count("tokenizer.max_seq_len", to="context")
+    recipe["context"] = length
+    if length is None:
+        settings.effect(
+            "tokenizer.max_seq_len is null: nothing is truncated, the longest sample decides (planned at 2048; give --context)"
+        )
+        recipe["context"] = 2048
+        settings.defaulted("context", "2048 (no limit in the file)")
+    recipe["packing"] = settings.flag("dataset.packed", to="packing")
+
+
+def _compute(settings: Settings, recipe: dict[str, Any]) -> None:
+    on = settings.flag("enable_activation_checkpointing", to="checkpointing")
+    offload = settings.flag("enable_activation_offloading", to="checkpointing")
+    recipe["checkpointing"] = words.checkpointing(on, offload=offload)
+    recipe["attention"] = "sdpa"
+    loss = str(settings.raw("loss._component_", to="loss", default="LinearCrossEntropyLoss"))
+    recipe["loss"] = Loss.CHUNKED if "Linear" in loss or "Chunk" in loss else Loss.FULL
+    name = str(settings.raw("optimizer._component_", to="optimizer", default="torch.optim.AdamW"))
+    fused = settings.flag("optimizer.fused")
+    recipe["optimizer"] = words.optimizer(settings, f"{name} fused" if fused else name)
+    if settings.flag("optimizer_in_bwd", to="gradients"):
+        recipe["optimizer_in_backward"] = True
+        settings.effect(
+            "optimizer_in_bwd steps each parameter in the backward: gradients of one layer at a time live"
+        )
 
 
 def _gpus(settings: Settings, recipe: dict[str, Any], text: str) -> int | None:

@@ -7,10 +7,10 @@ import re
 from typing import Any
 
 from planner.importers import words
-from planner.importers.launch import Launch, apply_launch, finish_sharding
+from planner.importers.launch import Launch, apply_launch, deepspeed_setting, finish_sharding
 from planner.importers.names import quantization_in_name
 from planner.importers.settings import Imported, Settings, as_names
-from planner.recipe import Checkpointing, EngineKind, Loss, Method, Reference, Sharding, Task
+from planner.recipe import EngineKind, Loss, Method, Reference, Sharding, Task
 
 VERSION = "1.16.0"
 OPEN_R1_VERSION = "0.18.0"
@@ -48,14 +48,22 @@ def read(
     model = str(settings.raw("model_name_or_path", "model_name", "model", to="model", default=""))
     method = _method(settings, recipe, model)
     _precision(settings, recipe, at, is_script)
-    recipe["micro_batch_size"] = settings.count(
-        "per_device_train_batch_size", to="micro_batch_size", default=8
-    )
-    recipe["gradient_accumulation"] = settings.count(
-        "gradient_accumulation_steps", to="gradient_accumulation", default=1
-    )
-    settings.raw("per_device_eval_batch_size", "eval_accumulation_steps")
+    words.hf_batch(settings, recipe, default=8)
     _lengths(settings, recipe, task, at, is_script)
+    _compute(settings, recipe, at)
+    engine = _engine(settings, recipe, method, at) if task is Task.GRPO else {}
+    if task is Task.DPO:
+        recipe["beta"] = settings.number("beta", to="beta", default=0.1)
+        precomputed = settings.flag("precompute_ref_log_probs")
+        needed = method is not Method.FULL or not precomputed
+        recipe["reference"] = words.reference(method, needed=needed)
+    gpus = _sharding(settings, recipe, method, launch)
+    return settings.finish(
+        model, recipe=recipe, lora=_lora(settings, method, is_script), engine=engine, gpus=gpus
+    )
+
+
+def _compute(settings: Settings, recipe: dict[str, Any], at: tuple[int, int]) -> None:
     on = settings.flag(
         "gradient_checkpointing",
         "activation_checkpointing",
@@ -64,9 +72,7 @@ def read(
     )
     settings.raw("gradient_checkpointing_kwargs", "gradient_checkpointing_kwargs.use_reentrant")
     offload = settings.flag("activation_offloading")
-    recipe["checkpointing"] = (
-        Checkpointing.OFFLOAD if offload else Checkpointing.FULL if on else Checkpointing.NONE
-    )
+    recipe["checkpointing"] = words.checkpointing(on, offload=offload)
     recipe["attention"] = words.attention(
         settings.raw("attn_implementation", to="attention", default="sdpa")
     )
@@ -74,35 +80,21 @@ def read(
     recipe["loss"] = Loss.CHUNKED if liger or at >= (1, 0) else Loss.FULL
     if not liger:
         settings.defaulted("loss", recipe["loss"].value)
-    recipe["optimizer"] = words.optimizer(
-        settings, settings.raw("optim", to="optimizer", default="adamw_torch_fused")
-    )
-    engine = _engine(settings, recipe, method, at) if task is Task.GRPO else {}
-    if task is Task.DPO:
-        recipe["beta"] = settings.number("beta", to="beta", default=0.1)
-        precomputed = settings.flag("precompute_ref_log_probs")
-        recipe["reference"] = (
-            Reference.ADAPTER_OFF
-            if method is not Method.FULL
-            else Reference.NONE
-            if precomputed
-            else Reference.SEPARATE
-        )
+
+
+def _sharding(
+    settings: Settings, recipe: dict[str, Any], method: Method, launch: Launch | None
+) -> int | None:
     gpus = apply_launch(settings, recipe, launch) if launch else None
     deepspeed = settings.raw("deepspeed", to="sharding")
     if deepspeed:
-        from planner.importers.launch import deepspeed_setting
-
         gpus = apply_launch(settings, recipe, deepspeed_setting(settings, deepspeed, None)) or gpus
     if recipe.get("sharding") is Sharding.FSDP and method is Method.FULL:
         settings.effect(
             "FSDP with mixed precision keeps trainable parameters in fp32: 16 B/parameter divided by the GPUs"
         )
         recipe["dtype"] = "fp32"
-    gpus = finish_sharding(settings, recipe, gpus)
-    return settings.finish(
-        model, recipe=recipe, lora=_lora(settings, method, is_script), engine=engine, gpus=gpus
-    )
+    return finish_sharding(settings, recipe, gpus)
 
 
 def _framework(task: Task, at: tuple[int, int], settings: Settings) -> str:

@@ -7,7 +7,7 @@ from planner.importers.names import quantization_in_name
 from planner.importers.python_calls import UNKNOWN, Calls
 from planner.importers.settings import Imported, Settings, as_names
 from planner.importers.trl_script import TRAINERS, constants
-from planner.recipe import Checkpointing, EngineKind, Loss, Method, Reference, Task
+from planner.recipe import EngineKind, Loss, Method, Reference, Task
 
 VERSION = "2026.10.9"
 LOADERS = (
@@ -26,8 +26,45 @@ ADAPTERS = (
 
 def read(calls: Calls, *, version: str | None = None) -> Imported:
     """Return an Unsloth script as a run."""
-    loader, adapter = calls.last(*LOADERS) or {}, calls.last(*ADAPTERS)
     task = next((task for names, task in TRAINERS if calls.has(*names)), Task.SFT)
+    settings, loader, adapted = _collect(calls, task, version)
+    recipe: dict[str, Any] = {"framework": "unsloth", "task": task}
+    model = settings.raw("load.model_name", to="model") or loader.get("*0")
+    model = model if isinstance(model, str) else ""
+    method = _method(settings, recipe, model, adapted)
+    given = words.dtype(settings.raw("load.dtype", to="dtype"))
+    recipe["dtype"] = given or "bf16"
+    if given is None:
+        settings.defaulted("dtype", "bf16 (fp16 on a T4)")
+    recipe["mixed_precision"] = "bf16" if recipe["dtype"] != "fp16" else "fp16"
+    length = settings.count("load.max_seq_length", to="context", default=2048) or 2048
+    generations = _batch(settings, recipe, task, length)
+    checkpointing = settings.raw(
+        "peft.use_gradient_checkpointing",
+        "load.use_gradient_checkpointing",
+        "args.gradient_checkpointing",
+        to="checkpointing",
+        default="unsloth",
+    )
+    recipe["checkpointing"] = words.checkpointing(
+        str(checkpointing) == "True", offload=str(checkpointing) == "unsloth"
+    )
+    recipe["loss"], recipe["attention"] = Loss.CHUNKED, "flash"
+    recipe["optimizer"] = words.optimizer(
+        settings, settings.raw("args.optim", to="optimizer", default="adamw_8bit")
+    )
+    engine = _engine(settings, recipe, generations) if task is Task.GRPO else {}
+    _drop(settings)
+    return settings.finish(
+        model, recipe=recipe, lora=_lora(settings, method), engine=engine, gpus=1
+    )
+
+
+def _collect(
+    calls: Calls, task: Task, version: str | None
+) -> tuple[Settings, dict[str, Any], bool]:
+    """Return the constant keywords of the loader, adapter and trainer calls, and the loader's."""
+    loader, adapter = calls.last(*LOADERS) or {}, calls.last(*ADAPTERS)
     arguments = (
         calls.last(
             *(
@@ -55,40 +92,7 @@ def read(calls: Calls, *, version: str | None = None) -> Imported:
         settings.unread(
             key, "", "the value is computed when the program runs; the default was used"
         )
-    recipe: dict[str, Any] = {"framework": "unsloth", "task": task}
-    model = settings.raw("load.model_name", to="model") or loader.get("*0")
-    model = model if isinstance(model, str) else ""
-    method = _method(settings, recipe, model, adapter is not None)
-    given = words.dtype(settings.raw("load.dtype", to="dtype"))
-    recipe["dtype"] = given or "bf16"
-    if given is None:
-        settings.defaulted("dtype", "bf16 (fp16 on a T4)")
-    recipe["mixed_precision"] = "bf16" if recipe["dtype"] != "fp16" else "fp16"
-    length = settings.count("load.max_seq_length", to="context", default=2048) or 2048
-    generations = _batch(settings, recipe, task, length)
-    checkpointing = settings.raw(
-        "peft.use_gradient_checkpointing",
-        "load.use_gradient_checkpointing",
-        "args.gradient_checkpointing",
-        to="checkpointing",
-        default="unsloth",
-    )
-    recipe["checkpointing"] = (
-        Checkpointing.OFFLOAD
-        if str(checkpointing) == "unsloth"
-        else Checkpointing.FULL
-        if str(checkpointing) == "True"
-        else Checkpointing.NONE
-    )
-    recipe["loss"], recipe["attention"] = Loss.CHUNKED, "flash"
-    recipe["optimizer"] = words.optimizer(
-        settings, settings.raw("args.optim", to="optimizer", default="adamw_8bit")
-    )
-    engine = _engine(settings, recipe, generations) if task is Task.GRPO else {}
-    _drop(settings)
-    return settings.finish(
-        model, recipe=recipe, lora=_lora(settings, method), engine=engine, gpus=1
-    )
+    return settings, loader, adapter is not None
 
 
 def _method(settings: Settings, recipe: dict[str, Any], model: str, adapted: bool) -> Method:

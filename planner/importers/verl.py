@@ -53,17 +53,9 @@ def read(values: dict[str, Any], *, version: str | None = None, sft: bool = Fals
         raise UnsupportedError(
             "verl: the megatron engine has another argument set, which is not mapped"
         )
-    rank = settings.raw(f"{_M}lora_rank", to="method", default=0)
-    lora: dict[str, Any] = {}
-    method = Method.LORA if str(rank) not in ("0", "None") else Method.FULL
+    lora = _lora(settings)
+    method = Method.LORA if lora else Method.FULL
     recipe["method"] = method
-    if method is Method.LORA:
-        lora = {
-            "rank": int(str(rank)),
-            "targets": words.lora_targets(
-                settings.raw(f"{_M}target_modules", to="lora.targets", default="all-linear")
-            ),
-        }
     recipe["dtype"] = (
         words.dtype(settings.raw(f"{_A}fsdp_config.model_dtype", to="dtype", default="fp32"))
         or "fp32"
@@ -90,6 +82,15 @@ def read(values: dict[str, Any], *, version: str | None = None, sft: bool = Fals
     engine = _engine(settings, method)
     _drop_rest(settings)
     return settings.finish(model, recipe=recipe, lora=lora, engine=engine, gpus=gpus)
+
+
+def _lora(settings: Settings) -> dict[str, Any]:
+    rank = settings.count(f"{_M}lora_rank", to="lora.rank")
+    if rank is None:  # 0, the default, is full fine-tuning
+        settings.defaulted("method", "full (lora_rank 0)")
+        return {}
+    named = settings.raw(f"{_M}target_modules", to="lora.targets", default="all-linear")
+    return {"rank": rank, "targets": words.lora_targets(named)}
 
 
 def _batch(settings: Settings, recipe: dict[str, Any]) -> None:
@@ -228,8 +229,8 @@ def _read_sft(settings: Settings) -> Imported:
         "mixed_precision": "bf16",
     }
     model = str(settings.raw("model.partial_pretrain", "model.path", to="model", default=""))
-    rank = str(settings.raw("model.lora_rank", to="method", default=0))
-    method = Method.LORA if rank not in ("0", "None") else Method.FULL
+    rank = settings.count("model.lora_rank", to="lora.rank")
+    method = Method.LORA if rank else Method.FULL
     recipe["method"] = method
     recipe["dtype"] = (
         words.dtype(
@@ -259,6 +260,6 @@ def _read_sft(settings: Settings) -> Imported:
         else Checkpointing.NONE
     )
     gpus = settings.count("trainer.n_gpus_per_node", to="gpus", default=1)
-    lora = {"rank": int(rank), "targets": "all-linear"} if method is Method.LORA else {}
+    lora = {"rank": rank, "targets": "all-linear"} if rank else {}
     _drop_rest(settings)
     return settings.finish(model, recipe=recipe, lora=lora, engine={}, gpus=gpus)

@@ -62,13 +62,7 @@ def read(values: dict[str, Any], *, version: str | None = None, is_call: bool = 
         recipe["quantization"] = _quantization(str(quantization)) if quantization else named
         recipe["quantization"] = named or recipe["quantization"]
     _dtype(settings, recipe)
-    length = settings.raw("max-model-len", to="context")
-    if str(length) in ("-1", "auto"):
-        settings.effect("max-model-len auto: vLLM takes the largest length that fits")
-    elif (count := as_int(length)) is not None:
-        recipe["context"] = count
-    elif length is None:
-        recipe["context"] = _model_length(settings, model)
+    _length(settings, recipe, model)
     tensor, pipeline = (
         settings.count(key, to="engine.tensor_parallel", default=1) or 1
         for key in ("tensor-parallel-size", "pipeline-parallel-size")
@@ -82,6 +76,22 @@ def read(values: dict[str, Any], *, version: str | None = None, is_call: bool = 
     gpus = tensor * pipeline * data
     if gpus > 1:
         recipe["sharding"] = Sharding.NONE
+    _extras(settings)
+    return settings.finish(model, recipe=recipe, lora={}, engine=engine, gpus=gpus)
+
+
+def _length(settings: Settings, recipe: dict[str, Any], model: str) -> None:
+    length = settings.raw("max-model-len", to="context")
+    if str(length) in ("-1", "auto"):
+        settings.effect("max-model-len auto: vLLM takes the largest length that fits")
+    elif (count := as_int(length)) is not None:
+        recipe["context"] = count
+    elif length is None:
+        recipe["context"] = _model_length(settings, model)
+
+
+def _extras(settings: Settings) -> None:
+    """Read what comes on top of weights, KV cache and activations, or moves none of them."""
     if settings.flag("enable-lora"):
         slots, rank = (
             settings.count("max-loras", to="engine", default=1),
@@ -89,9 +99,11 @@ def read(values: dict[str, Any], *, version: str | None = None, is_call: bool = 
         )
         settings.effect(f"{slots} LoRA slot(s) of rank {rank} are preallocated")
     if settings.raw("speculative-config", to="engine") or any(
-        key.startswith("speculative-config.") for key in values
+        key.startswith("speculative-config.") for key in settings.values
     ):
-        settings.used.update(key for key in values if key.startswith("speculative-config."))
+        settings.used.update(
+            key for key in settings.values if key.startswith("speculative-config.")
+        )
         settings.effect("a speculative drafter's weights and KV cache come on top")
     if offload := settings.raw("cpu-offload-gb", to="engine"):
         settings.effect(f"{offload} GiB of weights a GPU are kept in host memory")
@@ -109,7 +121,6 @@ def read(values: dict[str, Any], *, version: str | None = None, is_call: bool = 
         "reasoning-parser",
         "moe-backend",
     )
-    return settings.finish(model, recipe=recipe, lora={}, engine=engine, gpus=gpus)
 
 
 def _quantization(word: str) -> str:

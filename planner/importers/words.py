@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from planner.importers.settings import Settings, as_names
-from planner.recipe import Attention, Optimizer
+from planner.recipe import Attention, Checkpointing, Method, Optimizer, Reference
 
 _OPTIMIZERS: tuple[tuple[str, Optimizer], ...] = (
     (r"paged.*(?:8bit|8_bit)", Optimizer.PAGED_ADAMW_8BIT),
@@ -71,8 +71,29 @@ def lora_targets(value: Any) -> str | tuple[str, ...]:
     return tuple(name for name in names if name) or "all-linear"
 
 
-def split_trained(
-    targets: str | tuple[str, ...], extra: Any = None
-) -> tuple[str | tuple[str, ...], tuple[str, ...]]:
-    """Return (LoRA targets, modules trained in full)."""
-    return targets, as_names(extra)
+def reference(method: Method, *, needed: bool) -> Reference:
+    """Return where the reference is: nowhere, the policy without its adapter, or a second copy."""
+    if not needed:
+        return Reference.NONE
+    return Reference.SEPARATE if method is Method.FULL else Reference.ADAPTER_OFF
+
+
+def checkpointing(on: bool, *, offload: bool = False) -> Checkpointing:
+    """Return the checkpointing of a tool's switches."""
+    if offload:
+        return Checkpointing.OFFLOAD
+    return Checkpointing.FULL if on else Checkpointing.NONE
+
+
+def hf_batch(settings: Settings, recipe: dict[str, Any], *, default: int) -> None:
+    """Read the Hugging Face Trainer's batch keys and optimizer."""
+    recipe["micro_batch_size"] = settings.count(
+        "per_device_train_batch_size", to="micro_batch_size", default=default
+    )
+    recipe["gradient_accumulation"] = settings.count(
+        "gradient_accumulation_steps", to="gradient_accumulation", default=1
+    )
+    settings.raw("per_device_eval_batch_size", "eval_accumulation_steps")
+    recipe["optimizer"] = optimizer(
+        settings, settings.raw("optim", to="optimizer", default="adamw_torch_fused")
+    )
