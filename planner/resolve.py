@@ -129,6 +129,9 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     master = recipe.master_weights
     if master is None:
         master = bool(framework.switches.get("master_weights")) and trains
+        if recipe.method is Method.FULL and dtype == "bf16":
+            # our own trainer rounds bf16 weights stochastically instead of keeping a master
+            master = master and bool(framework.switches.get("master_weights_full_bf16", True))
     gradient = (
         normal_dtype(recipe.gradient_dtype, field="gradient_dtype")
         if recipe.gradient_dtype
