@@ -4,12 +4,13 @@ import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
 if TYPE_CHECKING:
     from planner.cli_options import Described
+    from planner.doctor.diagnose import Diagnosis
     from planner.recipe import RunFile
 
 
@@ -32,7 +33,6 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
     """Say why it ran out of memory, how sure that is, and what to change."""
-    from planner.doctor.diagnose import diagnose
     from planner.doctor.report import diagnosis_dict, diagnosis_text
     from planner.errors import UsageError
 
@@ -40,28 +40,9 @@ def explain(
     if config is not None:
         from planner.importers import import_config
 
-        imported = import_config(config)
+        imported = import_config(config, version=tool_version)
     run = imported.run if imported else None
-    options = {
-        "model": model,
-        "gpu": gpu or (run.machine.gpu if run else None),
-        "recipe": run.recipe if run else None,
-        "config_model": run.model if run else None,
-        "gpus": run.machine.gpus if run else None,
-    }
-    if file == "-":
-        if sys.stdin.isatty():
-            typer.echo("paste the message or the log, then press Ctrl-D", err=True)
-        found = diagnose(sys.stdin.buffer, **options)  # type: ignore[arg-type]
-    else:
-        try:
-            with Path(file).open("rb") as source:
-                found = diagnose(source, **options)  # type: ignore[arg-type]
-        except OSError as error:
-            raise UsageError(
-                f"file: cannot read {file[:200]!r} ({error.strerror})",
-                hint="a log file, or - to read what is piped",
-            ) from None
+    found = _diagnose_file(file, model=model, gpu=gpu, run=run)
     if not found.scan.lines:
         raise UsageError("file: nothing to read", hint="pipe or paste an error message or a log")
     for note in found.notes:
@@ -72,6 +53,39 @@ def explain(
         typer.echo(json.dumps(document, indent=2))
     else:
         typer.echo(diagnosis_text(found), nl=False)
+
+
+def _diagnose_file(
+    file: str, *, model: str | None, gpu: str | None, run: "RunFile | None"
+) -> "Diagnosis":
+    """Diagnose a file or what is piped; flags win over the config's run."""
+    from planner.doctor.diagnose import diagnose
+    from planner.errors import UsageError
+
+    def read(source: BinaryIO) -> "Diagnosis":
+        if run is None:
+            return diagnose(source, model=model, gpu=gpu)
+        return diagnose(
+            source,
+            model=model,
+            gpu=gpu or run.machine.gpu,
+            recipe=run.recipe,
+            config_model=run.model or None,
+            gpus=run.machine.gpus,
+        )
+
+    if file == "-":
+        if sys.stdin.isatty():
+            typer.echo("paste the message or the log, then press Ctrl-D", err=True)
+        return read(sys.stdin.buffer)
+    try:
+        with Path(file).open("rb") as source:
+            return read(source)
+    except OSError as error:
+        raise UsageError(
+            f"file: cannot read {file[:200]!r} ({error.strerror})",
+            hint="a log file, or - to read what is piped",
+        ) from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,17 +22,7 @@ def export(run: RunFile, *, version: str | None = None) -> Exported:
     put("stage", recipe.task.value)
     put("do_train", True)
     put("finetuning_type", "full" if recipe.method is Method.FULL else "lora")
-    if recipe.method is Method.QLORA:
-        put("quantization_bit", 4)
-        put("double_quantization", recipe.double_quant)
-    elif recipe.quantization == "int8":
-        put("quantization_bit", 8)
-    if recipe.method is not Method.FULL:
-        put("lora_rank", recipe.lora.rank)
-        put("lora_target", _words(writer.targets(all_linear="all", attention=_ATTENTION, mlp=_MLP)))
-        put("lora_dropout", recipe.lora.dropout)
-        put("use_dora", True if recipe.lora.dora else None)
-        put("additional_target", ",".join(recipe.lora.modules_to_save) or None)
+    _adapter(writer)
     _precision(writer)
     put("per_device_train_batch_size", recipe.micro_batch_size)
     put("gradient_accumulation_steps", recipe.gradient_accumulation)
@@ -67,6 +57,21 @@ def export(run: RunFile, *, version: str | None = None) -> Exported:
         command=f"{prefix}llamafactory-cli train llamafactory.yaml",
         left_out=tuple(writer.left_out),
     )
+
+
+def _adapter(writer: Writer) -> None:
+    recipe, put = writer.recipe, writer.put
+    if recipe.method is Method.QLORA:
+        put("quantization_bit", 4)
+        put("double_quantization", recipe.double_quant)
+    elif recipe.quantization == "int8":
+        put("quantization_bit", 8)
+    if recipe.method is not Method.FULL:
+        put("lora_rank", recipe.lora.rank)
+        put("lora_target", _words(writer.targets(all_linear="all", attention=_ATTENTION, mlp=_MLP)))
+        put("lora_dropout", recipe.lora.dropout)
+        put("use_dora", True if recipe.lora.dora else None)
+        put("additional_target", ",".join(recipe.lora.modules_to_save) or None)
 
 
 def _precision(writer: Writer) -> None:

@@ -43,21 +43,7 @@ def export(run: RunFile, *, version: str | None = None) -> Exported:
         "full logits: TRL's loss head is fused from 1.0 on",
         when=recipe.loss is Loss.FULL and at >= (1, 0),
     )
-    if recipe.method is not Method.FULL:
-        put("use_peft", True)
-        put("lora_r", recipe.lora.rank)
-        put(
-            "lora_target_modules",
-            writer.targets(all_linear="all-linear", attention=_ATTENTION, mlp=_MLP),
-        )
-        put("lora_dropout", recipe.lora.dropout)
-        put("lora_modules_to_save", list(recipe.lora.modules_to_save) or None)
-        put("use_dora", True if recipe.lora.dora else None)
-    if recipe.method is Method.QLORA:
-        put("load_in_4bit", True)
-        put("use_bnb_nested_quant", recipe.double_quant)
-    elif recipe.quantization == "int8":
-        put("load_in_8bit", True)
+    _adapter(writer)
     _task(writer, at)
     writer.lost(
         f"sharding {recipe.sharding.value}: give it to accelerate",
@@ -73,6 +59,25 @@ def export(run: RunFile, *, version: str | None = None) -> Exported:
         command=f"trl {recipe.task.value} --config {name}{processes}",
         left_out=tuple(writer.left_out),
     )
+
+
+def _adapter(writer: Writer) -> None:
+    recipe, put = writer.recipe, writer.put
+    if recipe.method is not Method.FULL:
+        put("use_peft", True)
+        put("lora_r", recipe.lora.rank)
+        put(
+            "lora_target_modules",
+            writer.targets(all_linear="all-linear", attention=_ATTENTION, mlp=_MLP),
+        )
+        put("lora_dropout", recipe.lora.dropout)
+        put("lora_modules_to_save", list(recipe.lora.modules_to_save) or None)
+        put("use_dora", True if recipe.lora.dora else None)
+    if recipe.method is Method.QLORA:
+        put("load_in_4bit", True)
+        put("use_bnb_nested_quant", recipe.double_quant)
+    elif recipe.quantization == "int8":
+        put("load_in_8bit", True)
 
 
 def _task(writer: Writer, at: tuple[int, int]) -> None:
