@@ -27,6 +27,7 @@ _SUFFIXES = [
     "nvfp4",
     "gptq",
     "awq",
+    "autoround",
     "gguf",
     "int4",
     "int8",
@@ -92,8 +93,8 @@ _SPELLINGS = (
 
 
 def squash(text: str) -> str:
-    """Fold a name to lower-case letters and digits."""
-    return re.sub(r"[^a-z0-9]", "", text.lower())
+    """Fold a name to lower-case letters and digits; 1.3 stays apart from 13."""
+    return re.sub(r"[^a-z0-9]", "", re.sub(r"(\d)\.(\d)", r"\1p\2", text.lower()))
 
 
 @cache

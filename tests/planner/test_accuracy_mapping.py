@@ -137,6 +137,8 @@ def test_lora_targets_in_any_words(text, model, expected):
         ("Llama-3.2-3B-Instruct-Q8_0.gguf", "llama-3.2-3b"),
         ("lingshu-medical-mllm/Lingshu-32B (Qwen2.5-VL-32B)", "qwen2.5-vl-32b"),
         ("(Qwen2.5-0.5B class)", "qwen2.5-0.5b"),
+        ("facebook/opt-13b", "opt-13b"),
+        ("facebook/opt-1.3b", "opt-1.3b"),
     ],
 )
 def test_printed_names_find_their_model(text, name):
