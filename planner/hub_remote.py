@@ -35,9 +35,9 @@ def fetch_model(
     """
     if not timeout_s > 0:
         raise UsageError(f"timeout: {timeout_s} is not allowed", hint="more than 0 seconds")
-    import huggingface_hub
+    from huggingface_hub import constants
 
-    offline = offline or bool(huggingface_hub.constants.HF_HUB_OFFLINE)
+    offline = offline or bool(constants.HF_HUB_OFFLINE)
 
     def fetch() -> ModelSpec:
         config = parse_config(
@@ -91,11 +91,12 @@ def _header_amounts(
 ) -> dict[str, int]:
     """Return elements by safetensors dtype, or nothing for a repository without safetensors."""
     import huggingface_hub as hub
+    from huggingface_hub import errors
 
     api = hub.HfApi(endpoint=endpoint, token=token)
     try:
         metadata = api.get_safetensors_metadata(repo_id, revision=revision, timeout=timeout_s)
-    except (hub.errors.NotASafetensorsRepoError, hub.errors.SafetensorsParsingError):
+    except (errors.NotASafetensorsRepoError, errors.SafetensorsParsingError):
         return {}
     return {str(dtype): int(count) for dtype, count in metadata.parameter_count.items()}
 

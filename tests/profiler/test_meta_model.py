@@ -89,7 +89,7 @@ def test_what_cannot_be_planned_says_why(config: dict[str, Any], said: str) -> N
 
 def test_bad_configs_are_one_line() -> None:
     with pytest.raises(
-        UsageError, match="transformers cannot build 'cohere'.*hidden_size"
+        UsageError, match=r"transformers cannot build 'cohere'.*hidden_size"
     ) as caught:
         model_spec_from_transformers({**D, "model_type": "cohere", "hidden_size": "x"})
     assert "\n" not in str(caught.value)
