@@ -30,6 +30,9 @@ def explain(
         str | None, typer.Option(help="Model name, where the log does not say.")
     ] = None,
     gpu: Annotated[str | None, typer.Option(help="GPU name, where the log does not say.")] = None,
+    tool_version: Annotated[
+        str | None, typer.Option(help="Version of the tool whose config is given.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
     """Say why it ran out of memory, how sure that is, and what to change."""
