@@ -21,6 +21,8 @@ LAYER_SPREAD = 1.25
 22-25% more than is alive in a layer."""
 COMMUNICATION_BYTES = 800 * 1024**2
 """NCCL channels and buffers of one process, outside torch's pool (0.5-1 GiB)."""
+PEAK_LOW = 0.93
+"""The predicted live peak is up to 7% too high in nineteen of twenty published runs."""
 LAST_RESORT = 0.98
 """Share of the capacity up to which the allocator caches before it frees."""
 
@@ -38,7 +40,7 @@ def reserved(phases: Iterable[Phase], r: Resolved, vocab: int, capacity_bytes: i
     by_name = {phase.name: phase for phase in phases}
     peak = max(phase.total_bytes for phase in by_name.values())
     if "loss" not in by_name:
-        return Reserved(peak, int(1.02 * peak), int(1.1 * peak))
+        return Reserved(int(PEAK_LOW * peak), int(1.02 * peak), int(1.1 * peak))
     loss, backward, step = (_sizes(by_name[name]) for name in ("loss", "backward", "step"))
     load, forward = _sizes(by_name["load"]), _sizes(by_name["forward"])
     static = load["weights"] + load["adapters"] + forward["optimizer"] + loss["overhead"]
@@ -59,7 +61,8 @@ def reserved(phases: Iterable[Phase], r: Resolved, vocab: int, capacity_bytes: i
     typical = max(total, peak, others)
     limit = max(peak, int(LAST_RESORT * capacity_bytes))
     high = 1.12 * typical + 0.5 * head
-    return Reserved(peak, int(min(typical, limit)), int(min(high, max(1.1 * peak, limit))))
+    low = int(PEAK_LOW * peak)
+    return Reserved(low, int(min(typical, limit)), int(min(high, max(1.1 * peak, limit))))
 
 
 def communication_bytes(r: Resolved) -> int:

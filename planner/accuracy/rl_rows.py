@@ -42,7 +42,7 @@ def predict_rl(row: Row) -> Prediction:
     machine = machine_named(row["gpu"], row.integer("num_gpus") or 1)
     result = plan(model, recipe, machine)
     if quantity in _PLANNED:
-        return figure(_PLANNED[quantity], result, recipe)
+        return figure(_PLANNED[quantity], result)
     if quantity == "max_context_capacity":
         # the figure is the memory with which this context was the largest
         value = result.device_used_bytes

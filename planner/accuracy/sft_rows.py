@@ -18,8 +18,6 @@ from planner.units import GiB
 
 ALLOCATED = (0.9, 1.1)
 """Tensors are counted one by one; what the interval covers is dataset padding and library versions."""
-RESERVED_LOW = 0.93
-"""Reserved may be less than the predicted live peak by what the peak itself may be too high."""
 LENGTH_MATTERS = 1.25
 """A row without its length is planned when one token and the framework's default differ by less."""
 STATIC_SLACK = (0.95, 1.05)
@@ -91,7 +89,7 @@ def _answer(run: _Run) -> Prediction:
     extra = _second_set(run) if run.quantity == "peak_reserved" else 0
     if run.row["grad_ckpt"].startswith("selective"):
         extra += selective_bytes(run.model, result.resolved.tokens)
-    return figure(run.quantity, result, run.recipe, extra)
+    return figure(run.quantity, result, extra)
 
 
 def _capped(run: _Run) -> Prediction:
@@ -168,7 +166,7 @@ def canonical(quantity: str) -> str:
     raise NotCovered(f"the figure {quantity[:50]!r} is not one that the planner states")
 
 
-def figure(quantity: str, result: Plan, recipe: Recipe, extra: int = 0) -> Prediction:
+def figure(quantity: str, result: Plan, extra: int = 0) -> Prediction:
     """Return one figure of a plan with its interval."""
     allocated = result.allocated_peak_bytes
     if quantity in {"peak_allocated", "peak_active"}:
@@ -184,8 +182,7 @@ def figure(quantity: str, result: Plan, recipe: Recipe, extra: int = 0) -> Predi
         return Prediction(quantity, result.device_used_bytes, low, high + outside + GiB)
     limit = max(result.reserved_peak_bytes, result.capacity_bytes)
     value = min(result.reserved_peak_bytes + extra, limit)
-    # a card that is nearly full makes the allocator return what it cached: below the live peak
-    return Prediction(quantity, value, RESERVED_LOW * low, max(high + extra, value))
+    return Prediction(quantity, value, low, max(high + extra, value))
 
 
 def static_bytes(result: Plan) -> int:
