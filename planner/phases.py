@@ -10,9 +10,8 @@ from planner.recipe import EngineKind, Method, Reference, Sharding, Task
 from planner.resolve import Resolved
 from planner.terms.activations import Activations, activations, dequantized
 from planner.terms.adapters import lora
-from planner.terms.engine import VLLM, engine
+from planner.terms.engine import EngineCosts, engine_costs
 from planner.terms.gradients import gradient_width, gradients
-from planner.terms.kv_cache import kv_cache
 from planner.terms.logits import logits
 from planner.terms.optimizer import optimizer
 from planner.terms.overhead import workspace
@@ -47,6 +46,8 @@ class Budget:
 
     phases: tuple[Phase, ...]
     host: tuple[Term, ...]
+    problem: str = ""
+    """Why the run cannot even start, whatever the memory; "" = it can."""
 
 
 def _phase(name: str, *terms: Term) -> Phase:
@@ -64,10 +65,11 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     fixed = (base, adapter, states.states, space)
     held = grads if r.grad_accum > 1 else Term("gradients", 0)
     whole, root = gathered(model, r, GATHERED_LAYERS), gathered(model, r, 0)
-    resident = _resident_engine(model, r, machine)
+    running = engine_costs(model, r, machine, base.bytes)
+    resident = running.resident
     phases = [_phase("load", base, adapter, _load(model, r, base), space)]
     if r.task is Task.GRPO:
-        phases.append(_rollout(model, r, machine, fixed))
+        phases.append(_rollout(r, running, fixed))
         phases.append(
             _phase("score", *fixed, _acts("score", acts.no_grad, acts), head.score, resident)
         )
@@ -104,9 +106,8 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
                 "checkpoint offload",
             )
         )
-    if states.host.bytes:
-        host.append(states.host)
-    return Budget(tuple(phases), tuple(host))
+    host += [term for term in (states.host, running.host) if term.bytes]
+    return Budget(tuple(phases), tuple(host), running.problem)
 
 
 def _acts(phase: str, size: int, acts: Activations) -> Term:
@@ -193,39 +194,21 @@ def _load(model: ModelSpec, r: Resolved, base: Term) -> Term:
     )
 
 
-def _resident_engine(model: ModelSpec, r: Resolved, machine: Machine) -> Term:
-    """Return what a colocated engine keeps while training; asleep it keeps nothing of weight."""
-    if r.engine is not EngineKind.VLLM_PUSH or r.task is not Task.GRPO or r.sleep_level:
-        return Term("engine", 0)
-    size = max(0, int(machine.vram_bytes * r.utilization))
-    return Term(
-        "engine",
-        size,
-        "utilisation {0} x {1:,} B, awake while training",
-        (r.utilization, machine.vram_bytes),
-        "vLLM without sleep mode",
-    )
-
-
-def _rollout(model: ModelSpec, r: Resolved, machine: Machine, fixed: tuple[Term, ...]) -> Phase:
-    cache = kv_cache(model, r)
+def _rollout(r: Resolved, running: EngineCosts, fixed: tuple[Term, ...]) -> Phase:
     if r.engine in (EngineKind.NONE, EngineKind.VLLM_SERVER):
         return _phase("rollout", *fixed)
-    return _phase("rollout", *fixed, cache, engine(model, r, machine))
+    return _phase("rollout", *fixed, running.kv, running.work)
 
 
 def _serve(model: ModelSpec, r: Resolved, machine: Machine, base: Term, space: Term) -> Budget:
-    if r.engine not in VLLM:
-        cache = kv_cache(model, r)
-        return Budget((_phase("load", base, space), _phase("rollout", base, cache, space)), ())
-    cache, work = kv_cache(model, r), engine(model, r, machine)
     if r.tensor_parallel > 1:
-        heads = max((layer.mixer.num_kv_heads for layer in model.layers), default=1)
         base = _share(base, r.tensor_parallel)
-        cache = _share(
-            cache, min(r.tensor_parallel, max(1, heads))
-        )  # MLA and spare ranks replicate
-    return Budget((_phase("load", base, space), _phase("rollout", base, cache, work, space)), ())
+    running = engine_costs(model, r, machine, base.bytes + space.bytes)
+    phases = (
+        _phase("load", base, space),
+        _phase("rollout", base, running.kv, running.work, space),
+    )
+    return Budget(phases, (), running.problem)
 
 
 def _share(term: Term, ranks: int) -> Term:

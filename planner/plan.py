@@ -39,6 +39,8 @@ class Plan:
     host_terms: tuple[Term, ...] = ()
     assumptions: tuple[str, ...] = ()
     not_modeled: tuple[str, ...] = field(default=())
+    problem: str = ""
+    """Why the run cannot start whatever the memory (an engine that refuses); "" = it can."""
 
     @property
     def allocated_peak_bytes(self) -> int:
@@ -53,7 +55,7 @@ class Plan:
     @property
     def verdict(self) -> str:
         """fits, tight (only if the allocator wastes little) or does not fit."""
-        if self.peak_bytes > self.capacity_bytes or not self.host_fits:
+        if self.problem or self.peak_bytes > self.capacity_bytes or not self.host_fits:
             return "does not fit"
         return "fits" if self.high_bytes <= self.capacity_bytes else "tight"
 
@@ -71,6 +73,8 @@ class Plan:
     @property
     def why(self) -> str:
         """One sentence: the largest phase, its largest terms and the room left."""
+        if self.problem:
+            return self.problem
         phase = self.phase(self.peak_phase)
         parts = sorted(phase.terms, key=lambda term: -term.bytes)[:3]
         listed = ", ".join(f"{term.name} {format_bytes(term.bytes)}" for term in parts)
@@ -147,6 +151,7 @@ def plan_resolved(model: ModelSpec, resolved: Resolved, machine: Machine) -> Pla
         host_terms=result.host,
         assumptions=resolved.assumptions,
         not_modeled=_not_modeled(resolved),
+        problem=result.problem,
     )
 
 

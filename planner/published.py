@@ -183,6 +183,8 @@ def _line(
 def _unsloth_op_level(run: str) -> tuple[dict[str, int], str]:
     """Return the op-level bytes of each line for the same job, and how to read them."""
     model = catalogue_model(MODEL)
+    kv = GENERATIONS * CONTEXT * bytes_per_token(model)
+    engine = {"kind": "vllm-push" if run == "trl" else "vllm-shared", "sleep_level": 1}
     recipe = make_recipe(
         task="grpo",
         method="qlora",
@@ -195,7 +197,7 @@ def _unsloth_op_level(run: str) -> tuple[dict[str, int], str]:
         attention="flash",
         dtype="bf16",
         beta=0.0,
-        engine={"kind": "vllm-push" if run == "trl" else "vllm-shared", "sleep_level": 1},
+        engine={**engine, "kv_bytes": kv},
     )
     result = plan(model, recipe, make_machine("h100-sxm"))
     train = [phase for phase in result.phases if phase.name in ("forward", "loss", "backward")]
@@ -203,7 +205,6 @@ def _unsloth_op_level(run: str) -> tuple[dict[str, int], str]:
     sizes = {term.name: term.bytes for term in peak.terms}
     heads = [term.bytes for phase in train for term in phase.terms if term.name == "logits"]
     copy = SIXTEEN_BIT * model.parameters if run == "trl" else 0
-    kv = GENERATIONS * CONTEXT * bytes_per_token(model)
     values = {
         "training": peak.total_bytes - sizes.get("logits", 0),
         "grpo_logits": max(heads, default=0),

@@ -13,6 +13,7 @@ from planner.dtypes import element_bytes
 from planner.phases import Phase
 from planner.recipe import Method, Sharding
 from planner.resolve import Resolved
+from planner.terms.engine import VLLM
 from planner.terms.logits import scored_rows
 
 LAYER_SPREAD = 1.25
@@ -39,6 +40,8 @@ def reserved(phases: Iterable[Phase], r: Resolved, vocab: int, capacity_bytes: i
     """Return what the allocator holds at the end of a step."""
     by_name = {phase.name: phase for phase in phases}
     peak = max(phase.total_bytes for phase in by_name.values())
+    if "loss" not in by_name and r.engine in VLLM:
+        return Reserved(peak, peak, int(1.02 * peak))  # vLLM stays inside its utilisation
     if "loss" not in by_name:
         return Reserved(int(PEAK_LOW * peak), int(1.02 * peak), int(1.1 * peak))
     loss, backward, step = (_sizes(by_name[name]) for name in ("loss", "backward", "step"))

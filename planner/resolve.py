@@ -73,6 +73,7 @@ class Resolved:
     kv_dtype: str
     kv_bytes: int
     utilization: float
+    """vLLM's share of the GPU; 0 = the KV pool is as large as the rollout needs."""
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
@@ -185,9 +186,17 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         or ("fp32" if dtype == "fp32" and engine is EngineKind.TRANSFORMERS else "bf16"),
         kv_bytes=recipe.engine.kv_bytes or 0,
         utilization=_choose(
-            recipe.engine.gpu_memory_utilization, defaults, "gpu_memory_utilization", 0.9
+            recipe.engine.gpu_memory_utilization,
+            defaults,
+            "gpu_memory_utilization",
+            0.0 if trains else 0.92,
         ),
-        max_num_seqs=_choose(recipe.engine.max_num_seqs, defaults, "max_num_seqs", 256),
+        max_num_seqs=_choose(
+            recipe.engine.max_num_seqs,
+            defaults,
+            "max_num_seqs",
+            max(sequences, generations) if trains else 256,
+        ),
         max_num_batched_tokens=_choose(
             recipe.engine.max_num_batched_tokens, defaults, "max_num_batched_tokens", 8192
         ),

@@ -4,9 +4,8 @@ from math import prod
 
 from planner.dtypes import ELEMENT_BYTES, normal_dtype
 from planner.model import LayerSpec, MixerKind, ModelSpec
-from planner.recipe import EngineKind
+from planner.recipe import EngineKind, Task
 from planner.resolve import Resolved
-from planner.terms.term import Term
 
 WINDOWED = (MixerKind.SLIDING, MixerKind.CHUNKED)
 STATEFUL = (MixerKind.LINEAR, MixerKind.MAMBA)
@@ -82,41 +81,8 @@ def rollout_sequences(r: Resolved) -> int:
     """Return how many sequences are generated at once."""
     if r.engine is EngineKind.NONE:
         return 0
+    if r.task is Task.SERVE:
+        return max(r.sequences, 1)
+    if r.switch("generates_whole_batch"):
+        return r.sequences * r.grad_accum
     return max(r.sequences, r.num_generations)
-
-
-def kv_cache(model: ModelSpec, r: Resolved) -> Term:
-    """Return the cache that the rollout needs (not the engine's whole pool)."""
-    count = rollout_sequences(r)
-    if r.engine in (EngineKind.TRANSFORMERS, EngineKind.NONE) or not _pageable(model):
-        each = sequence_bytes(model, r.seq_tokens, r.kv_dtype)
-        source = "trainer-facts 4.5; exact per architecture"
-    else:
-        each = _vllm_sequence_bytes(model, r)
-        source = "vLLM's blocks: planner/terms/vllm_blocks.py"
-    return Term(
-        "kv_cache",
-        count * each,
-        "{0:,} sequences x {1:,} B ({2:,} tokens, {3})",
-        (count, each, r.seq_tokens, r.kv_dtype),
-        source,
-    )
-
-
-def _pageable(model: ModelSpec) -> bool:
-    """Return whether any layer keeps more per token (a pure Mamba model only has states)."""
-    return any(layer_bytes_per_token(layer, 1) for layer in model.layers)
-
-
-def _vllm_sequence_bytes(model: ModelSpec, r: Resolved) -> int:
-    from planner.terms.vllm_blocks import vllm_kv  # it builds on this file
-
-    return vllm_kv(
-        model,
-        kv_bytes=0,
-        max_model_len=r.seq_tokens,
-        kv_dtype=r.kv_dtype,
-        block_size=r.block_size,
-        # two batches are in flight with asynchronous scheduling, vLLM's default on CUDA
-        in_flight_tokens=2 * r.max_num_batched_tokens,
-    ).bytes_per_sequence
