@@ -6,6 +6,8 @@ Shapes: B rows, V vocabulary.
 import torch
 from torch import Tensor
 
+from planner.errors import VramwiseError
+
 
 def shape_logits(
     logits: Tensor, *, temperature: float, top_k: int, top_p: float, keep: Tensor | None = None
@@ -34,8 +36,16 @@ def shape_logits(
 
 
 def draw(logits: Tensor, *, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """Return (token [B], its log-probability [B]) drawn from shaped fp32 logits [B, V]."""
+    """Return (token [B], its log-probability [B]) drawn from shaped fp32 logits [B, V].
+
+    Raises VramwiseError for NaN: the weights are broken, and nothing can be sampled any more.
+    """
     logp = logits.log_softmax(dim=-1)
+    if logp.isnan().any():
+        raise VramwiseError(
+            "sampling: the model's logits are NaN",
+            hint="lower train.lr, or go back to an earlier checkpoint; fp16 overflows where bf16 doesn't",
+        )
     token = torch.multinomial(logp.exp(), 1, generator=generator)
     return token[:, 0], logp.gather(-1, token)[:, 0]
 
