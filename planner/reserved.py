@@ -23,7 +23,7 @@ LAYER_SPREAD = 1.25
 COMMUNICATION_BYTES = 800 * 1024**2
 """NCCL channels and buffers of one process, outside torch's pool (0.5-1 GiB)."""
 PEAK_LOW = 0.93
-"""The predicted live peak is up to 7% too high in nineteen of twenty published runs."""
+"""The predicted live peak is more than 7% too high in one published run of a hundred."""
 LAST_RESORT = 0.98
 """Share of the capacity up to which the allocator caches before it frees."""
 
