@@ -10,6 +10,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+from planner.checkpoint_quantization import quantization_name
 from planner.errors import MissingExtraError, UnknownNameError, UnsupportedError, UsageError
 from planner.families.fields import ConfigFields
 from planner.model import ModelSpec
@@ -97,7 +98,9 @@ def model_spec_from_config(
         architecture=_architecture(fields) or spec.architecture,
         checkpoint_dtype=_dtype(fields),
         quantization_config=quantization,
-        checkpoint_quantization=_quantization_name(quantization),
+        checkpoint_quantization=quantization_name(
+            quantization, experts=str(config.get("expert_dtype", ""))
+        ),
     )
 
 
@@ -152,17 +155,3 @@ def _quantization_config(fields: ConfigFields) -> dict[str, Any]:
                 raise UsageError("quantization_config: expected an object of fields")
             return dict(value)
     return {}
-
-
-def _quantization_name(quantization: Mapping[str, Any]) -> str:
-    """Return planner's name of a published quantisation, "" for none."""
-    method = str(quantization.get("quant_method", "")).lower()
-    if method == "fp8":
-        return "fp8-block" if quantization.get("weight_block_size") else "fp8"
-    if method in ("compressed-tensors", "compressed_tensors"):
-        return (
-            "compressed-int4" if "int" in str(quantization.get("config_groups")) else "compressed"
-        )
-    if method == "bitsandbytes":
-        return "bnb-int8" if quantization.get("load_in_8bit") else "bnb-nf4"
-    return method

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from planner.dtypes import element_bytes, quantized_bytes
+from planner.checkpoint_quantization import left_in_16_bit
+from planner.dtypes import QUANTIZATIONS, element_bytes, quantized_bytes
 from planner.lora_targets import lora_counts
 from planner.model import ModelSpec, ModuleKind
 from planner.resolve import Resolved
@@ -87,13 +88,18 @@ def _base_weights(model: ModelSpec, key: BaseKey) -> BaseWeights:
         total = model.parameters * width
         return BaseWeights(total, 0, 0, total, 0)
     quantized = count = largest = 0
+    published = QUANTIZATIONS.get(model.checkpoint_quantization or "none") == key.quantization
     for layer in model.layers:
         for module in layer.modules:
             if module.kind in LINEARS or module.kind is ModuleKind.EXPERTS:
+                if published and left_in_16_bit(model, module):
+                    continue
                 fused = module.kind is ModuleKind.EXPERTS and not key.linear_experts
                 if fused and key.quantization in ("nf4", "fp4", "int8"):
                     continue  # bitsandbytes replaces nn.Linear only; 3-D experts stay 16-bit
-                shapes = module.shapes if module.kind is ModuleKind.EXPERTS else module.shapes[:1]
+                shapes = module.shapes[:1]
+                if module.kind is ModuleKind.EXPERTS:
+                    shapes = tuple(shape for shape in module.shapes if len(shape) == 3)
                 for shape in shapes:
                     numel = prod(shape)
                     one = quantized_bytes(
