@@ -34,6 +34,7 @@ OPTIONS: dict[str, Any] = {
     "revision": _option(str | None, "--revision", "Revision of a hub model.", _RUN),
     "offline": _option(bool, "--offline", "Read nothing from the network.", _RUN),
     "tool_version": _option(str | None, "--tool-version", "Version of the tool whose config is given.", _RUN),
+    "variant": _option(str | None, "--variant", "Of a vLLM recipe: name, or name:hardware.", _RUN),
     "launch": _option(Path | None, "--launch", "accelerate or DeepSpeed file that goes with that config.", _RUN),
     "batch_size": _option(int | None, "--batch-size", "Sequences in one forward pass on one GPU.", _SIZE),
     "grad_accum": _option(int | None, "--grad-accum", "Micro-batches before a step.", _SIZE),
@@ -76,7 +77,7 @@ RECIPE_FIELDS = {
     "sleep_level": "engine.sleep_level",
 }
 MACHINE_FIELDS = ("gpu", "gpus", "vram", "host_ram")
-OTHER_FIELDS = ("revision", "offline", "tool_version", "launch")
+OTHER_FIELDS = ("revision", "offline", "tool_version", "variant", "launch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,10 @@ def describe(subject: str, flags: dict[str, Any]) -> Described:
     from planner.runfile import load_run_file, machine_of, validate
 
     imported = import_subject(
-        subject, version=flags.get("tool_version"), launch=flags.get("launch")
+        subject,
+        version=flags.get("tool_version"),
+        launch=flags.get("launch"),
+        variant=flags.get("variant"),
     )
     if imported is not None:
         document = imported.run.model_dump(exclude_unset=True)
@@ -146,7 +150,7 @@ def _with_flags(
     recipe = dict(document.get("recipe") or {})
     machine = dict(document.get("machine") or {})
     for name, value in flags.items():
-        if value is None or name in ("offline", "tool_version", "launch"):
+        if value is None or name in ("offline", "tool_version", "variant", "launch"):
             continue
         if name == "revision":
             document["revision"] = value

@@ -73,7 +73,11 @@ def import_config(
 
 
 def import_subject(
-    subject: str, *, version: str | None = None, launch: Path | None = None
+    subject: str,
+    *,
+    version: str | None = None,
+    launch: Path | None = None,
+    variant: str | None = None,
 ) -> Imported | None:
     """Return the import of what `plan` was given if it is another tool's config, else None."""
     path = Path(subject)
@@ -81,7 +85,9 @@ def import_subject(
         foreign = looks_foreign(path)
     except OSError:  # a name longer than a path may be
         return None
-    return import_config(path, version=version, launch=launch) if foreign else None
+    if not foreign:
+        return None
+    return import_config(path, version=version, launch=launch, variant=variant)
 
 
 def looks_foreign(path: Path) -> bool:

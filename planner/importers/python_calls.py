@@ -44,6 +44,13 @@ class Calls:
                 found = calls[-1]
         return found
 
+    def first(self, *names: str) -> dict[str, Any] | None:
+        """Return the keywords of the first call of those names: later ones load what was trained."""
+        for name, calls in self.by_name.items():
+            if any(name == wanted or name.endswith(f".{wanted}") for wanted in names):
+                return calls[0]
+        return None
+
     def has(self, *names: str) -> bool:
         """Return whether such a call is made."""
         return self.last(*names) is not None
@@ -81,6 +88,14 @@ class _Reader(ast.NodeVisitor):
     def __init__(self) -> None:
         self.names: dict[str, Any] = {}
         self.calls = Calls()
+
+    def visit_If(self, node: ast.If) -> None:
+        """Skip what a literal False switches off (examples of later use in notebooks)."""
+        if isinstance(node.test, ast.Constant) and not node.test.value:
+            for statement in node.orelse:
+                self.visit(statement)
+        else:
+            self.generic_visit(node)
 
     def visit_Assign(self, node: ast.Assign) -> None:
         """Remember constants by name."""

@@ -210,7 +210,7 @@ class Settings:
     ) -> Imported:
         """Return the run file; keys nobody asked for are reported."""
         for key, value in self.values.items():
-            if key in self.used or value is None or value == "" or value is False:
+            if key in self.used or str(value).strip().lower() in _FALSE:
                 continue
             if HARMLESS.search(key.replace("-", "_")):
                 self.report.ignored += 1

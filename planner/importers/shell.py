@@ -8,7 +8,8 @@ MAX_EXPANSION = 100_000
 _ASSIGN = re.compile(
     r"^(?:export\s+|local\s+|declare\s+(?:-\w+\s+)?)?([A-Za-z_]\w*)=(.*)$", re.DOTALL
 )
-_ARRAY = re.compile(r"^\s*([A-Za-z_]\w*)\+?=\((.*?)^\s*\)", re.DOTALL | re.MULTILINE)
+_ARRAY = re.compile(r"^[ \t]*([A-Za-z_]\w*)(\+?)=\(([^()]*)\)[ \t]*$", re.MULTILINE)
+_ECHOED = re.compile(r"\$\([^()]*\|\|\s*echo (\w+)\s*\)")
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?:(:?[-=+])([^{}]*))?\}|\$([A-Za-z_]\w*)")
 _ARRAY_USE = re.compile(r"\"?\$\{([A-Za-z_]\w*)\[[@*]\]\}\"?")
 _EXPR = re.compile(r"\$\(\s*expr\s+([^()]*?)\)|\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
@@ -33,11 +34,14 @@ def parse_shell(text: str) -> Script:
     arrays: dict[str, str] = {}
 
     def keep(match: re.Match[str]) -> str:
-        body = "\n".join(_uncommented(line) for line in match.group(2).split("\n"))
-        arrays[match.group(1)] = arrays.get(match.group(1), "") + " " + body.replace("\n", " ")
+        body = " ".join(_uncommented(line).strip() for line in match.group(3).split("\n"))
+        before = arrays.get(match.group(1), "") if match.group(2) else ""
+        arrays[match.group(1)] = f"{before} {body}".strip()
         return ""
 
-    text = _ARRAY.sub(keep, _gpu_arms(text))
+    # $(probe && echo npu || echo gpu): the last echo is what a machine without the probe prints
+    text = _ECHOED.sub(lambda match: match.group(1), _gpu_arms(text))
+    text = _ARRAY.sub(keep, text)
     for line in text.split("\n"):
         line = _uncommented(line).strip()
         if not line or re.match(
@@ -50,19 +54,49 @@ def parse_shell(text: str) -> Script:
 
 
 def _gpu_arms(text: str) -> str:
-    """Keep the GPU (or default) arm of case statements."""
+    """Return the text with every case statement replaced by its GPU (or default) arm, nested too."""
+    lines = text.split("\n")
+    out, _ = _block(lines, 0)
+    return "\n".join(out)
 
-    def choose(match: re.Match[str]) -> str:
-        arms = re.findall(r"^\s*([^)\n]+)\)(.*?);;", match.group(1), re.DOTALL | re.MULTILINE)
-        wanted = [
-            body for pattern, body in arms if re.search(r"gpu|cuda|nvidia", pattern, re.IGNORECASE)
-        ]
-        default = [body for pattern, body in arms if pattern.strip() in ("*", '""')]
-        return "\n".join(wanted[:1] or default[:1])
 
-    return re.sub(
-        r"^\s*case\b[^\n]*\bin\b(.*?)^\s*esac", choose, text, flags=re.DOTALL | re.MULTILINE
-    )
+def _block(lines: list[str], start: int) -> tuple[list[str], int]:
+    """Return the lines up to an unmatched esac, cases resolved, and where they end."""
+    out: list[str] = []
+    index = start
+    while index < len(lines):
+        stripped = _uncommented(lines[index]).strip()
+        if stripped == "esac" or stripped.startswith("esac "):
+            return out, index
+        if re.match(r"case\b.*\bin\b", stripped):
+            body, index = _block(lines, index + 1)
+            out += _chosen_arm(body)
+        else:
+            out.append(lines[index])
+        index += 1
+    return out, index
+
+
+def _chosen_arm(body: list[str]) -> list[str]:
+    arms: list[tuple[str, list[str]]] = []
+    for line in body:
+        match = re.match(r"^\s*\(?([^()\s$=][^()$=]*)\)(.*)$", line)
+        if match and (not arms or arms[-1][1][-1:] == [";;"]):
+            arms.append((match.group(1).strip(), []))
+            line = match.group(2)
+        if not arms:
+            continue
+        rest, ends, _ = line.partition(";;")
+        arms[-1][1].append(rest)
+        if ends:
+            arms[-1][1].append(";;")
+    wanted = [
+        arm
+        for pattern, arm in arms
+        if re.search(r"\b(?:gpu|cuda|nvidia)\b", pattern, re.IGNORECASE)
+    ]
+    default = [arm for pattern, arm in arms if pattern in ("*", '""')]
+    return [line for line in (wanted or default or [[]])[0] if line != ";;"]
 
 
 def _uncommented(line: str) -> str:

@@ -39,7 +39,7 @@ def read(calls: Calls, *, version: str | None = None) -> Imported:
     """Return a script that builds TRL trainers as a run."""
     task = next((task for names, task in TRAINERS if calls.has(*names)), Task.SFT)
     values: dict[str, Any] = {}
-    loader = next((found for name in _LOADERS if (found := calls.last(name))), None)
+    loader = next((found for name in _LOADERS if (found := calls.first(name))), None)
     values.update(constants(loader))
     model = (loader or {}).get("*0") or values.pop("pretrained_model_name_or_path", None)
     trainer = calls.last(

@@ -10,6 +10,8 @@ from planner.importers.trl_script import TRAINERS, constants
 from planner.recipe import EngineKind, Loss, Method, Reference, Task
 
 VERSION = "2026.10.9"
+TRAINER_KEYS = ("max_seq_length", "packing")
+"""Settings that older notebooks give to the trainer itself."""
 LOADERS = (
     "FastLanguageModel.from_pretrained",
     "FastModel.from_pretrained",
@@ -64,7 +66,7 @@ def _collect(
     calls: Calls, task: Task, version: str | None
 ) -> tuple[Settings, dict[str, Any], bool]:
     """Return the constant keywords of the loader, adapter and trainer calls, and the loader's."""
-    loader, adapter = calls.last(*LOADERS) or {}, calls.last(*ADAPTERS)
+    loader, adapter = calls.first(*LOADERS) or {}, calls.first(*ADAPTERS)
     arguments = (
         calls.last(
             *(
@@ -81,6 +83,8 @@ def _collect(
     values |= {
         f"peft.{key}": value for key, value in constants(adapter).items() if key not in ("model",)
     }
+    trainer = constants(calls.last("SFTTrainer", "DPOTrainer", "GRPOTrainer"))
+    values |= {f"args.{key}": trainer[key] for key in TRAINER_KEYS if key in trainer}
     values |= {f"args.{key}": value for key, value in constants(arguments).items()}
     settings = Settings(values, tool="unsloth", version=version or VERSION, assumed=version is None)
     for key in (

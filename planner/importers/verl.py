@@ -64,13 +64,13 @@ def read(values: dict[str, Any], *, version: str | None = None, sft: bool = Fals
     settings.effect(
         "the actor is held in fp32 (4 + 4 + 8 B/parameter) and sharded over the GPUs, computed in bf16"
     )
-    _batch(settings, recipe)
+    gpus = (settings.count("trainer.n_gpus_per_node", to="gpus", default=8) or 8) * (
+        settings.count("trainer.nnodes", to="gpus", default=1) or 1
+    )
+    _batch(settings, recipe, gpus)
     _model_switches(settings, recipe)
     recipe["optimizer"] = words.optimizer(
         settings, settings.raw(f"{_A}optim.optimizer", to="optimizer", default="AdamW")
-    )
-    gpus = (settings.count("trainer.n_gpus_per_node", to="gpus", default=8) or 8) * (
-        settings.count("trainer.nnodes", to="gpus", default=1) or 1
     )
     recipe["sharding"] = Sharding.FSDP
     _reference(settings, recipe, method)
@@ -93,7 +93,7 @@ def _lora(settings: Settings) -> dict[str, Any]:
     return {"rank": rank, "targets": words.lora_targets(named)}
 
 
-def _batch(settings: Settings, recipe: dict[str, Any]) -> None:
+def _batch(settings: Settings, recipe: dict[str, Any], gpus: int) -> None:
     prompt = (
         settings.count(
             "data.max_prompt_length", f"{_R}prompt_length", to="prompt_length", default=512
@@ -120,12 +120,15 @@ def _batch(settings: Settings, recipe: dict[str, Any]) -> None:
         )
         settings.raw(f"{_A}ppo_micro_batch_size_per_gpu", f"{_A}ppo_micro_batch_size")
     else:
-        recipe["micro_batch_size"] = settings.count(
-            f"{_A}ppo_micro_batch_size_per_gpu",
-            f"{_A}ppo_micro_batch_size",
-            to="micro_batch_size",
-            default=1,
-        )
+        recipe["micro_batch_size"] = _fixed_batch(settings, gpus)
+
+
+def _fixed_batch(settings: Settings, gpus: int) -> int | None:
+    """Return sequences a GPU; the old key without _per_gpu counts all GPUs together."""
+    old = settings.count(f"{_A}ppo_micro_batch_size", to="micro_batch_size")
+    if old and not settings.has(f"{_A}ppo_micro_batch_size_per_gpu"):
+        return max(1, old // gpus)
+    return settings.count(f"{_A}ppo_micro_batch_size_per_gpu", to="micro_batch_size", default=1)
 
 
 def _model_switches(settings: Settings, recipe: dict[str, Any]) -> None:

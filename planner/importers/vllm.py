@@ -186,19 +186,24 @@ def read_recipe(
     *,
     version: str | None = None,
     variant: str | None = None,
-    hardware: str | None = None,
 ) -> Imported:
-    """Return one variant of a vLLM recipe YAML: base_args + variant.extra_args + hardware override."""
+    """Return one variant of a vLLM recipe YAML: base_args + extra_args + hardware override.
+
+    `variant`: its name, or name:hardware ("nvfp4:rtx_5090").
+    """
     model, variants = _section(document, "model"), _section(document, "variants")
-    name = variant or ("default" if "default" in variants else next(iter(variants), ""))
+    wanted, _, hardware = (variant or "").partition(":")
+    name = wanted or ("default" if "default" in variants else next(iter(variants), ""))
     chosen = _section(variants, name)
     arguments: list[str] = []
     for source, key in ((model, "base_args"), (chosen, "extra_args")):
         part = source.get(key) or []
         arguments += [str(item) for item in part] if isinstance(part, list) else str(part).split()
     overrides = _section(chosen, "hardware_overrides")
-    arguments += [str(item) for item in _section(overrides, hardware or "").get("extra_args") or []]
+    arguments += [str(item) for item in _section(overrides, hardware).get("extra_args") or []]
     values: dict[str, Any] = flags(arguments)
+    if chosen.get("tp"):
+        values.setdefault("tensor-parallel-size", chosen["tp"])
     hub_id = (
         chosen.get("model_id")
         or model.get("model_id")

@@ -241,3 +241,97 @@ def test_unknown_keys_are_reported_and_harmless_ones_counted() -> None:
     ).report
     assert [row.key for row in report.not_understood] == ["some_new_kernel"]
     assert report.ignored == 1
+
+
+def test_nested_cases_and_arrays_of_a_real_launcher() -> None:
+    """The shape of verl's launchers: device probes, nested case, arrays that grow in one arm."""
+    text = """#!/usr/bin/env bash
+DEVICE=${DEVICE:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}
+MACHINE=${MACHINE:-}
+N=${NGPUS_PER_NODE:-}
+EXTRA=()
+case "${DEVICE}" in
+    gpu | npu) ;;
+    *)
+        exit 1
+        ;;
+esac
+case "${DEVICE}" in
+    gpu)
+        case "${MACHINE}" in
+            gb200)
+                N=${N:-4}
+                EXTRA+=(
+                    actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16
+                )
+                ;;
+            *)
+                N=${N:-8}
+                ;;
+        esac
+        ;;
+    npu)
+        N=16
+        EXTRA+=(actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1)
+        ;;
+esac
+ACTOR=(
+    algorithm.adv_estimator=grpo   # no critic
+    actor_rollout_ref.model.path="Qwen/Qwen3-8B"
+    actor_rollout_ref.actor.ppo_micro_batch_size=128
+    trainer.n_gpus_per_node=${N}
+)
+LAUNCH=(python3)
+LAUNCH=(uv run --frozen python3)
+"${LAUNCH[@]}" -m verl.trainer.main_ppo "${ACTOR[@]}" "${EXTRA[@]}" "$@"
+"""
+    found = import_config(text)
+    assert (found.run.model, found.run.machine.gpus) == ("Qwen/Qwen3-8B", 8)
+    assert found.run.recipe.dtype == "fp32"
+    assert found.run.recipe.micro_batch_size == 16  # 128 over 8 GPUs
+    assert found.report.not_understood == []
+
+
+def test_notebooks_that_load_their_adapter_again_later() -> None:
+    source = """
+from unsloth import FastLanguageModel
+length = 4096
+model, tok = FastLanguageModel.from_pretrained(model_name="unsloth/Qwen3-4B", max_seq_length=length, load_in_4bit=False)
+model = FastLanguageModel.get_peft_model(model, r=8)
+trainer = SFTTrainer(model=model, packing=True, max_seq_length=1024, args=SFTConfig(per_device_train_batch_size=2))
+if False:
+    model, tok = FastLanguageModel.from_pretrained(model_name="lora_model", max_seq_length=9)
+"""
+    found = import_config(source)
+    assert found.run.model == "unsloth/Qwen3-4B"
+    assert (found.run.recipe.context, found.run.recipe.packing, found.run.recipe.method) == (
+        1024,
+        True,
+        Method.LORA,
+    )
+
+
+def test_vllm_recipe_variant_and_hardware() -> None:
+    text = """
+model:
+  model_id: Qwen/Qwen3.6-35B-A3B
+  base_args: ["--trust-remote-code"]
+variants:
+  default: {vram_minimum_gb: 84}
+  nvfp4:
+    model_id: nvidia/Qwen3.6-35B-A3B-NVFP4
+    tp: 1
+    hardware_overrides:
+      rtx_5090:
+        extra_args: ["--kv-cache-dtype", "fp8", "--gpu-memory-utilization", "0.85", "--max-model-len", "65536"]
+"""
+    default, tuned = import_config(text), import_config(text, variant="nvfp4:rtx_5090")
+    assert default.run.model == "Qwen/Qwen3.6-35B-A3B"
+    assert any("not a measurement" in sentence for sentence in default.report.effects)
+    recipe = tuned.run.recipe
+    assert (tuned.run.model, recipe.quantization, recipe.context) == (
+        "nvidia/Qwen3.6-35B-A3B-NVFP4",
+        "nvfp4",
+        65536,
+    )
+    assert (recipe.engine.kv_dtype, recipe.engine.gpu_memory_utilization) == ("fp8", 0.85)
