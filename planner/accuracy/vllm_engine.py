@@ -28,6 +28,7 @@ SAMPLER_BYTES_OLD = 39
 """Per sequence and vocabulary entry: fp32 logits, sort keys, int64 indices and probabilities of the
 full-batch sampler run of the profile (before 0.13)."""
 SAMPLER_BYTES_NEW = 8.6
+_LATENT_DOWN = frozenset({"q_a_proj", "kv_a_proj_with_mqa"})
 DEFAULT_LORA_RANK = 16
 PADDED_LATENT = 640
 """V0 of early 2025 padded MLA rows of 576 to a multiple of 128."""
@@ -53,6 +54,8 @@ class Engine:
     total_bytes: int | None
     utilisation: float | None
     notes: str
+    online: bool = False
+    """Quantised while loading, every linear of the model."""
 
     def weights_bytes(self) -> int:
         """Return the weights one GPU holds after loading, LoRA slots and rotary cache included."""
@@ -64,7 +67,29 @@ class Engine:
         recipe = Recipe(task=Task.SERVE, quantization=self.scheme or "none", framework="vllm")
         resolved = resolve(model, recipe, machine)
         total = base_weights(model, resolved).total
-        return int(total / (self.tp * self.pp)) + self._rotary() + self._lora()
+        if self.online:
+            total -= sum(tower.parameters for tower in model.towers)  # towers' linears too
+        share = int(total / (self.tp * self.pp))
+        return share + self._latent() + self._rotary() + self._lora()
+
+    def _latent(self) -> int:
+        """Return what MLA adds on one rank: unsharded down-projections and absorbed matrices."""
+        element, size = (1 if self.scheme.startswith("fp8") else 2), 0
+        for layer in self.model.layers:
+            mixer = layer.mixer
+            if mixer.kind is not MixerKind.MLA:
+                continue
+            down = sum(m.parameters for m in layer.modules if m.leaf in _LATENT_DOWN)
+            size += layer.count * element * down * (self.tp - 1) // self.tp
+            heads, rank = mixer.num_heads // self.tp, mixer.kv_lora_rank
+            # W_UK and W_UV, 16-bit, taken out of kv_b_proj
+            nope = mixer.qk_nope_head_dim + mixer.v_head_dim
+            size += layer.count * 2 * heads * rank * nope
+            if not self.v1 and self.version.startswith("0.7"):
+                # that release multiplied them into the query and output projections
+                inputs = mixer.q_lora_rank or self.model.hidden
+                size += layer.count * element * heads * rank * (inputs + self.model.hidden)
+        return size
 
     def _rotary(self) -> int:
         mixer = self.model.layers[self.model.layer_order[-1]].mixer
@@ -151,6 +176,7 @@ def engine_of(row: Row) -> Engine:
         total_bytes=int(total * GiB) if total else None,
         utilisation=row.number("gpu_memory_utilization") or row.number("vllm_gpu_mem_util"),
         notes=row["notes"],
+        online="online" in row["quantization"] or "--quantization" in text,
     )
 
 
