@@ -38,10 +38,10 @@ _QWEN_LIKE = (
 )
 EXPERT_NAMES: dict[str, dict[str, str]] = {
     **{kind: {"gate": "router", **_BY_PROJECTION} for kind in _QWEN_LIKE},
-    **{kind: {"gate": "router", **_BY_NUMBER} for kind in ("mixtral", "minimax_m2")},
+    **{kind: {"gate": "router", **_BY_NUMBER} for kind in ("mixtral", "minimax", "minimax_m2")},
 }
 """model_type -> old name -> the fused tensor PEFT adapts for it."""
-NO_MAMBA_OUT = {"falcon_h1", "mamba", "mamba2", "nemotron_h"}
+NO_MAMBA_OUT = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
 """PEFT refuses out_proj of these, and with it all-linear; our words leave it out."""
 
 

@@ -25,7 +25,8 @@ _FAMILIES: dict[str, str] = {
         "mixtral qwen2_moe qwen3_moe qwen3_vl_moe_text olmoe granitemoe granitemoeshared gpt_oss "
         "glm4_moe minimax_m2 phimoe"
     ),
-    "mamba": "mamba mamba2",
+    "lightning": "minimax",
+    "mamba": "mamba mamba2 falcon_mamba",
     "hybrid": "jamba falcon_h1 granitemoehybrid",
     "nemotron": "nemotron_h",
     "gated_delta": "qwen3_next qwen3_5_text qwen3_5_moe_text",

@@ -145,7 +145,7 @@ def _second(fields: ConfigFields, hidden: int) -> Mixer:
 def build(fields: ConfigFields) -> ModelSpec:
     """Return the ModelSpec of a pure Mamba or Mamba2 model."""
     hidden = fields.integer("hidden_size")
-    mixer = (_first if fields.model_type == "mamba" else _second)(fields, hidden)
+    mixer = (_second if fields.model_type == "mamba2" else _first)(fields, hidden)
     layer = LayerSpec(
         count=1,
         mixer=mixer[0],

@@ -187,6 +187,12 @@ SMALL: dict[str, list[dict[str, Any]]] = {
         },
     ],
     "mamba": [{}, {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8, "use_bias": True}],
+    "falcon_mamba": [{}, {"hidden_size": 64, "num_hidden_layers": 2, "tie_word_embeddings": False}],
+    "minimax": [
+        {},
+        {**MOE, "num_local_experts": 4, "head_dim": 24, "num_hidden_layers": 5},
+        {**MOE, "num_local_experts": 4, "layer_types": ["linear_attention"] * 3},
+    ],
     "mamba2": [
         {},
         {

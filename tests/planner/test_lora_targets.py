@@ -64,6 +64,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "opt": {**D, "ffn_dim": 112, "word_embed_proj_dim": 32},
     "mixtral": {**MOE, "num_local_experts": 4},
+    "minimax": {**MOE, "num_local_experts": 4},
     "minimax_m2": {**MOE, "num_local_experts": 4},
     "qwen2_moe": {**DELTA, "num_hidden_layers": 3},
     "qwen3_moe": {**MOE, "num_experts": 4, "mlp_only_layers": [0]},
