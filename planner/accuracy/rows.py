@@ -4,6 +4,7 @@ import csv
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from math import isfinite
 from pathlib import Path
 
 from planner.errors import UsageError
@@ -90,11 +91,11 @@ class Row:
 
     def number(self, column: str) -> float | None:
         """Return a column as a number, or None when it is empty or not one number."""
-        text = self[column]
         try:
-            return float(text) if text else None
+            value = float(self[column])
         except ValueError:
             return None
+        return value if isfinite(value) else None
 
     def integer(self, column: str) -> int | None:
         """Return a column as a positive whole number, or None."""

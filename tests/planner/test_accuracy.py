@@ -123,6 +123,27 @@ def test_a_row_that_cannot_be_expressed_names_its_reason(tmp_path):
     assert "nobody/knows-9b" in result.not_covered[0].reason
 
 
+@pytest.mark.parametrize("text", ["", "nan", "inf", "-inf", "12 GiB", "1e999"])
+def test_what_is_no_number_is_none(text):
+    row = Row(Layout.SFT, {"value": text, "unit_printed": "GiB"})
+    assert row.number("value") is None
+    assert row.truth() is None
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "2.5", "nan", ""])
+def test_what_is_no_count_is_none(text):
+    assert Row(Layout.SFT, {"seq_len": text}).integer("seq_len") is None
+
+
+def test_rows_that_are_too_short_or_too_long_are_read(tmp_path):
+    columns = "id,group,source_family,quantity,value,confidence"
+    path = tmp_path / "ragged.csv"
+    path.write_text(f"{columns}\nA,g,s,peak_allocated\nB,g,s,peak_allocated,1,0.9,x,y\n")
+    short, long = read_rows(path)
+    assert (short.confidence, long.confidence) == (0.0, 0.9)
+    assert score_files([path]).rows == 1
+
+
 def test_a_predictor_that_is_wrong_is_seen(tmp_path):
     path = _copy(tmp_path, "sft.csv", confidence="0.9", oom="0", value_bytes="1000")
     result = score_files([path], predict=lambda row: Prediction("q", 1500, 1400, 1600))
