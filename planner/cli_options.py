@@ -35,7 +35,7 @@ OPTIONS: dict[str, Any] = {
     "offline": _option(bool, "--offline", "Read nothing from the network.", _RUN),
     "tool_version": _option(str | None, "--tool-version", "Version of the tool whose config is given.", _RUN),
     "variant": _option(str | None, "--variant", "Of a vLLM recipe: name, or name:hardware.", _RUN),
-    "launch": _option(Path | None, "--launch", "accelerate or DeepSpeed file that goes with that config.", _RUN),
+    "launch": _option(Path | None, "--launch", "accelerate or DeepSpeed file of the run.", _RUN),
     "batch_size": _option(int | None, "--batch-size", "Sequences in one forward pass on one GPU.", _SIZE),
     "grad_accum": _option(int | None, "--grad-accum", "Micro-batches before a step.", _SIZE),
     "prompt_length": _option(int | None, "--prompt-length", "Tokens of a prompt.", _SIZE),
@@ -120,7 +120,7 @@ def with_run_options(command: Callable[..., None]) -> Callable[..., None]:
 def describe(subject: str, flags: dict[str, Any]) -> Described:
     """Return the run that a model name, run.yaml or foreign config and the flags describe; flags win."""
     from planner.hub import find_model
-    from planner.importers import import_subject, resolve_model
+    from planner.importers import import_subject, launch_document, resolve_model
     from planner.runfile import load_run_file, machine_of, validate
 
     imported = import_subject(
@@ -135,6 +135,8 @@ def describe(subject: str, flags: dict[str, Any]) -> Described:
         document = load_run_file(Path(subject)).model_dump(exclude_unset=True)
     else:
         document = {"model": subject}
+        if flags.get("launch"):
+            document |= launch_document(flags["launch"])
     run = _with_flags(document, flags, validate)
     model = resolve_model(run.model) if imported is not None and run.revision is None else None
     if model is None:

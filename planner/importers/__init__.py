@@ -87,7 +87,27 @@ def import_subject(
         return None
     if not foreign:
         return None
-    return import_config(path, version=version, launch=launch, variant=variant)
+    found = import_config(path, version=version, launch=launch, variant=variant)
+    if not found.run.model:
+        raise UsageError(
+            f"{path.name}: no model in this {found.tool} config",
+            hint="vramwise plan MODEL --launch FILE for accelerate and DeepSpeed files",
+        )
+    return found
+
+
+def launch_document(path: Path) -> dict[str, Any]:
+    """Return the run-file fields that an accelerate or DeepSpeed file sets."""
+    if not path.is_file():
+        raise UsageError(f"launch: no file {str(path)[:200]!r}")
+    launch = read_launch_file(path)
+    recipe = {"sharding": launch.sharding, "mixed_precision": launch.mixed_precision}
+    document: dict[str, Any] = {"recipe": {key: value for key, value in recipe.items() if value}}
+    if launch.optimizer_offload:
+        document["recipe"]["optimizer_offload"] = True
+    if launch.gpus:
+        document["machine"] = {"gpus": launch.gpus}
+    return document
 
 
 def looks_foreign(path: Path) -> bool:

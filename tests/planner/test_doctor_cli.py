@@ -125,3 +125,20 @@ def test_a_broken_config_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         run("plan", str(path), "--gpu", "rtx-4090")
     assert "\n" not in caught.value.message
+
+
+def test_launch_file_beside_a_model_and_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch = tmp_path / "zero3.yaml"
+    launch.write_text(
+        "distributed_type: DEEPSPEED\nnum_processes: 8\ndeepspeed_config: {zero_stage: 3}\n",
+        encoding="utf-8",
+    )
+    peaks = []
+    for extra in ([], ["--launch", str(launch)]):
+        run("plan", "llama-3.1-8b", "--method", "full", "--gpu", "h100-sxm", "--json", *extra)
+        peaks.append(json.loads(capsys.readouterr().out)["peak_bytes"])
+    assert peaks[1] < peaks[0] / 2
+    with pytest.raises(UsageError, match="no model in this accelerate config"):
+        run("plan", str(launch), "--gpu", "h100-sxm")
