@@ -22,7 +22,7 @@ VERB_MODULES = (
     "planner.cli",
     "planner.accuracy_cli",
     "planner.doctor_cli",
-    "profiler.trace_cli",
+    "trainer.trace_cli",
     "profiler.cli",
     "trainer.cli",
 )

@@ -12,7 +12,8 @@ would follow the CPU; `CudaBehaviour` (a torch function mode) turns each to CUDA
 * `F.rms_norm`: CUDA has one fused kernel that saves the input and 1/rms.
 * optimizers: foreach is CUDA's default, not the CPU's; subjects pass `foreach=True` or `fused=True`.
 * values: fake tensors have none. Traced batches are full and unpacked, so a mask check that asks
-  `all(...)` is answered yes, and the largest position is the length less one; any other branch on a value ends the trace with a message.
+  `all(...)` is answered yes, the largest position is the length less one, and a loss or norm that
+  is read back is 1.0; any other branch on a value ends the trace with a message.
 * placement: `.cpu()`, `.to("cpu")` and pinned memory copy to the host, where they do not count as
   device memory; `.to("cuda")` or `.to(device)` brings a fresh device copy.
 
@@ -82,6 +83,8 @@ class CudaBehaviour(TorchFunctionMode):
             torch.all: partial(_yes, torch.all),
             torch.max: _max,
             torch.Tensor.max: _max,
+            torch.Tensor.item: partial(_number, torch.Tensor.item),
+            torch.Tensor.__float__: partial(_number, torch.Tensor.__float__),
             torch.Tensor.__bool__: _truth,
         }
 
@@ -208,6 +211,13 @@ def _max(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     if args or kwargs or input.dtype != torch.int64 or not isinstance(input, FakeTensor):
         return result
     return torch.tensor(input.shape[-1] - 1)
+
+
+def _number(read: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+    """Losses and norms are read back as 1.0: finite, so the step goes on; integers stay unknown."""
+    if isinstance(tensor, FakeTensor) and tensor.dtype.is_floating_point:
+        return 1.0 if tensor.constant is None else tensor.constant.item()
+    return read(tensor)
 
 
 def _truth(tensor: torch.Tensor) -> bool:

@@ -175,7 +175,7 @@ def add_adapters(model: Any, options: StepOptions) -> Any:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     targets = options.lora_targets
     try:
-        return get_peft_model(
+        adapted = get_peft_model(
             model,
             LoraConfig(
                 r=options.lora_rank,
@@ -188,6 +188,11 @@ def add_adapters(model: Any, options: StepOptions) -> Any:
         )
     except ValueError as error:
         raise UsageError(f"lora.targets: {str(error)[:200]}") from error
+    # PEFT's own cast looks at the base layer's device, which is meta here.
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(torch_dtype(options.adapter_dtype))
+    return adapted
 
 
 @contextlib.contextmanager

@@ -1,0 +1,208 @@
+"""Hands a step to the trace: this project's own SFT and GRPO steps, or another framework's.
+
+The own step is the code that trains: `trainer.scoring`, `trainer.losses`, `trainer.checkpointing`
+and `trainer.optim` on a policy of fake tensors. Generation is not traced.
+"""
+
+from typing import Any
+
+import torch
+
+from planner.errors import UnsupportedError
+from planner.recipe import Checkpointing, Method, Recipe, Task
+from planner.resolve import Resolved
+from profiler.storages import StorageTracker
+from profiler.subjects.from_recipe import step_options
+from profiler.subjects.hf_sft import HfSft, loss_phase
+from profiler.subjects.options import StepOptions
+from profiler.subjects.trl_grpo import TrlGrpo
+from profiler.subjects.trl_sft import TrlSft
+from profiler.trace import Subject
+
+REFERENCES = "hf-trainer, peft-loop, trl, trl-0.15, fms-hf-tuning, vramwise"
+
+
+def subject_for(
+    resolved: Resolved,
+    recipe: Recipe,
+    config: dict[str, Any],
+    *,
+    layers: int | None = None,
+    steps: int = 2,
+) -> Subject:
+    """Return the step to trace for a recipe. Raises UnsupportedError when none expresses it."""
+    options = step_options(resolved, config, layers=layers, steps=steps)
+    name = resolved.framework.name
+    if resolved.task not in (Task.SFT, Task.GRPO):
+        raise UnsupportedError(
+            f"task {resolved.task} cannot be traced", hint="sft and grpo have steps to trace"
+        )
+    grpo = resolved.task is Task.GRPO
+    if name == "vramwise":
+        return VramwiseStep(options, resolved=resolved, recipe=recipe)
+    if name in ("trl", "trl-0.15"):
+        fused = name == "trl"
+        if grpo:
+            return TrlGrpo(options, fused=fused, score=resolved.beta > 0)
+        return TrlSft(options) if fused else HfSft(options)
+    if not grpo and name in ("hf-trainer", "peft-loop", "fms-hf-tuning", "fms-hf-tuning-kbit"):
+        return HfSft(options)
+    raise UnsupportedError(
+        f"framework {name}: its {resolved.task} step cannot be traced",
+        hint=f"frameworks with steps: {REFERENCES}",
+    )
+
+
+class VramwiseStep(HfSft):
+    """This project's own step."""
+
+    def __init__(self, options: StepOptions, *, resolved: Resolved, recipe: Recipe) -> None:
+        super().__init__(options)
+        self.task = resolved.task
+        self.name = f"vramwise-{self.task}"
+        self.notes = ("generation and its engine are not traced",) if self._grpo else ()
+        self.resolved = resolved
+        self.recipe = recipe
+
+    @property
+    def _grpo(self) -> bool:
+        return self.task is Task.GRPO
+
+    def build(self) -> torch.nn.Module:
+        """Return the model on the meta device; the trainer checkpoints layers itself."""
+        from dataclasses import replace
+
+        mode = self.options.checkpointing
+        self.options = replace(self.options, checkpointing=Checkpointing.NONE, prepare_kbit=False)
+        model = super().build()
+        self.options = replace(self.options, checkpointing=mode)
+        return model.eval()
+
+    def run(self, model: Any, tracker: StorageTracker) -> None:
+        """Run the optimizer steps with the trainer's own pieces."""
+        from trainer.batching import Layout, ScoredSequence, collate
+        from trainer.config import TrainSection
+        from trainer.model import Policy, _keep_differentiable
+        from trainer.optim import NO_SCALE, apply_step
+        from trainer.stepping import make_run_optimizer
+
+        if self.options.method is Method.QLORA:
+            _keep_differentiable(model)
+        policy = Policy(
+            model=model,
+            tokenizer=None,
+            method=self.options.method,
+            source="",
+            revision=None,
+            dtype=next(model.parameters()).dtype,
+            device=torch.device("cpu"),
+        )
+        recipe = self.recipe.model_copy(
+            update={
+                "optimizer": self.resolved.optimizer,
+                "master_weights": self.resolved.master_weights or None,
+            }
+        )
+        self._memory_choices(policy, tracker)
+        settings: Any = TrainSection.model_construct()  # type: ignore[call-arg]
+        optimizer = make_run_optimizer(policy, recipe, settings)
+        length = self.options.length
+        scored = min(self.resolved.completion_tokens, length - 1) if self._grpo else length - 1
+        sequence = ScoredSequence(
+            token_ids=(0,) * length, scored=(False,) * (length - scored) + (True,) * scored
+        )
+        rows = self.options.micro_batch
+        trained = [parameter for _, parameter in policy.trainable()]
+        with loss_phase(model, tracker):
+            for _ in range(self.options.steps):
+                for _ in range(self.options.gradient_accumulation):
+                    tracker.phase = "forward"
+                    batch = collate([sequence] * rows, range(rows), layout=Layout.SORTED)
+                    self._loss(policy, batch).backward()
+                with tracker.in_phase("step"):
+                    apply_step(optimizer, trained, scale=NO_SCALE, max_norm=1.0)
+                    _tag(optimizer, tracker)
+                    optimizer.zero_grad(set_to_none=True)
+
+    def _memory_choices(self, policy: Any, tracker: StorageTracker) -> None:
+        """Do what trainer.preflight.apply_memory_choices does, with a host the tracker knows."""
+        from trainer.checkpointing import checkpoint_layers, decoder_layers
+        from trainer.host_store import HostStore
+        from trainer.preflight import MLP_TILE_TOKENS
+        from trainer.tiled_mlp import tile_mlps
+
+        layers = decoder_layers(policy.base)
+        keep = self.recipe.offload_keep_layers
+        checkpoint_layers(
+            layers,
+            mode=self.options.checkpointing,
+            every=self.recipe.checkpoint_every,
+            store=HostStore(len(layers), keep_last=keep, copies=TracedCopies(tracker)),
+        )
+        if self.recipe.tiled_mlp:
+            tile_mlps(policy.base, tile_tokens=MLP_TILE_TOKENS)
+
+    def _loss(self, policy: Any, batch: Any) -> torch.Tensor:
+        from trainer.losses import LossSettings, policy_loss, sft_loss
+        from trainer.scoring import hidden_rows, log_probs
+
+        hidden = hidden_rows(policy, batch)
+        scored = log_probs(
+            policy, batch, hidden, entropy=self._grpo, chunk_rows=self.recipe.loss_chunk_rows
+        )
+        if not self._grpo:
+            return sft_loss(scored.logp, num_tokens=len(batch.targets))
+        share, _ = policy_loss(
+            scored.logp,
+            advantages=torch.zeros(self.options.micro_batch),
+            sequence_ids=batch.sequence_ids,
+            normaliser=float(len(batch.targets)),
+            settings=LossSettings(),
+            entropy=scored.entropy,
+        )
+        return share
+
+
+class TracedCopies:
+    """trainer.host_store.Copies between a host and a device that both are fake."""
+
+    def __init__(self, tracker: StorageTracker) -> None:
+        self._tracker = tracker
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Return a slab in host memory."""
+        with self._tracker.on_host():
+            return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def release(self, slab: torch.Tensor) -> None:
+        """Do nothing: the slab goes with its last reference."""
+
+    def to_host(self, source: torch.Tensor, target: torch.Tensor) -> Any:
+        """Copy into the slab."""
+        target.copy_(source)
+
+    def to_device(
+        self, source: torch.Tensor, after: Any, device: torch.device
+    ) -> tuple[torch.Tensor, Any]:
+        """Return a fresh device tensor."""
+        return source.clone(), None
+
+    def wait(self, event: Any) -> None:
+        """Do nothing: fake copies are done."""
+
+
+def _tag(optimizer: torch.optim.Optimizer, tracker: StorageTracker) -> None:
+    """Tag whatever tensors the optimizer's state holds, nested ones too."""
+    waiting: list[Any] = [optimizer.state]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, torch.Tensor):
+            block = tracker.block_of(item)
+            if block is not None:
+                block.term = "optimizer"
+        elif isinstance(item, dict):
+            waiting.extend(item.values())
+        elif isinstance(item, list | tuple):
+            waiting.extend(item)
+        elif hasattr(item, "__dict__"):
+            waiting.extend(vars(item).values())
