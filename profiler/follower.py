@@ -5,12 +5,13 @@ the events are folded into the phases' peaks, and what is alive goes on to the n
 torch and the standard library only: `profile run --follow` loads it into any program.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from profiler.attribute import Summary, assign_terms, summarise, to_events
 from profiler.recording import Event, LiveTensor, PhaseRecord
@@ -26,11 +27,17 @@ STANDING = "standing"
 class LiveStorages(StorageTracker):
     """A StorageTracker that counts tensors of other device types as host memory."""
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, *, on_full: Callable[[], None]) -> None:
         super().__init__()
         self.device_type = device_type
+        self.enabled = True
+        self._on_full = on_full
 
     def _add(self, tensor: torch.Tensor, op: str) -> Block | None:
+        if not self.enabled:
+            return None
+        if len(self.events) > MAX_EVENTS:
+            self._on_full()
         if tensor.device.type == self.device_type:
             return super()._add(tensor, op)
         with self.on_host():
@@ -41,7 +48,7 @@ class Follower:
     """Phases x terms of a live run from its tensors' storages."""
 
     def __init__(self, phases: PhaseTracker, *, device_type: str | None = None) -> None:
-        self.storages = LiveStorages(device_type or _device_type())
+        self.storages = LiveStorages(device_type or _device_type(), on_full=self.fold)
         self.phases: dict[str, PhaseRecord] = {}
         self.largest: tuple[LiveTensor, ...] = ()
         self.events: tuple[Event, ...] = ()
@@ -56,12 +63,16 @@ class Follower:
     def start(self) -> None:
         """Begin to follow."""
         self.storages.phase = self._tracker.phase
-        self._stack.enter_context(self.storages)
+        self.storages.__enter__()
 
     def stop(self) -> None:
         """Fold what is left and stop following."""
         self.fold()
         self._stack.close()
+        self.storages.enabled = False
+        # leaving a mode takes away the newest one, whoever's it is: ours only if it is ours
+        if _get_current_dispatch_mode() is self.storages:
+            self.storages.__exit__(None, None, None)
 
     def adopt(self, model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Give parameters, gradients and optimizer state of a model their terms."""
@@ -73,7 +84,9 @@ class Follower:
         self.vocab = self.vocab or int(getattr(text, "vocab_size", 0) or 0)
         with self.storages.in_phase("load"):
             for name, parameter in model.named_parameters():
-                self._own(parameter, _term_of(name), name)
+                # whatever touched it first: a parameter is a parameter
+                module = name.rpartition(".")[0]
+                self.storages.adopt(parameter, term=_term_of(name), module=module)
                 self._own(parameter.grad, "gradients", name)
                 if parameter.requires_grad:
                     self._tag_gradient(parameter, name)
@@ -87,14 +100,19 @@ class Follower:
 
     def adopt_known(self) -> None:
         """Adopt every model that the phase tracker has seen."""
+        optimizers = self._tracker.optimizers()
         for model in self._tracker.models():
-            self.adopt(model, self._tracker.optimizers())
+            self.adopt(model, optimizers)
+        for optimizer in optimizers:  # it may step before any pass of its model
+            if id(optimizer) not in self._adopted:
+                self._adopted.add(id(optimizer))
+                self._adopt_groups(optimizer)
 
     def on_change(self, old: str, new: str) -> bool:
         """Follow the loop into phase `new`; True when a step was folded."""
         self.storages.phase = new or old
         self.adopt_known()
-        if old == "step" or not new or len(self.storages.events) > MAX_EVENTS:
+        if old == "step" or not new:
             self.fold()
             return True
         return False
@@ -137,6 +155,13 @@ class Follower:
             "phases": [asdict(phase) for phase in self.phases.values()],
             "largest": [asdict(tensor) for tensor in self.largest],
         }
+
+    def _adopt_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        with self.storages.in_phase("load"):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    self._own(parameter, "weights", "")
+                    self._own(parameter.grad, "gradients", "")
 
     def _own(self, tensor: Any, term: str, name: str) -> None:
         if not isinstance(tensor, torch.Tensor):

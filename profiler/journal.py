@@ -44,7 +44,7 @@ class ProcessJournal:
 
     def phases(self) -> tuple[PhaseRecord, ...]:
         """Return the phases in the order of PHASES, each at its own peak."""
-        if self.follow:
+        if self.follow.get("phases"):
             found = {each["name"]: PhaseRecord(**each) for each in self.follow["phases"]}
             return tuple(found[name] for name in (*PHASES, "other") if name in found)
         return tuple(

@@ -7,7 +7,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from planner.units import format_bytes, to_gib
+from planner.units import GiB, MiB, format_bytes
 from profiler.recording import TERMS, Recording
 
 UNKNOWN = "unknown"
@@ -79,15 +79,17 @@ def timeline_figure(recording: Recording) -> Any:
     import plotly.graph_objects as go
 
     figure = go.Figure()
+    unit, unit_name = _unit(recording)
+    on_gpu = recording.environment.get("gpu")
     names = {
         "device_used_bytes": "driver: this run",
         "reserved_bytes": "torch reserved",
-        "allocated_bytes": "torch allocated",
+        "allocated_bytes": "torch allocated" if on_gpu else "C heap, torch's tensors in it",
         "host_bytes": "host memory",
     }
     for key, label in names.items():
         points = [
-            (row["t_s"], to_gib(row[key])) for row in recording.timeline if row.get(key) is not None
+            (row["t_s"], row[key] / unit) for row in recording.timeline if row.get(key) is not None
         ]
         if points:
             times, sizes = zip(*points, strict=True)
@@ -116,13 +118,18 @@ def timeline_figure(recording: Recording) -> Any:
             )
     figure.update_layout(
         xaxis_title="seconds",
-        yaxis_title="GiB",
+        yaxis_title=unit_name,
         height=440,
         template="plotly_white",
         margin={"l": 60, "r": 20, "t": 20, "b": 50},
         hovermode="x unified",
     )
     return figure
+
+
+def _unit(recording: Recording) -> tuple[int, str]:
+    """Return the unit of the charts: a tiny run is not shown as 0.02 GiB."""
+    return (GiB, "GiB") if recording.peak_bytes >= GiB else (MiB, "MiB")
 
 
 MAX_SPANS = 400
@@ -149,9 +156,10 @@ def phase_figure(recording: Recording) -> Any:
     import plotly.graph_objects as go
 
     figure = go.Figure()
+    unit, unit_name = _unit(recording)
     names = [phase.name for phase in recording.phases]
     for term in TERMS:
-        sizes = [to_gib(phase.terms_bytes.get(term, 0)) for phase in recording.phases]
+        sizes = [phase.terms_bytes.get(term, 0) / unit for phase in recording.phases]
         if any(sizes):
             labels = [shown(phase.terms_bytes.get(term, 0)) for phase in recording.phases]
             figure.add_bar(
@@ -163,7 +171,7 @@ def phase_figure(recording: Recording) -> Any:
             )
     figure.update_layout(
         barmode="stack",
-        yaxis_title="GiB at the phase's peak",
+        yaxis_title=f"{unit_name} at the phase's peak",
         height=380,
         template="plotly_white",
         margin={"l": 60, "r": 20, "t": 20, "b": 40},

@@ -65,6 +65,7 @@ class Child:
         self.folder, self.rate_hz = folder, rate_hz
         self.snapshot_when, self.follow = snapshot, follow
         self.torch: Any = None
+        self.follower: Any = None
         self.lock = threading.RLock()
         self.tracker = _load("vramwise_phases").PhaseTracker(self._on_change)
         self.meters = _load("vramwise_meters")
@@ -78,6 +79,8 @@ class Child:
         try:
             self.tracker.install(torch)
             self._new_book(self.meters.CpuMeter(torch))
+            if self.follow:
+                self._start_following()
             self._hello()
             atexit.register(self._goodbye)
         except Exception as error:
@@ -89,10 +92,13 @@ class Child:
             if hasattr(module, owner):
                 self.tracker.wrap_generate(getattr(module, owner), name)
 
+    def marker_ready(self, module):
+        """The bundled trainer marks its phases itself: it does not generate by generate()."""
+        self.tracker.wrap_marker(module.PhaseMemory, "__call__")
+
     def _start_fresh(self):
         self.journal = Journal(self.folder)
         self.book: Any = None
-        self.follower: Any = None
         self.last_line_s = 0.0
         self.sampler = None
         self.greeted = False
@@ -161,16 +167,18 @@ class Child:
         if old == "step" and self.book.meter.kind == "cuda" and self.snapshot_when == "peak":
             _load("vramwise_snapshots").at_peak(self)
 
+    def _start_following(self):
+        """Enter the dispatch mode now, below any that the program may enter and leave later."""
+        sys.path.append(os.path.dirname(os.path.dirname(_HERE)))  # last: hides nothing
+        from profiler.follower import Follower
+
+        self.follower = Follower(self.tracker)
+        self.follower.start()
+
     def _follow(self, old, new):
         """With --follow: hand the change to the storage follower, and write what it found."""
-        if not self.follow:
-            return
         if self.follower is None:
-            sys.path.append(os.path.dirname(os.path.dirname(_HERE)))  # last: hides nothing
-            from profiler.follower import Follower
-
-            self.follower = Follower(self.tracker)
-            self.follower.start()
+            return
         if self.follower.on_change(old, new) or not new:
             self.journal.write(e="follow", **self.follower.to_dict())
 
@@ -213,13 +221,14 @@ def watched():
         snapshot=os.environ.get("VRAMWISE_SNAPSHOT", "oom"),
         follow=bool(os.environ.get("VRAMWISE_FOLLOW")),
     )
-    generate = functools.partial
+    generates = functools.partial
     return {
         "torch": child.torch_ready,
-        "transformers.generation.utils": generate(
+        "trainer.phase_memory": child.marker_ready,
+        "transformers.generation.utils": generates(
             child.generation_ready, owner="GenerationMixin", names=("generate", "generate_batch")
         ),
-        "vllm.entrypoints.llm": generate(
+        "vllm.entrypoints.llm": generates(
             child.generation_ready, owner="LLM", names=("generate", "chat")
         ),
     }

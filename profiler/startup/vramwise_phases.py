@@ -14,6 +14,7 @@ by file path, inside any program that `profile run` starts. `torch` is handed in
   other     between them: data, rewards, zero_grad, logging, saving
 """
 
+import contextlib
 import functools
 import importlib
 import threading
@@ -66,6 +67,23 @@ class PhaseTracker:
         """Count everything inside `owner.name(...)` as rollout."""
         if name in vars(owner):
             self._patch(owner, name, lambda: "rollout")
+
+    def wrap_marker(self, owner, name):
+        """Follow a loop that names its own phases: `with owner.name(phase): ...`."""
+        original = vars(owner)[name]
+
+        @contextlib.contextmanager
+        @functools.wraps(original)
+        def marked(instance, phase, *args, **kwargs):
+            self.hold(phase)
+            try:
+                with original(instance, phase, *args, **kwargs) as value:
+                    yield value
+            finally:
+                self.let_go(BETWEEN)
+
+        setattr(owner, name, marked)
+        self._undo.append(lambda: setattr(owner, name, original))
 
     def know(self, models, optimizers=()):
         """Count these in before their first pass or step."""
