@@ -15,6 +15,18 @@ CONTEXTS = tuple(2**power for power in range(9, 21))
 BATCHES = (2, 4, 8, 16, 32, 64)
 
 
+TRAINING: dict[str, dict[str, Any]] = {
+    "full": {"method": "full"},
+    "lora": {"method": "lora"},
+    "qlora": {"method": "qlora"},
+}
+SERVING: dict[str, dict[str, Any]] = {
+    "serve": {},
+    "serve fp8": {"quantization": "fp8"},
+    "serve 4-bit": {"quantization": "awq-4bit"},
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Recommendation:
     """One model and method that fits."""
@@ -41,27 +53,30 @@ def recommend(
     The largest models first; for each the longest context in powers of two up to the model's own,
     then the largest batch at `least_context`.
     """
-    methods = ("full", "lora", "qlora") if task != "serve" else ("lora",)
+    variants = SERVING if task == "serve" else TRAINING
+    base: dict[str, Any] = {"task": task, "micro_batch_size": 1}
+    base["framework"] = "vllm" if task == "serve" else framework
+    recipes = {label: make_recipe(**base, **fields) for label, fields in variants.items()}
+    order = list(recipes)
     found = []
     for name in catalogue_names():
         model = catalogue_model(name)
-        for method in methods:
-            best = _best(model, machine, task, method, least_context, framework)
+        for label, recipe in recipes.items():
+            best = _best(model, machine, label, recipe, least_context)
             if best is not None:
                 found.append(best)
-    found.sort(key=lambda row: (-row.parameters, methods.index(row.method)))
+    found.sort(key=lambda row: (-row.parameters, order.index(row.method)))
     return found
 
 
 def _best(
-    model: ModelSpec, machine: Machine, task: str, method: str, least: int, framework: str
+    model: ModelSpec, machine: Machine, label: str, recipe: Recipe, least: int
 ) -> Recommendation | None:
-    base = make_recipe(task=task, method=method, framework=framework, micro_batch_size=1)
     reached: tuple[int, Plan] | None = None
     for context in (least, *(c for c in CONTEXTS if c > least)):
         if context > max(least, model.max_position):
             break
-        result = _try(model, base.model_copy(update={"context": context}), machine)
+        result = _try(model, recipe.model_copy(update={"context": context}), machine)
         if result is None:
             break
         reached = context, result
@@ -71,15 +86,15 @@ def _best(
     batch = 1
     for size in BATCHES:
         update = {"context": least, "micro_batch_size": size}
-        if _try(model, base.model_copy(update=update), machine) is None:
+        if _try(model, recipe.model_copy(update=update), machine) is None:
             break
         batch = size
     r = result.resolved
-    settings = (
-        f"{r.checkpointing.value} checkpointing, {r.optimizer.value}" if r.trains else r.kv_dtype
-    )
+    settings = f"{r.checkpointing.value} checkpointing, {r.optimizer.value}"
+    if not r.trains:
+        settings = f"{r.kv_dtype} KV, {r.quantization or r.dtype} weights"
     return Recommendation(
-        model.name, model.parameters, method if r.trains else "serve", context, batch, settings,
+        model.name, model.parameters, label, context, batch, settings,
         result.peak_bytes, result.verdict,
     )  # fmt: skip
 
