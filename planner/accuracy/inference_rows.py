@@ -7,7 +7,7 @@ from planner.accuracy.names import machine_named, model_named
 from planner.accuracy.prediction import NotCovered, Prediction, around
 from planner.accuracy.rows import Row
 from planner.accuracy.sft_recipe import quantization_of
-from planner.accuracy.stages import is_split, stage_model
+from planner.accuracy.stages import is_split, stage_models
 from planner.accuracy.variants import litgpt_model
 from planner.model import ModelSpec
 from planner.recipe import EngineKind, EngineSection, Recipe, Task
@@ -33,15 +33,19 @@ def predict_inference(row: Row) -> Prediction:
     litgpt = "litgpt" in row["framework"].lower()
     if litgpt:
         model = litgpt_model(model)
-    if is_split(row):
-        model = stage_model(row, model)
-    resolved = _resolved(row, model, "litgpt" if litgpt else "hf-trainer")
-    ranks = (row.integer("n_gpus") or 1) if "tensor" in row["parallelism"] else 1
-    value = _weights(model, resolved, ranks) + _work(row, model, resolved) + CUBLAS_DEFAULT
-    value += sequence_bytes(model, _tokens(row)) // ranks
     if "peak_allocated" not in row.quantity:
         raise NotCovered(f"the figure {row.quantity[:50]!r} is not one that the planner states")
+    parts = stage_models(row, model) if is_split(row) else (model,)
+    framework = "litgpt" if litgpt else "hf-trainer"
+    value = max(_peak(row, piece, framework) for piece in parts)
     return around("peak_allocated", value, 0.95, 1.08)
+
+
+def _peak(row: Row, model: ModelSpec, framework: str) -> int:
+    resolved = _resolved(row, model, framework)
+    ranks = (row.integer("n_gpus") or 1) if "tensor" in row["parallelism"] else 1
+    value = _weights(model, resolved, ranks) + _work(row, model, resolved) + CUBLAS_DEFAULT
+    return value + sequence_bytes(model, _tokens(row)) // ranks
 
 
 def _resolved(row: Row, model: ModelSpec, framework: str) -> Resolved:

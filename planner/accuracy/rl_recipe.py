@@ -58,7 +58,7 @@ def rl_recipe(row: Row, model: ModelSpec) -> Recipe:
         "quantization": "nf4" if method is Method.QLORA else None,
         "double_quant": True if "double quant" in row["notes"] else None,
         "optimizer": _OPTIMIZERS.get(row["optimizer"]),
-        "micro_batch_size": row.integer("batch_per_device"),
+        "micro_batch_size": row.integer("batch_per_device") or _one_sequence(row),
         "num_generations": row.integer("num_generations"),
         "checkpointing": _checkpointing(row, method),
         "attention": _ATTENTION.get(row["attn"]),
@@ -119,6 +119,11 @@ def _mixed_precision(row: Row) -> str | None:
     if "bf16 autocast" in row["notes"]:
         return "bf16"
     return "none" if row["framework"] == "custom" else None
+
+
+def _one_sequence(row: Row) -> int | None:
+    """A context limit is stated for one sequence."""
+    return 1 if row.quantity == "max_context_capacity" else None
 
 
 def _checkpointing(row: Row, method: Method) -> Checkpointing | None:

@@ -8,7 +8,7 @@ from planner.accuracy.names import machine_named, model_named, parameters_named
 from planner.accuracy.prediction import NotCovered, Prediction, around
 from planner.accuracy.rows import Row
 from planner.accuracy.sft_recipe import recipe_of
-from planner.accuracy.stages import is_split, stage_model
+from planner.accuracy.stages import is_split, stage_models
 from planner.accuracy.variants import litgpt_model, selective_bytes
 from planner.machine import Machine
 from planner.model import ModelSpec
@@ -77,7 +77,7 @@ def _run(row: Row) -> _Run:
     if "litgpt" in row["framework"].lower():
         model = litgpt_model(model)
     if is_split(row):
-        model = stage_model(row, model)
+        model = stage_models(row, model)[-1]  # the last one has the head
     recipe = divide_tokens(row, recipe_of(row, model))
     machine = machine_named(row["gpu"], gpus_of(row, recipe))
     return _Run(row, canonical(row.quantity), model, recipe, machine)

@@ -15,17 +15,15 @@ def is_split(row: Row) -> bool:
     return "device_map split" in text or "pipeline-sequential" in text
 
 
-def stage_model(row: Row, model: ModelSpec) -> ModelSpec:
-    """Return the layers, embeddings and head that the row's GPU holds; layers in equal parts."""
+def stage_models(row: Row, model: ModelSpec) -> tuple[ModelSpec, ...]:
+    """Return what the row's GPU holds, layers in equal parts; first and last for a maximum."""
     place = re.search(r"GPU (\d+) of (\d+)", row["per_gpu_or_total"])
     count = row.integer("n_gpus") or 1
     if place:
-        index, count = int(place[1]), int(place[2])
-    elif "max" in row["per_gpu_or_total"]:
-        index = count - 1  # the last one has the head
-    else:
-        raise NotCovered("the row does not say which of the GPUs it measured")
-    return part(model, index, count)
+        return (part(model, int(place[1]), int(place[2])),)
+    if "max" in row["per_gpu_or_total"]:
+        return part(model, 0, count), part(model, count - 1, count)
+    raise NotCovered("the row does not say which of the GPUs it measured")
 
 
 def part(model: ModelSpec, index: int, count: int) -> ModelSpec:
