@@ -25,6 +25,19 @@ _VERSIONS = re.compile(
 _TWO_POINTS = re.compile(r"\b(\d{1,4})\s*[:=]\s*(\d+(?:\.\d+)?) ?(?:GB|GiB)\b")
 
 
+def outside_allocator(signals: Signals) -> Cause | None:
+    """The driver refused memory to something else than PyTorch's allocator."""
+    event = signals.event
+    if event is None or event.cuda is None or event.cuda.backend != "driver" or signals.phases:
+        return None
+    return Cause(
+        category="unknown",
+        certainty=Certainty.UNKNOWN,
+        explanation="no sizes are printed: the driver refused memory to a context, a cuBLAS or NCCL workspace or a kernel. The card was full "
+        "(nvidia-smi says with what), or, before the first step, held by another process.",
+    )
+
+
 def shape_bug(signals: Signals) -> Cause | None:
     """A request of several times the card is a wrong dimension, not a tuning problem."""
     tried, card = signals.tried_bytes, signals.card_bytes
@@ -263,6 +276,7 @@ def large_tensor(signals: Signals) -> Cause | None:
 
 
 TRAINING_RULES: tuple[Rule, ...] = (
+    outside_allocator,
     shape_bug,
     other_process,
     default_changed,

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from planner.errors import VramwiseError
 from planner.machine import find_gpu
@@ -45,6 +46,8 @@ _MODEL_WORD = re.compile(
     r"|Kimi|MiniMax|Nemotron|SmolLM|TinyLlama|OLMo|granite|starcoder|bloom|Pythia|pythia|Vicuna|Zephyr|zephyr)"
     r"[\w.-]*?\d[\w.]*[\w-]*(?:[ -]\d+(?:\.\d+)?[bB])?"
 )
+_NAME = re.compile(r"(?=.{0,100}\d)[\w~/][\w./+:-]*(?: [\w.(),+/ -]*)?$|[\w.-]+/[\w.-]+$")
+"""A value that can be a model's name, unlike the rest of a line of code."""
 _GPU_WORD = re.compile(
     r"\b(?:NVIDIA |GeForce |Tesla )*(?:RTX[ _-]?(?:PRO )?\d{4}(?: ?Ti| Super)?|[AH]\d{2,3}(?:-SXM\d?)?(?:-\d+GB)?|[LTVB]\d{1,3}S?\b|H200|B200"
     r"|GH200|A10G|H20|A800|H800|Titan \w+)(?:[ -]\d+ ?G[Bi]*)?"
@@ -147,10 +150,12 @@ def read_context(
 
 def model_in_text(text: str) -> str:
     """Return the model a text names, or ""."""
-    if match := _MODEL_KEY.search(text):
-        return match.group(1).strip("`*()")
-    match = _MODEL_WORD.search(text)
-    return match.group() if match else ""
+    for match in islice(_MODEL_KEY.finditer(text), 200):
+        name = match.group(1).strip("`*() ")
+        if _NAME.match(name):
+            return name
+    word = _MODEL_WORD.search(text)
+    return word.group() if word else ""
 
 
 def _with_model(context: Context, name: str) -> Context:

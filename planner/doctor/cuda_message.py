@@ -8,7 +8,7 @@ from planner.doctor.sizes import SIZE, size_bytes
 START = re.compile(
     r"(?:CUDA|HIP|NPU|XPU|MUSA|MPS backend) (?:error: )?out of memory|CUDA Error: out of memory"
     r"|Allocation on device\s?\d* would exceed allowed memory|OutOfMemoryError: Allocation on device"
-    r"|CUBLAS_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|Tried to allocate \d",
+    r"|Cuda failure \d+ .out of memory|CUBLAS_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|Tried to allocate \d",
     re.IGNORECASE,
 )
 _END = re.compile(r"Traceback \(most recent|^\s*File \"|^\s*\d+%\|")

@@ -176,7 +176,7 @@ _TABLE: tuple[tuple[str, str, int, Reader], ...] = (
     ),
     (
         "host_killed",
-        r"\bOOMKilled\b|oom-kill(?:er)?\b|exit ?code:? ?\(?-9\b|exitcode *: *-9\b|exit(?:ed with)? (?:code|status):? 137\b"
+        r"\bOOM ?Killed\b|oom_kill event|srun: error: .{0,80}Out Of Memory|oom-kill(?:er)?\b|exit ?code:? ?\(?-9\b|exitcode *: *-9\b|exit(?:ed with)? (?:code|status):? 137\b"
         r"|SIGKILL|^\s*Killed\s*$|killed due to memory pressure|actor died.{0,40}\b(?:CPU )?OOM\b"
         r"|\b(?:host|CPU|system) (?:RAM |memory )?(?:OOM|out of memory)\b",
         re.IGNORECASE,

@@ -194,3 +194,34 @@ def test_model_by_flag_wins_and_unknown_models_are_notes() -> None:
     odd = diagnose("CUDA out of memory.", model="nobody/knows-this", gpu="a-card-of-2040")
     assert any("not in the catalogue" in note for note in odd.notes)
     assert any("a-card-of-2040" in note for note in odd.notes)
+
+
+def test_code_around_an_error_is_not_taken_for_the_model() -> None:
+    text = "  model = AutoModelForCausalLM.from_pretrained(\n    in _load_state_dict_into_meta_model\nCUDA out of memory. Tried to allocate 462.00 MiB.\nmodel = Qwen/Qwen2.5-72B-Instruct"
+    found = diagnose(text, gpu="a100-sxm4-80gb")
+    assert found.context.model_name == "Qwen/Qwen2.5-72B-Instruct"
+    assert found.failures[0].candidates[0].formula.startswith("29,568 * 8,192 * 2 B")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "Cuda failure 2 'out of memory'",
+    ],
+)
+def test_refusals_without_numbers_stay_unknown(text: str) -> None:
+    cause = diagnose(text).failures[0].causes[0]
+    assert (cause.category, cause.certainty) == ("unknown", Certainty.UNKNOWN)
+    assert "no sizes are printed" in cause.explanation
+
+
+def test_slurm_and_ray_kills_are_host_memory() -> None:
+    slurm = diagnose(
+        "slurmstepd: error: Detected 1 oom_kill event in StepId=1.0.\nLoading checkpoint shards: 33%"
+    )
+    ray = diagnose(
+        "Memory on the node (IP: 1) where the task was running was 482.10GB / 503.50GB (0.957), which exceeds"
+    )
+    assert lead(slurm)[0] == "host_full_copy_per_rank"
+    assert ray.parsed["host_used_bytes"] == round(482.10 * GiB)
