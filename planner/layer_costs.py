@@ -1,72 +1,87 @@
 """What one decoder layer keeps and needs, measured by running its program on a tape; cached."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
 
 from planner.layer_blocks import run_layer
 from planner.layer_program import OpSettings, Program
 from planner.model import LayerSpec
-from planner.tape import Envelope, Point, Tape, envelope
+from planner.tape import Envelope, Point, Tape, envelope, shifted
+
+Costs = TypeVar("Costs")
 
 
-class LayerCosts(NamedTuple):
-    """Bytes of one layer, as envelopes over the number of tokens."""
+class KeptCosts(NamedTuple):
+    """A layer whose graph is kept, as envelopes over the number of tokens."""
 
     kept: Point
     """What its graph holds after the forward; its input too, if something saved it."""
     forward: Envelope
     """Forward with gradients on, the layer's input included."""
-    no_grad: Envelope
-    """Forward without a graph (checkpointed, scoring), the layer's input included."""
     backward: Envelope
     """Backward from the kept state: what is kept and the incoming gradient included."""
-    recompute: Envelope
-    """Recompute and backward under checkpointing, without the stored input."""
-    recompute_fetched: Envelope
-    """The same with an input that came back from the host, while something needs it."""
     keeps_input: bool
     """Something in the layer saved its input itself (an fp32 residual stream)."""
-    input_per_token: float
 
 
-_CACHE: dict[tuple[int, int, OpSettings], tuple[LayerSpec, LayerCosts]] = {}
+class CheckpointedCosts(NamedTuple):
+    """A layer that is recomputed in backward."""
+
+    recompute: Envelope
+    """Recompute and backward, without the stored input."""
+    recompute_fetched: Envelope
+    """The same with an input that came back from the host, while something needs it."""
+
+
+_BY_ID: dict[tuple[object, ...], tuple[LayerSpec, object]] = {}
+_BY_VALUE: dict[tuple[object, ...], object] = {}
 _CACHE_LIMIT = 20_000
 
 
-def layer_costs(layer: LayerSpec, hidden: int, settings: OpSettings) -> LayerCosts:
-    """Return what one layer of this kind holds and needs, as envelopes over tokens."""
-    key = (id(layer), hidden, settings)
-    hit = _CACHE.get(key)
-    if hit is not None:
-        return hit[1]
-    if len(_CACHE) > _CACHE_LIMIT:
-        _CACHE.clear()
-    costs = _measure(layer, hidden, settings)
-    _CACHE[key] = (layer, costs)  # keeps `layer` alive, so its id stays its own
-    return costs
+def _cached(
+    what: Callable[[LayerSpec, int, OpSettings], Costs],
+    layer: LayerSpec,
+    hidden: int,
+    settings: OpSettings,
+) -> Costs:
+    """Return `what(layer, hidden, settings)`, once for equal layers of all models."""
+    key = (what, id(layer), hidden, settings)
+    hit = _BY_ID.get(key)
+    if hit is None:
+        if len(_BY_ID) > _CACHE_LIMIT:
+            _BY_ID.clear()
+            _BY_VALUE.clear()
+        value = (what, replace(layer, count=1), hidden, settings)
+        if value not in _BY_VALUE:
+            _BY_VALUE[value] = what(layer, hidden, settings)
+        hit = (layer, _BY_VALUE[value])  # keeps `layer` alive, so its id stays its own
+        _BY_ID[key] = hit
+    return hit[1]  # type: ignore[return-value]
 
 
-def _measure(layer: LayerSpec, hidden: int, settings: OpSettings) -> LayerCosts:
-    width = hidden * settings.residual
-    plain = Tape(grad_enabled=False)
-    x = plain.value(width)
-    run_layer(Program(plain, settings), x, layer, hidden)
-    kept, forward, backward, keeps_input = _graph(layer, hidden, settings)
-    return LayerCosts(
-        kept,
-        forward,
-        envelope(plain.points),
-        backward,
-        _recompute(layer, hidden, settings, fetched=False),
-        _recompute(layer, hidden, settings, fetched=True),
-        keeps_input,
-        width,
-    )
+def no_grad_costs(layer: LayerSpec, hidden: int, settings: OpSettings) -> Envelope:
+    """Return a forward without a graph (checkpointed, scoring), the layer's input included."""
+    return _cached(_no_grad, layer, hidden, settings)
 
 
-def _graph(
-    layer: LayerSpec, hidden: int, settings: OpSettings
-) -> tuple[Point, Envelope, Envelope, bool]:
-    """Run forward and backward with everything kept."""
+def kept_costs(layer: LayerSpec, hidden: int, settings: OpSettings) -> KeptCosts:
+    """Return what one layer of this kind holds and needs when its graph is kept."""
+    return _cached(_kept, layer, hidden, settings)
+
+
+def checkpointed_costs(layer: LayerSpec, hidden: int, settings: OpSettings) -> CheckpointedCosts:
+    """Return what one layer of this kind needs when it is recomputed in backward."""
+    return _cached(_checkpointed, layer, hidden, settings)
+
+
+def _no_grad(layer: LayerSpec, hidden: int, settings: OpSettings) -> Envelope:
+    tape = Tape(grad_enabled=False)
+    run_layer(Program(tape, settings), tape.value(hidden * settings.residual), layer, hidden)
+    return envelope(tape.points)
+
+
+def _kept(layer: LayerSpec, hidden: int, settings: OpSettings) -> KeptCosts:
     tape = Tape(keep_weight_grads=not settings.accumulate)
     x = tape.value(hidden * settings.residual, needs_grad=settings.input_grad)
     out = run_layer(Program(tape, settings), x, layer, hidden)
@@ -75,21 +90,35 @@ def _graph(
     tape.points.clear()
     tape.start_backward(out, hidden * settings.residual)
     tape.run()
-    return kept, forward, envelope(tape.points), keeps_input
+    return KeptCosts(kept, forward, envelope(tape.points), keeps_input)
 
 
-def _recompute(layer: LayerSpec, hidden: int, settings: OpSettings, *, fetched: bool) -> Envelope:
+def _checkpointed(layer: LayerSpec, hidden: int, settings: OpSettings) -> CheckpointedCosts:
+    early, again, rest, saved = _recompute(layer, hidden, settings, fetched=False)
+    stored = envelope(early + again + rest)
+    if not saved:  # an input from the host is freed as soon as the forward has run again
+        width = hidden * settings.residual
+        return CheckpointedCosts(stored, envelope([*early, *shifted(again, width), *rest]))
+    early, again, rest, _ = _recompute(layer, hidden, settings, fetched=True)
+    return CheckpointedCosts(stored, envelope(early + again + rest))
+
+
+def _recompute(
+    layer: LayerSpec, hidden: int, settings: OpSettings, *, fetched: bool
+) -> tuple[list[Point], list[Point], list[Point], bool]:
     """Run a checkpointed layer's backward: non-reentrant, stopping early, as torch does.
 
     Backward starts on nodes that saved nothing; the first that needs a saved tensor makes the
     forward run again up to the last tensor that anything saved. The stored input is left out;
-    if it was `fetched` from the host it is counted, and freed when nothing saved it.
+    if it was `fetched` from the host it is counted, and freed when nothing saved it. Returns the
+    points before, during and after the recompute, and whether something saved the input.
     """
     width = hidden * settings.residual
     tape = Tape(keep_weight_grads=not settings.accumulate)
     x = tape.value(width)
     out = run_layer(Program(tape, settings), x, layer, hidden)
     tape.drop(out, x) if fetched else tape.drop(out)
+    saved = x.storage.refs > (0 if fetched else 1)
     counted = 0 if fetched else width
     again = tape.points[: max(tape.last_save, 1)]
     kept = tape.now()
@@ -101,8 +130,7 @@ def _recompute(layer: LayerSpec, hidden: int, settings: OpSettings, *, fetched: 
         for p in tape.points
     ]
     waiting = tape.now().per_token - kept.per_token
-    points = [Point(p.per_token + waiting - counted, *p[1:]) for p in again]
+    again = list(shifted(again, waiting - counted))
     tape.points.clear()
     tape.run()
-    rest = [Point(p.per_token - counted, *p[1:]) for p in tape.points]
-    return envelope(early + points + rest)
+    return early, again, list(shifted(tape.points, -counted)), saved

@@ -10,6 +10,7 @@ gradients) is counted beside it, so every allocation leaves a point (per_token, 
 weight_grads), and `largest(points, tokens)` is exact for any number of tokens.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -268,6 +269,6 @@ def largest(points: Envelope, tokens: int) -> Point:
     return max(points, key=lambda point: point.total(tokens), default=NOTHING)
 
 
-def shifted(points: Envelope, per_token: float) -> Envelope:
-    """Return the envelope with `per_token` bytes added to every point."""
+def shifted(points: Iterable[Point], per_token: float) -> Envelope:
+    """Return the points with `per_token` bytes added to each."""
     return tuple(Point(p.per_token + per_token, p.constant, p.weight_grads) for p in points)

@@ -3,12 +3,12 @@
 from typing import NamedTuple
 
 from planner.dtypes import element_bytes
-from planner.layer_costs import LayerCosts, layer_costs
+from planner.layer_costs import checkpointed_costs, kept_costs, no_grad_costs
 from planner.layer_program import OpSettings, Program
 from planner.model import ModelSpec
 from planner.recipe import Checkpointing, Method, Sharding
 from planner.resolve import Resolved
-from planner.tape import Envelope, Point, Tape, envelope, largest
+from planner.tape import Envelope, Tape, envelope, largest
 from planner.terms.counts import BITSANDBYTES, adapters, base_weights
 from planner.terms.gradients import gradient_width
 from planner.terms.weights import SHARDED, trained_width
@@ -129,12 +129,15 @@ def _tail(model: ModelSpec, settings: OpSettings) -> Tail:
 def activations(model: ModelSpec, r: Resolved, tokens: int) -> Activations:
     """Return the activations of `tokens` tokens through the whole model."""
     settings = op_settings(model, r)
-    costs = [layer_costs(layer, model.hidden, settings) for layer in model.layers]
     tail = _tail(model, settings)
     fixed = _rotary(model, r, settings)
+    plain = max(
+        largest(no_grad_costs(layer, model.hidden, settings), tokens).at(tokens)
+        for layer in model.layers
+    )
     if r.checkpointing is Checkpointing.NONE:
-        return _everything(model, settings, costs, tail, tokens, fixed)
-    return _checkpointed(model, r, settings, costs, tail, tokens, fixed)
+        return _everything(model, settings, tail, tokens, fixed, plain)
+    return _checkpointed(model, r, settings, tail, tokens, fixed, plain)
 
 
 def _rotary(model: ModelSpec, r: Resolved, settings: OpSettings) -> int:
@@ -147,19 +150,20 @@ def _rotary(model: ModelSpec, r: Resolved, settings: OpSettings) -> int:
 def _everything(
     model: ModelSpec,
     settings: OpSettings,
-    costs: list[LayerCosts],
     tail: Tail,
     tokens: int,
     fixed: int,
+    plain: int,
 ) -> Activations:
     """Without checkpointing: every layer keeps all it saved."""
+    costs = [kept_costs(layer, model.hidden, settings) for layer in model.layers]
     kept = fixed
     for layer, cost in zip(model.layers, costs, strict=True):
         kept += layer.count * cost.kept.at(tokens)
     first, last = costs[model.layer_order[0]], costs[model.layer_order[-1]]
     bottom = first
     if not settings.full:  # nothing before the first adapters needs a gradient
-        bottom = layer_costs(
+        bottom = kept_costs(
             model.layers[model.layer_order[0]],
             model.hidden,
             settings._replace(input_grad=False),
@@ -173,11 +177,11 @@ def _everything(
         kept + largest(tail.forward, tokens).at(tokens),
     )
     if not bottom.keeps_input:  # the model's forward holds the embeddings' output
-        forward += int(first.input_per_token * tokens)
+        forward += model.hidden * settings.residual * tokens
     return Activations(
         kept=kept,
         forward=forward,
-        no_grad=fixed + max(largest(cost.no_grad, tokens).at(tokens) for cost in costs),
+        no_grad=fixed + plain,
         loss_forward=kept + int(tail.kept_forward * tokens),
         loss_backward=kept + int(tail.kept_backward * tokens),
         backward=(
@@ -200,14 +204,15 @@ def _checkpointed(
     model: ModelSpec,
     r: Resolved,
     settings: OpSettings,
-    costs: list[LayerCosts],
     tail: Tail,
     tokens: int,
     fixed: int,
+    plain: int,
 ) -> Activations:
     """With checkpointing: layer inputs are kept (or wait on the host), one layer is recomputed."""
+    costs = [checkpointed_costs(layer, model.hidden, settings) for layer in model.layers]
     layers = model.num_layers
-    one = int(costs[0].input_per_token * tokens)
+    one = model.hidden * settings.residual * tokens
     offload = r.checkpointing is Checkpointing.OFFLOAD
     every = r.checkpoint_every if r.checkpointing is Checkpointing.EVERY_K else 1
     inputs = -(-layers // every)
@@ -216,15 +221,17 @@ def _checkpointed(
     leaf = one if offload and not settings.full and resident < layers else 0
     kept = fixed + resident * one + leaf
     widest = max(costs, key=lambda cost: largest(cost.recompute, tokens).total(tokens))
-    segment = (every - 1) * widest.kept.at(tokens)
     work = largest(widest.recompute, tokens)
-    plain = max(largest(cost.no_grad, tokens).at(tokens) for cost in costs)
+    segment = 0
+    if every > 1:  # the other layers of the segment keep their graphs meanwhile
+        graphs = [kept_costs(layer, model.hidden, settings).kept for layer in model.layers]
+        segment = (every - 1) * max(graph.at(tokens) for graph in graphs)
     norm = largest(tail.backward, tokens)
     cache = 0
     if settings.full and settings.autocast and settings.weight != settings.act:
         cache = sum(
-            layer.count * cost.kept.constant
-            for layer, cost in zip(model.layers, costs, strict=True)
+            layer.count * kept_costs(layer, model.hidden, settings).kept.constant
+            for layer in model.layers
         )
     waiting = 0
     if r.switch("reentrant"):
@@ -282,6 +289,3 @@ def pinned(size: int, r: Resolved) -> int:
 def dequantized(model: ModelSpec, r: Resolved) -> int:
     """Return bytes of the largest weight while it is dequantised for a matmul."""
     return base_weights(model, r).largest_quantized * element_bytes(r.compute_dtype)
-
-
-__all__ = ["Activations", "Moment", "Point", "activations", "dequantized", "op_settings", "pinned"]
