@@ -85,8 +85,14 @@ def rl_recipe(row: Row, model: ModelSpec) -> Recipe:
 
 def _adapter_dtype(row: Row) -> str | None:
     """TRL from 1.0 on casts the adapters of a quantised base to bf16."""
-    recent = re.search(r"trl 1\.|results_2026", f"{row['notes']} {row['source_url_or_repo']}")
-    return "bf16" if row["framework"] == "trl" and row["method"] == "qlora" and recent else None
+    quantised = row["framework"] == "trl" and row["method"] == "qlora"
+    return "bf16" if quantised and _recent(row) else None
+
+
+def _recent(row: Row) -> bool:
+    """Return whether the run used TRL 1.x: it says so, or it is of 2026."""
+    text = f"{row['notes']} {row['source_url_or_repo']}"
+    return re.search(r"trl 1\.|results_2026", text) is not None
 
 
 def _task(name: str) -> Task:
@@ -100,8 +106,11 @@ def _task(name: str) -> Task:
 def _framework(row: Row) -> str:
     name = row["framework"].lower()
     if name == "trl":
-        # full logits: before the fused head of 1.x
-        return "trl-0.15" if row["loss_impl"] == "full_logits" else "trl"
+        if row["loss_impl"] != "full_logits":
+            return "trl"
+        if "trl 1.12" in row["notes"]:
+            return "trl-1.12"
+        return "trl-1.9" if _recent(row) else "trl-0.15"
     known = {
         "unsloth": "unsloth",
         "hf": "hf-trainer",

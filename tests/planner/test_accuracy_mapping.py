@@ -222,7 +222,7 @@ def test_a_grpo_row_becomes_its_recipe():
     assert recipe.gradient_accumulation == 4
     assert recipe.double_quant is True
     assert recipe.lora.dtype == "bf16"
-    assert recipe.framework == "trl-0.15"
+    assert recipe.framework == "trl-1.9"
 
 
 @pytest.mark.parametrize(("unit", "size"), [("GB", GiB), ("GiB", GiB)])
