@@ -30,6 +30,16 @@ ANCHORS = (
     b"out of memory",
     b"outofmemory",
     b"oom-kill",
+    b"oom_kill",
+    b"cuda failure",
+    b"tried to allocate",
+    b"unable to allocate",
+    b"bad_alloc",
+    b"memoryerror",
+    b"memory on the node",
+    b"cpu virtual memory",
+    b"max seq len",
+    b"desired gpu memory",
     b"oom killer",
     b"would exceed allowed memory",
     b"alloc_failed",
@@ -99,7 +109,7 @@ def read_lines(source: BinaryIO | str) -> Iterator[Line]:
     number, held, held_wanted = 1, b"", True
     seen_bytes = 0
     for block in _blocks(source):
-        wanted = seen_bytes < 4 * BLOCK_BYTES or _interesting(block)
+        wanted = seen_bytes < 4 * BLOCK_BYTES or is_interesting(block)
         seen_bytes += len(block)
         if wanted or held_wanted:
             yield from _numbered(number, held)
@@ -124,7 +134,8 @@ def _blocks(source: BinaryIO) -> Iterator[bytes]:
         yield rest
 
 
-def _interesting(block: bytes) -> bool:
+def is_interesting(block: bytes) -> bool:
+    """Return whether a block may hold something worth reading."""
     lowered = block.lower()
     return any(anchor in lowered for anchor in ANCHORS)
 

@@ -72,7 +72,7 @@ def read(values: dict[str, Any], *, version: str | None = None, is_call: bool = 
         settings.effect(
             "data parallel with expert parallel: attention weights and KV cache are replicated, experts are split"
         )
-    engine = _engine(settings, tensor * pipeline, is_call)
+    engine = _engine(settings, tensor * pipeline, is_call, recipe.get("context"))
     gpus = tensor * pipeline * data
     if gpus > 1:
         recipe["sharding"] = Sharding.NONE
@@ -154,12 +154,16 @@ def _model_length(settings: Settings, model: str) -> int | None:
     return spec.max_position
 
 
-def _engine(settings: Settings, tensor_parallel: int, is_call: bool) -> dict[str, Any]:
+def _engine(
+    settings: Settings, tensor_parallel: int, is_call: bool, length: int | None
+) -> dict[str, Any]:
     at = [int(part) for part in re.findall(r"\d+", settings.report.version)[:2]] or [0, 32]
     old = at < [0, 11]
     kv = settings.raw("kv-cache-dtype", to="engine.kv_dtype", default="auto")
     kv_bytes = settings.raw("kv-cache-memory-bytes", "kv-cache-memory", to="engine.kv_bytes")
     seqs, tokens = (256, 2048) if old else (1024, 8192)
+    if at < [0, 8] and length and length <= 32768:
+        tokens = max(2048, length)  # V0 without chunked prefill: one batch holds a whole prompt
     if is_call and not old:
         tokens = 16384
     return {

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 import pytest
 
 from planner.doctor.diagnose import diagnose
+from planner.doctor.reading import is_interesting
 from planner.doctor.report import diagnosis_text
 from planner.doctor.scan import scan
+from planner.doctor.vllm_log import VllmLog
 
 MESSAGE = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 9.28 GiB. GPU {rank} has a total capacity of 79.15 GiB"
@@ -152,3 +154,32 @@ def test_hostile_lines_take_linear_time(seed: str) -> None:
     line = seed * (15_000 // len(seed))
     found = diagnose(f"CUDA out of memory. {line}\n{line}\n")
     assert found.failures[0].causes[0].certainty.value != "proven by arithmetic"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "CUDA out of memory. Tried to allocate 1.00 GiB",
+        "Allocation on device 0 would exceed allowed memory.",
+        "CUBLAS_STATUS_ALLOC_FAILED",
+        "std::bad_alloc",
+        "MemoryError",
+        "numpy: Unable to allocate 3.5 GiB for an array",
+        "max seq len (4096) is larger than the maximum number of tokens that can be stored in KV cache (1216)",
+        "Free memory on device (1.0/2.0 GiB) on startup is less than desired GPU memory utilization (0.9, 1.8 GiB)",
+        "Sleep mode freed 1.00 GiB memory, 2.00 GiB memory is still in use.",
+        "slurmstepd: error: Detected 1 oom_kill event",
+        "Memory on the node (IP: 1) was 4.00GB / 5.00GB",
+        "MA 1.0 GB Max_MA 1.0 GB CA 1.0 GB Max_CA 1 GB",
+        "failed (exitcode: -9)",
+        "Model loading took 14.99 GiB memory and 3.2 seconds",
+        "Graph capturing finished in 12 secs, took 0.55 GiB",
+        "GPU KV cache size: 35,952 tokens",
+    ],
+)
+def test_no_block_with_something_to_say_is_skipped(line: str) -> None:
+    """Far into a log, blocks without any anchor are dropped unread."""
+    assert is_interesting(b"nothing here\n" + line.encode() + b"\n")
+    assert not is_interesting(b"{'loss': 0.5, 'epoch': 1.0}\n" * 9)
+    found = scan(line)
+    assert found.events or found.vllm != VllmLog()

@@ -335,3 +335,16 @@ variants:
         65536,
     )
     assert (recipe.engine.kv_dtype, recipe.engine.gpu_memory_utilization) == ("fp8", 0.85)
+
+
+def test_old_vllm_holds_a_whole_prompt_in_one_batch() -> None:
+    line = "vllm serve meta-llama/Llama-3.1-8B --max-model-len 29000 --gpu-memory-utilization 0.9\n"
+    old, new = import_config(line, version="0.6.3"), import_config(line)
+    assert (old.run.recipe.engine.max_num_batched_tokens, old.run.recipe.engine.max_num_seqs) == (
+        29000,
+        256,
+    )
+    assert (new.run.recipe.engine.max_num_batched_tokens, new.run.recipe.engine.max_num_seqs) == (
+        8192,
+        1024,
+    )
