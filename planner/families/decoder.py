@@ -41,7 +41,8 @@ class Traits:
     fused_qkv: bool = False
     out_name: str = "o_proj"
     qk_norm: str = ""
-    """"" none, "head" over one head, "full" over all heads, or a flag's name for "head"."""
+    """"" none, "head" over one head, "full" over all heads, "hidden" over hidden_size
+    whatever head_dim says (OLMoE), or a flag's name for "head"."""
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     sinks: bool = False
     masks: Callable[[ConfigFields, int], list[Mask]] = full_everywhere
@@ -100,7 +101,8 @@ def attention_modules(
         )
     kind = qk_norm_kind(fields, traits)
     if kind:
-        widths = (head_dim, head_dim) if kind == "head" else (heads * head_dim, kv_heads * head_dim)
+        each = hidden // heads if kind == "hidden" else head_dim
+        widths = (head_dim, head_dim) if kind == "head" else (heads * each, kv_heads * each)
         with_bias = traits.norm == "layernorm"
         modules += tuple(
             norm(f"self_attn.{name}", width, bias=with_bias)
@@ -112,8 +114,8 @@ def attention_modules(
 
 
 def qk_norm_kind(fields: ConfigFields, traits: Traits) -> str:
-    """Return "", "head" or "full"."""
-    if traits.qk_norm in ("", "head", "full"):
+    """Return "", "head", "full" or "hidden"."""
+    if traits.qk_norm in ("", "head", "full", "hidden"):
         return traits.qk_norm
     return "head" if fields.flag(traits.qk_norm) else ""
 

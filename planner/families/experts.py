@@ -19,7 +19,7 @@ TRAITS = {
     "qwen2_moe": Traits(qkv_bias="qkv_bias", masks=windows.window_qwen2_moe),
     "qwen3_moe": _QWEN,
     "qwen3_vl_moe_text": replace(_QWEN, masks=windows.full_everywhere),
-    "olmoe": Traits(qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="full"),
+    "olmoe": Traits(qkv_bias="attention_bias", out_bias="attention_bias", qk_norm="hidden"),
     "granitemoe": LLAMA,
     "granitemoeshared": LLAMA,
     "gpt_oss": replace(LLAMA, sinks=True, masks=windows.window_even),
