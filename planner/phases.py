@@ -1,7 +1,7 @@
 """Which terms live in which phase, and how large each is there."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from planner.dtypes import element_bytes
 from planner.machine import Machine
@@ -67,7 +67,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     whole, root = gathered(model, r, GATHERED_LAYERS), gathered(model, r, 0)
     running = engine_costs(model, r, machine, base.bytes)
     resident = running.resident
-    phases = [_phase("load", base, adapter, _load(model, r, base), space)]
+    phases = [_phase("load", base, adapter, _load(model, r, base, space))]
     if r.task is Task.GRPO:
         phases.append(_rollout(r, running, fixed))
         phases.append(
@@ -110,14 +110,37 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     return Budget(tuple(phases), tuple(host), running.problem)
 
 
+class _Parts(NamedTuple):
+    """What activations consist of, put into words only when printed."""
+
+    acts: Activations
+    size: int
+    rest: str
+
+    def __format__(self, spec: str) -> str:
+        more = self.size - self.acts.kept
+        if more < 0:  # scoring, or near the first layer where little of what was kept is left
+            return f"{self.rest} {self.size:,} B"
+        known = [
+            f"{name} {count:,} x {each:,.10g} B"
+            for name, count, each in self.acts.parts
+            if count * each
+        ]
+        return " + ".join([*known, f"{self.rest} {more:,} B"])
+
+
+RUNNING = {
+    "score": "one layer without a graph",
+    "forward": "the running layer",
+    "loss": "the final norm and its output",
+    "backward": "one layer recomputed and run backward",
+}
+
+
 def _acts(phase: str, size: int, acts: Activations) -> Term:
-    return Term(
-        "activations",
-        size,
-        "{0}: kept {1:,} B; a layer keeps {2:.0f} B and needs {3:.0f} B per token",
-        (phase, acts.kept, acts.kept_per_token, acts.layer_per_token),
-        "operation by operation: planner/layer_blocks.py",
-    )
+    parts = _Parts(acts, size, RUNNING[phase])
+    source = "operation by operation: planner/layer_blocks.py"
+    return Term("activations", size, "{0}", (parts,), source)
 
 
 def _backward(model: ModelSpec, r: Resolved, acts: Activations, grads: Term) -> tuple[Term, Term]:
@@ -133,9 +156,9 @@ def _backward(model: ModelSpec, r: Resolved, acts: Activations, grads: Term) -> 
     last = _embedding_moment(model, r, grads.bytes)
     if sum(best) < sum(last):
         best = last
-    source = grads.source
+    template = "{0:,} B that exist by then, of {1:,} B at the step"
     return (
-        Term("gradients", best[0], "of {0:,} B, those that exist then", (grads.bytes,), source),
+        Term("gradients", best[0], template, (best[0], grads.bytes), grads.source),
         _acts("backward", best[1], acts),
     )
 
@@ -173,23 +196,25 @@ def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, i
     return grads, r.tokens * model.hidden * element_bytes(r.dtype) + scratch
 
 
-def _load(model: ModelSpec, r: Resolved, base: Term) -> Term:
+def _load(model: ModelSpec, r: Resolved, base: Term, space: Term) -> Term:
     """Return what loading needs beside the weights: one 16-bit tensor while it is quantised."""
     if r.switch("fsdp_loads_full") and r.sharding is Sharding.FSDP and r.gpus > 1:
         size = base.bytes * r.gpus + gathered(model, r, 1).bytes
         return Term(
             "overhead",
-            size,
-            "the whole model on each GPU until it is sharded",
-            (),
+            size + space.bytes,
+            "the whole model on each GPU until it is sharded {0:,} B + cuBLAS workspace {1:,} B",
+            (size, space.bytes),
             "litgpt finetune/lora.py: load_checkpoint before FSDP frees the full weights",
         )
-    size = dequantized(model, r) if r.quantization in ("nf4", "fp4", "int8") else 0
+    if r.quantization not in ("nf4", "fp4", "int8"):
+        return space
+    size = dequantized(model, r)
     return Term(
         "overhead",
-        size,
-        "one 16-bit weight of {0:,} B while it is quantised",
-        (size,),
+        size + space.bytes,
+        "one 16-bit weight while it is quantised {0:,} B + cuBLAS workspace {1:,} B",
+        (size, space.bytes),
         "bitsandbytes quantize_4bit",
     )
 

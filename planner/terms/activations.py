@@ -56,9 +56,10 @@ class Activations(NamedTuple):
     autocast_cache: int
     """Casts of trained weights that autocast holds until the forward is over."""
     host: int
-    kept_per_token: float
-    """Mean over layers, for the formula."""
+    parts: tuple[tuple[str, int, float], ...]
+    """What is in `kept`: (name, count, bytes each)."""
     layer_per_token: float
+    """Bytes per token of the layer that runs backward."""
 
 
 def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
@@ -160,6 +161,9 @@ def _everything(
     kept = fixed
     for layer, cost in zip(model.layers, costs, strict=True):
         kept += layer.count * cost.kept.at(tokens)
+    copies = sum(
+        layer.count * cost.kept.constant for layer, cost in zip(model.layers, costs, strict=True)
+    )
     first, last = costs[model.layer_order[0]], costs[model.layer_order[-1]]
     bottom = first
     if not settings.full:  # nothing before the first adapters needs a gradient
@@ -191,11 +195,11 @@ def _everything(
         ),
         autocast_cache=0,
         host=0,
-        kept_per_token=sum(
-            layer.count * cost.kept.per_token
-            for layer, cost in zip(model.layers, costs, strict=True)
-        )
-        / model.num_layers,
+        parts=(
+            ("cosines and sines", 1, fixed),
+            ("autocast's copies of weights", 1, copies),
+            ("layers' saved tensors", tokens, (kept - fixed - copies) / max(tokens, 1)),
+        ),
         layer_per_token=top.per_token,
     )
 
@@ -271,7 +275,11 @@ def _checkpointed(
         ),
         autocast_cache=cache,
         host=(layers - resident) * pinned(one, r) if offload else 0,
-        kept_per_token=kept / max(tokens, 1) / layers,
+        parts=(
+            ("cosines and sines", 1, fixed),
+            ("layer inputs", resident, one),
+            ("embeddings' output", 1, leaf),
+        ),
         layer_per_token=work.per_token,
     )
 

@@ -57,13 +57,13 @@ def optimizer(model: ModelSpec, r: Resolved) -> OptimizerCosts:
     else:
         size = int(count * states * state_width)
     size = -(-(size + count * master) // shards)
-    template = "{0:,} trained parameters: {1} state(s), master copy {2} B, / {3} shard(s)"
+    each = size * shards / max(1, count)
     term = Term(
         "optimizer",
         size,
-        template,
-        (count, states, master, shards),
-        f"{r.optimizer} states follow the parameter's dtype",
+        "{0:,} trained parameters x {1:.6g} B ({2} state(s), master copy {3} B) / {4} shard(s)",
+        (count, each, states, master, shards),
+        f"{r.optimizer}: states as wide as the parameter; 8-bit ones with a scale for 256 elements",
     )
     nothing = Term("optimizer", 0)
     if r.optimizer_offload or r.optimizer in PAGED:

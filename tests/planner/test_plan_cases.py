@@ -215,5 +215,6 @@ def test_one_layer_keeps_what_was_counted(fields: dict[str, object], per_token: 
         "llama-3.1-8b", framework="hf-trainer", context=2048, checkpointing="none", **fields
     )
     activations = next(t for t in result.phase("loss").terms if t.name == "activations")
-    kept_per_token = activations.args[2]
+    kept = {name: each for name, _, each in activations.args[0].acts.parts}
+    kept_per_token = kept["layers' saved tensors"] / model.num_layers
     assert kept_per_token / model.hidden == pytest.approx(per_token, rel=0.02)
