@@ -30,6 +30,7 @@ def explain(
         str | None, typer.Option(help="Model name, where the log does not say.")
     ] = None,
     gpu: Annotated[str | None, typer.Option(help="GPU name, where the log does not say.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="How many GPUs the run has.")] = None,
     tool_version: Annotated[
         str | None, typer.Option(help="Version of the tool whose config is given.")
     ] = None,
@@ -45,7 +46,7 @@ def explain(
 
         imported = import_config(config, version=tool_version)
     run = imported.run if imported else None
-    found = _diagnose_file(file, model=model, gpu=gpu, run=run)
+    found = _diagnose_file(file, model=model, gpu=gpu, gpus=gpus, run=run)
     if not found.scan.lines:
         raise UsageError("file: nothing to read", hint="pipe or paste an error message or a log")
     for note in found.notes:
@@ -59,7 +60,7 @@ def explain(
 
 
 def _diagnose_file(
-    file: str, *, model: str | None, gpu: str | None, run: "RunFile | None"
+    file: str, *, model: str | None, gpu: str | None, gpus: int | None, run: "RunFile | None"
 ) -> "Diagnosis":
     """Diagnose a file or what is piped; flags win over the config's run."""
     from planner.doctor.diagnose import diagnose
@@ -67,14 +68,14 @@ def _diagnose_file(
 
     def read(source: BinaryIO) -> "Diagnosis":
         if run is None:
-            return diagnose(source, model=model, gpu=gpu)
+            return diagnose(source, model=model, gpu=gpu, gpus=gpus)
         return diagnose(
             source,
             model=model,
             gpu=gpu or run.machine.gpu,
             recipe=run.recipe,
             config_model=run.model or None,
-            gpus=run.machine.gpus,
+            gpus=gpus or (run.machine.gpus if "gpus" in run.machine.model_fields_set else None),
         )
 
     if file == "-":

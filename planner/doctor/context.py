@@ -48,6 +48,7 @@ _MODEL_WORD = re.compile(
 )
 _NAME = re.compile(r"(?=.{0,100}\d)[\w~/][\w./+:-]*(?: [\w.(),+/ -]*)?$|[\w.-]+/[\w.-]+$")
 """A value that can be a model's name, unlike the rest of a line of code."""
+_VISION = re.compile(r"\b\w*VL\b|[Vv]ision|[Oo]mni")
 _GPU_WORD = re.compile(
     r"\b(?:NVIDIA |GeForce |Tesla )*(?:RTX[ _-]?(?:PRO )?\d{4}(?: ?Ti| Super)?|[AH]\d{2,3}(?:-SXM\d?)?(?:-\d+GB)?|[LTVB]\d{1,3}S?\b|H200|B200"
     r"|GH200|A10G|H20|A800|H800|Titan \w+)(?:[ -]\d+ ?G[Bi]*)?"
@@ -179,6 +180,7 @@ def _with_model(context: Context, name: str) -> Context:
     return replace(
         context,
         model=spec,
+        multimodal=context.multimodal or bool(spec and spec.towers) or bool(_VISION.search(name)),
         model_name=name[:120],
         parameters=parameters,
         numbers=numbers,
