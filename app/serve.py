@@ -5,9 +5,23 @@ import subprocess
 import sys
 from pathlib import Path
 
+from app.palette import DARK, LIGHT
 from planner.errors import MissingExtraError
 
 MAX_UPLOAD_MIB = 200
+OPTIONS = {
+    "server.maxUploadSize": MAX_UPLOAD_MIB,
+    "server.fileWatcherType": "none",
+    "browser.gatherUsageStats": "false",
+    "client.toolbarMode": "viewer",
+    "client.showErrorDetails": "none",
+    "theme.baseRadius": "medium",
+    "theme.metricValueFontSize": "1.35rem",
+    "theme.showWidgetBorder": "true",
+    **{f"theme.light.{name}": value for name, value in LIGHT.items()},
+    **{f"theme.dark.{name}": value for name, value in DARK.items()},
+}
+"""Streamlit settings of the app: they travel with the package, where a config.toml would not."""
 
 
 def serve(*, port: int, address: str, headless: bool) -> int:
@@ -20,8 +34,7 @@ def serve(*, port: int, address: str, headless: bool) -> int:
         f"--server.port={port}",
         f"--server.address={address}",
         f"--server.headless={'true' if headless else 'false'}",
-        f"--server.maxUploadSize={MAX_UPLOAD_MIB}",
-        "--browser.gatherUsageStats=false",
+        *(f"--{name}={value}" for name, value in OPTIONS.items()),
     ]
     try:
         return subprocess.call(command)

@@ -73,13 +73,19 @@ def load_run_file(path: Path) -> RunFile:
     return validate(RunFile, read_yaml(path), label=str(path))
 
 
-def save_run_file(run: RunFile, path: Path) -> None:
-    """Write `run` to `path` whole or not at all; defaults that nobody chose are left out."""
+def run_file_text(run: RunFile) -> str:
+    """Return `run` as YAML; defaults that nobody chose are left out."""
     document = run.model_dump(mode="json", exclude_defaults=True)
     document = {"schema_version": run.schema_version, **document}
+    text: str = yaml.safe_dump(document, sort_keys=False)
+    return text
+
+
+def save_run_file(run: RunFile, path: Path) -> None:
+    """Write `run` to `path` whole or not at all; defaults that nobody chose are left out."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        temporary.write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
+        temporary.write_text(run_file_text(run), encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)

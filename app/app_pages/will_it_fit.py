@@ -1,0 +1,37 @@
+"""Will it fit? One run on one machine, explained."""
+
+import streamlit as st
+
+from app import answer, inputs, sidebar
+from planner import advise
+from planner.errors import VramwiseError
+from planner.plan import plan
+
+with st.sidebar:
+    sidebar.show()
+
+try:
+    run = inputs.run_from_state()
+    result = plan(run.model, run.recipe, run.machine)
+except inputs.NeedsLookUp:
+    answer.offer_look_up(str(inputs.state("model")))
+    st.stop()
+except VramwiseError as error:
+    answer.problem(error)
+    st.stop()
+
+levers = advise.levers(run.model, run.recipe, run.machine, result)
+answer.verdict_card(run, result)
+left, right = st.columns([3, 2], gap="medium")
+with left:
+    answer.phases(result)
+with right:
+    answer.lever_buttons(run, result, levers)
+answer.peak_table(result)
+left, right = st.columns(2, gap="medium")
+with left:
+    answer.curve(run, result)
+with right:
+    answer.largest(run, result)
+answer.host(result)
+answer.exports(run)

@@ -1,0 +1,328 @@
+"""Charts as Vega-Lite specs: plain data in, a dict out. Colours come from app.palette."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from app.palette import DASHES, LIMIT_COLOUR, SEQUENTIAL, SERIES, TERM_COLOURS, UNKNOWN_COLOUR
+from planner.plan import Plan
+from planner.terms.term import TERM_NAMES
+from planner.units import format_bytes, to_gib
+
+Spec = dict[str, Any]
+ROW_HEIGHT = 36
+GIB_AXIS = {"title": "GiB", "format": "~g"}
+
+
+def term_scale(names: Iterable[str]) -> Spec:
+    """Return the colour encoding of terms: only those present, always in the same colours."""
+    present = set(names)
+    domain = [name for name in (*TERM_NAMES, "unknown") if name in present]
+    colours = [TERM_COLOURS.get(name, UNKNOWN_COLOUR) for name in domain]
+    return {
+        "field": "term",
+        "type": "nominal",
+        "scale": {"domain": domain, "range": colours},
+        "legend": {"title": None, "orient": "top", "columns": 0},
+    }
+
+
+def term_rows(plan: Plan) -> list[Spec]:
+    """Return one row for every term of every phase, with formula and source to hover over."""
+    rows = []
+    for phase in plan.phases:
+        for term in phase.terms:
+            rows.append(
+                {
+                    "phase": phase.name,
+                    "term": term.name,
+                    "gib": to_gib(term.bytes),
+                    "size": format_bytes(term.bytes),
+                    "formula": term.formula,
+                    "source": term.source,
+                    "order": TERM_NAMES.index(term.name) if term.name in TERM_NAMES else 99,
+                }
+            )
+    return rows
+
+
+def phase_bars(plan: Plan) -> Spec:
+    """Return the plan as one stacked bar per phase, with the capacity line and the peak's range."""
+    phases = [phase.name for phase in plan.phases]
+    y = {"field": "phase", "type": "nominal", "sort": phases, "title": None}
+    rows = term_rows(plan)
+    totals = [
+        {"phase": p.name, "gib": to_gib(p.total_bytes), "label": format_bytes(p.total_bytes)}
+        for p in plan.phases
+    ]
+    spread = [
+        {
+            "phase": plan.peak_phase,
+            "low": to_gib(plan.low_bytes),
+            "high": to_gib(plan.high_bytes),
+            "said": f"{format_bytes(plan.low_bytes)} to {format_bytes(plan.high_bytes)}",
+        }
+    ]
+    bars = {
+        "data": {"values": rows},
+        "mark": {"type": "bar", "stroke": "#ffffff", "strokeWidth": 0.6},
+        "encoding": {
+            "y": y,
+            "x": {"field": "gib", "type": "quantitative", "stack": "zero", "axis": GIB_AXIS},
+            "color": term_scale(row["term"] for row in rows),
+            "order": {"field": "order", "type": "ordinal"},
+            "tooltip": _tips("phase", "term", "size", "formula", "source"),
+        },
+    }
+    labels = {
+        "data": {"values": totals},
+        "mark": {"type": "text", "align": "left", "dx": 6, "fontSize": 12},
+        "encoding": {
+            "y": y,
+            "x": {"field": "gib", "type": "quantitative"},
+            "text": {"field": "label"},
+        },
+    }
+    interval = {
+        "data": {"values": spread},
+        "mark": {"type": "rule", "strokeWidth": 2, "opacity": 0.75, "yOffset": 14},
+        "encoding": {
+            "y": y,
+            "x": {"field": "low", "type": "quantitative"},
+            "x2": {"field": "high"},
+            "tooltip": [{"field": "said", "title": "likely need in torch's pool"}],
+        },
+    }
+    return {
+        "height": ROW_HEIGHT * len(phases) + 10,
+        "layer": [bars, labels, interval, *limit_line(plan.capacity_bytes, axis="x")],
+    }
+
+
+def limit_line(capacity_bytes: int, *, axis: str, label: str = "capacity") -> list[Spec]:
+    """Return the dashed capacity line and its label as layers."""
+    values = [{"limit": to_gib(capacity_bytes), "label": f"{label} {format_bytes(capacity_bytes)}"}]
+    where = {"field": "limit", "type": "quantitative"}
+    tips = [{"field": "label", "title": "limit"}]
+    end = {"y": {"value": 0}, "x": where} if axis == "x" else {"y": where, "x": {"value": 0}}
+    text = {"type": "text", "align": "left", "fontSize": 11, "color": LIMIT_COLOUR}
+    text |= {"dx": 5, "dy": -7} if axis == "y" else {"align": "right", "dx": -4, "dy": -6}
+    return [
+        {
+            "data": {"values": values},
+            "mark": {
+                "type": "rule",
+                "color": LIMIT_COLOUR,
+                "strokeWidth": 2,
+                "strokeDash": [6, 4],
+            },
+            "encoding": {axis: where, "tooltip": tips},
+        },
+        {
+            "data": {"values": values},
+            "mark": text,
+            "encoding": {**end, "text": {"field": "label"}},
+        },
+    ]
+
+
+def context_curve(
+    lines: Mapping[str, Sequence[tuple[int, int]]], capacity_bytes: int, *, now: int
+) -> Spec:
+    """Return peak against context, a line for every framework: name -> [(tokens, bytes)]."""
+    names = list(lines)
+    rows = [
+        {
+            "framework": name,
+            "tokens": tokens,
+            "gib": to_gib(size),
+            "peak": format_bytes(size),
+            "verdict": "fits" if size <= capacity_bytes else "does not fit",
+        }
+        for name, points in lines.items()
+        for tokens, size in points
+    ]
+    top = 2 * to_gib(capacity_bytes) or 1
+    colour = {"field": "framework", "type": "nominal", "legend": {"title": None, "orient": "top"}}
+    dash = dict(colour)
+    colour["scale"] = {"domain": names, "range": list(SERIES[: len(names)])}
+    dash["scale"] = {"domain": names, "range": [list(dash) for dash in DASHES[: len(names)]]}
+    x = {
+        "field": "tokens",
+        "type": "quantitative",
+        "scale": {"type": "log", "base": 2},
+        "axis": {"title": "context (tokens)", "format": "~s", "grid": False},
+    }
+    curve = {
+        "data": {"values": rows},
+        "mark": {"type": "line", "strokeWidth": 2.5, "point": {"size": 36}, "clip": True},
+        "encoding": {
+            "x": x,
+            "y": {
+                "field": "gib",
+                "type": "quantitative",
+                "scale": {"domain": [0, top]},
+                "axis": {**GIB_AXIS, "title": "peak (GiB)"},
+            },
+            "color": colour,
+            "strokeDash": dash,
+            "tooltip": _tips("framework", "tokens", "peak", "verdict"),
+        },
+    }
+    here = {
+        "data": {"values": [{"now": now, "label": f"now {now:,}"}]},
+        "mark": {"type": "rule", "strokeWidth": 1, "opacity": 0.5},
+        "encoding": {
+            "x": {"field": "now", "type": "quantitative"},
+            "tooltip": [{"field": "label", "title": "context"}],
+        },
+    }
+    return {"height": 300, "layer": [curve, here, *limit_line(capacity_bytes, axis="y")]}
+
+
+def heat_map(rows: Sequence[Spec], *, columns: Sequence[str], models: Sequence[str]) -> Spec:
+    """Return models x methods coloured by the longest context; rows: model, method, context, said."""
+    return {
+        "height": {"step": 24},
+        "data": {"values": list(rows)},
+        "params": [
+            {"name": "cell", "select": {"type": "point", "fields": ["model", "method"]}},
+        ],
+        "encoding": {
+            "y": {"field": "model", "type": "nominal", "sort": list(models), "title": None,
+                  "axis": {"labelLimit": 220}},
+            "x": {"field": "method", "type": "nominal", "sort": list(columns), "title": None,
+                  "axis": {"orient": "top", "labelAngle": 0}},
+        },
+        "layer": [
+            {
+                "mark": {"type": "rect", "cursor": "pointer", "stroke": "#ffffff", "strokeWidth": 0.5},
+                "encoding": {
+                    "color": {
+                        "field": "context",
+                        "type": "quantitative",
+                        "scale": {"type": "log", "scheme": SEQUENTIAL},
+                        "legend": {"title": "context", "format": "~s", "orient": "top"},
+                    },
+                    "tooltip": _tips("model", "method", "context", "batch", "peak", "settings"),
+                    "opacity": {"condition": {"param": "cell", "value": 1}, "value": 0.45},
+                },
+            },
+            {
+                "mark": {"type": "text", "fontSize": 11, "fontWeight": 600},
+                "encoding": {
+                    "text": {"field": "said"},
+                    "color": {
+                        "condition": {"test": "datum.bright", "value": "#10141B"},
+                        "value": "#FFFFFF",
+                    },
+                },
+            },
+        ],
+    }  # fmt: skip
+
+
+def waterfall(rows: Sequence[Spec]) -> Spec:
+    """Return a waterfall: rows of step, start_gib, end_gib, change, kind (total, less or more)."""
+    steps = [row["step"] for row in rows]
+    kinds = {
+        "total": TERM_COLOURS["weights"],
+        "less": TERM_COLOURS["activations"],
+        "more": TERM_COLOURS["logits"],
+    }
+    y = {"field": "step", "type": "nominal", "sort": steps, "title": None,
+         "axis": {"labelLimit": 230}}  # fmt: skip
+    return {
+        "height": {"step": 34},
+        "data": {"values": list(rows)},
+        "layer": [
+            {
+                "mark": {"type": "bar", "height": 22},
+                "encoding": {
+                    "y": y,
+                    "x": {"field": "start_gib", "type": "quantitative", "axis": GIB_AXIS},
+                    "x2": {"field": "end_gib"},
+                    "color": {
+                        "field": "kind",
+                        "type": "nominal",
+                        "scale": {"domain": list(kinds), "range": list(kinds.values())},
+                        "legend": {"title": None, "orient": "top"},
+                    },
+                    "tooltip": _tips("step", "change", "why"),
+                },
+            },
+            {
+                "mark": {"type": "text", "align": "left", "dx": 6, "fontSize": 12},
+                "encoding": {
+                    "y": y,
+                    "x": {"field": "right_gib", "type": "quantitative"},
+                    "text": {"field": "change"},
+                },
+            },
+        ],
+    }
+
+
+def side_by_side(rows: Sequence[Spec], capacity_bytes: int | None, *, order: Sequence[str]) -> Spec:
+    """Return one stacked bar per run: rows of run, term, gib, size, formula, order."""
+    bars = {
+        "data": {"values": list(rows)},
+        "mark": {"type": "bar", "stroke": "#ffffff", "strokeWidth": 0.6},
+        "encoding": {
+            "y": {"field": "run", "type": "nominal", "sort": list(order), "title": None,
+                  "axis": {"labelLimit": 200}},
+            "x": {"field": "gib", "type": "quantitative", "stack": "zero", "axis": GIB_AXIS},
+            "color": term_scale(row["term"] for row in rows),
+            "order": {"field": "order", "type": "ordinal"},
+            "tooltip": _tips("run", "term", "size", "formula"),
+        },
+    }  # fmt: skip
+    lines = limit_line(capacity_bytes, axis="x") if capacity_bytes else []
+    return {"height": {"step": ROW_HEIGHT}, "layer": [bars, *lines]}
+
+
+def scatter(rows: Sequence[Spec]) -> Spec:
+    """Return predicted against measured on two log axes: rows of id, measured, predicted, miss ..."""
+    low = min(min(row["measured"], row["predicted"]) for row in rows)
+    high = max(max(row["measured"], row["predicted"]) for row in rows)
+    log = {"type": "log", "nice": False, "domain": [low * 0.8, high * 1.25]}
+    ideal = [{"measured": low, "predicted": low}, {"measured": high, "predicted": high}]
+    axes = {
+        "x": {"field": "measured", "type": "quantitative", "scale": log,
+              "axis": {"title": "measured", "format": "~s"}},
+        "y": {"field": "predicted", "type": "quantitative", "scale": log,
+              "axis": {"title": "predicted", "format": "~s"}},
+    }  # fmt: skip
+    return {
+        "height": 420,
+        "layer": [
+            {
+                "data": {"values": ideal},
+                "mark": {"type": "line", "color": LIMIT_COLOUR, "strokeDash": [6, 4]},
+                "encoding": axes,
+            },
+            {
+                "data": {"values": list(rows)},
+                "params": [{"name": "row", "select": {"type": "point", "fields": ["id"]}}],
+                "mark": {"type": "point", "filled": True, "size": 55, "cursor": "pointer"},
+                "encoding": {
+                    **axes,
+                    "color": {
+                        "field": "inside",
+                        "type": "nominal",
+                        "scale": {
+                            "domain": ["inside the interval", "outside"],
+                            "range": [TERM_COLOURS["weights"], TERM_COLOURS["optimizer"]],
+                        },
+                        "legend": {"title": None, "orient": "top"},
+                    },
+                    "shape": {"field": "inside", "type": "nominal", "legend": None},
+                    "opacity": {"condition": {"param": "row", "value": 0.75}, "value": 0.15},
+                    "tooltip": _tips("id", "source", "quantity", "said", "miss"),
+                },
+            },
+        ],
+    }
+
+
+def _tips(*fields: str) -> list[Spec]:
+    return [{"field": field, "type": "nominal", "title": field} for field in fields]

@@ -1,0 +1,90 @@
+"""Share links: the state as query parameters, and the check of what a link says.
+
+Nothing in a link is trusted: every value is parsed against what its setting allows, and what is
+wrong is named in a notice and left out.
+"""
+
+from collections.abc import Callable, Mapping
+from urllib.parse import urlencode
+
+from app import knobs
+from app.inputs import HUB_ID, OWN_SIZE, RUN_DEFAULTS, gpu_options, spellings, state
+from app.knobs import BY_KEY, KNOBS
+from planner.framework import frameworks
+from planner.machine import MAX_GPUS
+
+
+def link_parameters() -> dict[str, str]:
+    """Return the state as query parameters, defaults left out."""
+    found = {}
+    for key, default in RUN_DEFAULTS.items():
+        if (key == "vram" and state("gpu") != OWN_SIZE) or state(key) == default:
+            continue
+        value = state(key)
+        found[key] = f"{value:g}" if isinstance(value, float) else str(value)
+    for knob in KNOBS:
+        value = state(knob.key)
+        if value not in (None, "") and value != knob.default:
+            found[knob.key] = f"{value:g}" if isinstance(value, float) else str(value)
+    return {key: value for key, value in found.items() if value != "None"}
+
+
+def link(base: str) -> str:
+    """Return the address that restores this state."""
+    query = urlencode(link_parameters())
+    return f"{base.split('?')[0]}?{query}" if query else base.split("?")[0]
+
+
+_CHECKS: dict[str, tuple[Callable[[str], bool], str]] = {
+    "gpu": (lambda text: text in gpu_options(), "a GPU of the list"),
+    "framework": (lambda text: text in frameworks(), "a framework of the list"),
+    "gpus": (lambda text: text.isdigit() and 1 <= int(text[:9]) <= MAX_GPUS, f"1 to {MAX_GPUS:,}"),
+    "vram": (lambda text: _is_size(text), "GiB, more than 0"),
+    "ram": (lambda text: _is_size(text), "GiB, more than 0"),
+    "model": (
+        lambda text: text.lower() in spellings() or bool(HUB_ID.fullmatch(text)),
+        "a model of the list or a Hugging Face id",
+    ),
+}
+MAX_GIB = 1_000_000.0
+
+
+def _is_size(text: str) -> bool:
+    try:
+        return 0 < float(text) <= MAX_GIB
+    except ValueError:
+        return False
+
+
+def check_link(parameters: Mapping[str, str]) -> list[str]:
+    """Return a sentence for every query parameter that is not taken, at most ten."""
+    notices = []
+    for key, text in parameters.items():
+        problem = _problem(key, text)
+        if problem:
+            notices.append(f"`{_plain(key)}={_plain(text)}` is not used: {problem}.")
+    return notices[:10]
+
+
+def _problem(key: str, text: str) -> str:
+    if key in _CHECKS:
+        accepted, allowed = _CHECKS[key]
+        return "" if len(text) <= 200 and accepted(text) else f"it must be {allowed}"
+    knob = BY_KEY.get(key)
+    if knob is None:
+        return "" if key in PAGE_KEYS else "there is no such setting"
+    try:
+        knobs.parse(knob, text)
+    except ValueError as error:
+        return f"it must be {error}"
+    return ""
+
+
+PAGE_KEYS = frozenset({"embed", "embed_options"})
+"""Query parameters of the pages other than "Will it fit?", and Streamlit's own."""
+
+
+def _plain(text: str) -> str:
+    """Return hostile text as it can stand between backticks."""
+    shown = "".join(char for char in text if char.isprintable() and char not in "`\\")
+    return shown if len(shown) <= 40 else shown[:39] + "..."

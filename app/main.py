@@ -1,0 +1,59 @@
+"""The app: a router over the pages. Every number on them is the planner's."""
+
+from pathlib import Path
+
+import streamlit as st
+
+from app import links
+
+PAGES = Path(__file__).parent / "app_pages"
+
+st.set_page_config(page_title="vramwise", page_icon=":material/memory:", layout="wide")
+page = st.navigation(
+    [
+        st.Page(
+            PAGES / "will_it_fit.py",
+            title="Will it fit?",
+            icon=":material/memory:",
+            default=True,
+            help="One run on one machine: what takes the memory, when, and what would make it fit.",
+        ),
+        st.Page(
+            PAGES / "recommend.py",
+            title="Recommend",
+            icon=":material/recommend:",
+            help="For a GPU, the models and settings that fit; for a model, the GPUs.",
+        ),
+        st.Page(
+            PAGES / "compare.py",
+            title="Compare",
+            icon=":material/compare_arrows:",
+            help="Frameworks side by side, and the published 510.8 GB to 54.3 GB taken apart.",
+        ),
+        st.Page(
+            PAGES / "recording.py",
+            title="Recording",
+            icon=":material/timeline:",
+            help="Upload a recording, a run's metrics or a torch snapshot; see planned beside measured.",
+        ),
+        st.Page(
+            PAGES / "explain.py",
+            title="Explain an error",
+            icon=":material/troubleshoot:",
+            help="Paste an out-of-memory message or a log: its cause, how sure, and what to change.",
+        ),
+        st.Page(
+            PAGES / "accuracy.py",
+            title="Accuracy",
+            icon=":material/target:",
+            help="Every published measurement against the planner, the worst first.",
+        ),
+    ],
+    position="top",
+)
+if "link_notices" not in st.session_state:
+    st.session_state["link_notices"] = links.check_link(st.query_params.to_dict())
+st.title(page.title, anchor=False)
+for notice in st.session_state["link_notices"]:
+    st.warning(notice, icon=":material/link_off:")
+page.run()

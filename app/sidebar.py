@@ -1,0 +1,97 @@
+"""The sidebar of "Will it fit?": model, machine, run and knobs, in the order people think of them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import streamlit as st
+
+from app import inputs, knobs, uploads
+from app.inputs import OWN_SIZE, state
+from app.knobs import KNOBS, MORE, Group
+from app.links import MAX_GIB
+from planner.framework import find_framework
+from planner.machine import MAX_GPUS
+
+
+def machine_widgets() -> None:
+    """Show GPU, count, plain GiB and host RAM."""
+    options = inputs.gpu_options()
+    st.selectbox(
+        "GPU", options, key="gpu", bind="query-params", help=_gpu_help(), placeholder="Pick a GPU"
+    )
+    if state("gpu") == OWN_SIZE:
+        st.number_input(
+            "Memory torch sees (GiB)", 0.1, MAX_GIB, 24.0, 1.0, key="vram", bind="query-params",
+            help="What torch.cuda.mem_get_info() says: 0.2 to 1.2 GiB less than on the box.",
+        )  # fmt: skip
+    left, right = st.columns(2)
+    left.number_input("GPUs", 1, MAX_GPUS, 1, 1, key="gpus", bind="query-params")
+    right.number_input(
+        "Host RAM (GiB)", 0.1, MAX_GIB, None, 8.0, key="ram", bind="query-params",
+        placeholder="not judged",
+    )  # fmt: skip
+
+
+def _gpu_help() -> str:
+    return "124 cards, MIG slices and unified memories; the last entry takes plain GiB."
+
+
+def framework_widget() -> None:
+    """Show the framework."""
+    st.selectbox(
+        "Framework", inputs.framework_options(), key="framework", bind="query-params",
+        help="How a code base implements the run: its copies of logits, dtypes and padding.",
+    )  # fmt: skip
+
+
+def knob(key: str, defaults: Mapping[str, Any]) -> None:
+    """Show one knob by its key."""
+    inputs.widget(knobs.BY_KEY[key], defaults=defaults)
+
+
+def show() -> None:
+    """Show everything; the values end up in the session under the knobs' keys."""
+    uploads.from_file()
+    if st.session_state.get(inputs.UPLOADED) is None:
+        st.selectbox(
+            "Model", inputs.model_options(), key="model", bind="query-params",
+            accept_new_options=True,
+            help="Search the catalogue, or write a Hugging Face id: owner/name.",
+        )  # fmt: skip
+    machine_widgets()
+    framework = state("framework")
+    left, right = st.columns(2)
+    with left:
+        knob("task", {})
+    task = state("task")
+    defaults = find_framework(framework).task_defaults(task) if framework else {}
+    defaults = {**defaults, "engine.kind": defaults.get("engine"), **_engine_defaults(defaults)}
+    with right:
+        if task != "serve":
+            knob("method", defaults)
+    framework_widget()
+    _pairs([k.key for k in _shown(Group.FIRST)], defaults)
+    with st.expander("More settings", key="more"):
+        for group in MORE:
+            shown = _shown(group)
+            if shown:
+                st.caption(group.value)
+                _pairs([k.key for k in shown], defaults)
+
+
+def _engine_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "sleep_level")
+    return {f"engine.{name}": defaults.get(name) for name in names}
+
+
+def _shown(group: Group) -> list[knobs.Knob]:
+    task, method = state("task"), state("method")
+    return [k for k in KNOBS if k.group is group and knobs.applies(k, task, method)]
+
+
+def _pairs(keys: list[str], defaults: Mapping[str, Any]) -> None:
+    """Show knobs two in a row."""
+    for first in range(0, len(keys), 2):
+        for column, key in zip(st.columns(2), keys[first : first + 2], strict=False):
+            with column:
+                knob(key, defaults)
