@@ -18,7 +18,7 @@ from planner.hub import find_model
 from planner.machine import Machine, make_machine
 from planner.model import ModelSpec
 from planner.plan import Plan, plan
-from planner.recipe import Attention, Checkpointing, Recipe, RunFile, Task
+from planner.recipe import Attention, Checkpointing, Method, Recipe, RunFile, Task
 from planner.units import format_bytes, parse_bytes
 from profiler.recording import Recording
 from profiler.torch_recorder import record
@@ -156,7 +156,14 @@ def settled(recipe: Recipe) -> Recipe:
     """Return the recipe with what the trainer decides by itself written down, so that the plan sees it."""
     dtype = recipe.dtype or "bf16"
     lora = recipe.lora.model_copy(update={"dtype": recipe.lora.dtype or dtype})
-    return recipe.model_copy(update={"dtype": dtype, "lora": lora, "framework": "vramwise"})
+    master = recipe.master_weights
+    if master is None:
+        # bf16 weights trained in full are rounded stochastically; fp16 has too little range for that
+        trained = dtype if recipe.method is Method.FULL else lora.dtype
+        master = trained == "fp16" or (trained == "bf16" and recipe.method is not Method.FULL)
+    return recipe.model_copy(
+        update={"dtype": dtype, "lora": lora, "master_weights": master, "framework": "vramwise"}
+    )
 
 
 def solve(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from planner.errors import VramwiseError
-from planner.recipe import Method, Optimizer, Recipe
+from planner.recipe import Optimizer, Recipe
 from trainer.batching import MicroBatch
 from trainer.config import Schedule, TrainSection
 from trainer.model import Policy
@@ -23,21 +23,14 @@ T = TypeVar("T")
 def make_run_optimizer(
     policy: Policy, recipe: Recipe, train: TrainSection
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of `recipe` over the policy's trained weights.
-
-    Adapters in half precision have an fp32 master unless the recipe says otherwise; full training in
-    bf16 rounds stochastically instead.
-    """
-    master = recipe.master_weights
-    if master is None:
-        master = recipe.method is not Method.FULL or policy.dtype == torch.float16
+    """Return the optimizer of a settled `recipe` over the policy's trained weights."""
     return make_optimizer(
         policy.trainable(),
         kind=recipe.optimizer or Optimizer.ADAMW,
         lr=train.lr,
         weight_decay=train.weight_decay,
         betas=train.adam_betas,
-        master_weights=master,
+        master_weights=bool(recipe.master_weights),
         offload=recipe.optimizer_offload,
         seed=train.seed,
     )

@@ -49,9 +49,12 @@ def prompts_of(policy):
     ]
 
 
-def roll(policy, *, shape=(1.0, 0, 1.0), rows=None, stop=(), new=8, generations=4, seed=0):
+def roll(
+    policy, *, shape=(1.0, 0, 1.0), rows=None, stop=(), new=8, generations=4, seed=0, prefill=None
+):
     temperature, top_k, top_p = shape
-    recipe = Recipe(task="grpo", engine={"max_num_seqs": rows}, num_generations=generations)
+    engine = {"max_num_seqs": rows, "max_num_batched_tokens": prefill}
+    recipe = Recipe(task="grpo", engine=engine, num_generations=generations)
     settings = dataclasses.replace(
         sampling_settings(
             SamplingSection(temperature=temperature, top_k=top_k, top_p=top_p, stop=stop),
@@ -140,6 +143,14 @@ def test_waves_and_dropped_rows_change_nothing(policy):
         torch.testing.assert_close(
             scored[index], torch.tensor(completion.logprobs), rtol=1e-4, atol=1e-4
         )
+
+
+def test_prompts_prefilled_in_chunks_give_the_same_completions(policy):
+    whole = roll(policy, rows=12)
+    chunked = roll(policy, rows=12, prefill=15)
+    assert [c.token_ids for c in whole.completions] == [c.token_ids for c in chunked.completions]
+    for one, two in zip(whole.completions, chunked.completions, strict=True):
+        assert one.logprobs == pytest.approx(two.logprobs, abs=1e-4)
 
 
 def test_completions_come_grouped_by_prompt_and_end_where_they_should(policy):

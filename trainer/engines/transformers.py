@@ -16,6 +16,8 @@ from trainer.engines.protocol import Completion, SamplingSettings
 from trainer.model import Policy, eos_ids
 from trainer.sampling import draw, shape_logits
 
+PREFILL_TOKENS = 2048
+"""Prompt tokens of one forward: their activations are gone before the cache is full."""
 COMPACT_BELOW = 0.75
 """Rows are dropped from the cache when at most this share of them still runs: dropping copies it."""
 
@@ -40,6 +42,7 @@ class TransformersEngine:
         # the planner's own rule for how many sequences are generated at once
         rows = max(recipe.micro_batch_size or 1, recipe.num_generations or 1)
         self._wave = recipe.engine.max_num_seqs or rows
+        self._prefill_tokens = recipe.engine.max_num_batched_tokens or PREFILL_TOKENS
         self._kv_bytes = 0
 
     @torch.no_grad()
@@ -117,13 +120,21 @@ class TransformersEngine:
             mask[place, width - len(prompts[index]) :] = 1
         device = self._policy.device
         ids, mask = ids.to(device), mask.to(device)
-        logits = self._forward(ids, mask, cache)
+        logits = self._prefill_in_chunks(ids, mask, cache)
         if len(unique) < len(rows):
             where = {index: place for place, index in enumerate(unique)}
             chosen = torch.tensor([where[row.prompt_index] for row in rows], device=device)
             cache.batch_select_indices(chosen)
             logits, mask = logits[chosen], mask[chosen]
         return logits, mask, cache
+
+    def _prefill_in_chunks(self, ids: Tensor, mask: Tensor, cache: Any) -> Tensor:
+        """Return logits [U, V] after the prompts `ids` [U, P], at most PREFILL_TOKENS tokens at a time."""
+        columns = max(1, self._prefill_tokens // ids.shape[0])
+        for start in range(0, ids.shape[1], columns):
+            stop = min(start + columns, ids.shape[1])
+            logits = self._forward(ids[:, start:stop], mask[:, :stop], cache)
+        return logits
 
     def _new_cache(self) -> Any:
         from transformers import DynamicCache
@@ -154,7 +165,7 @@ class TransformersEngine:
         """Hold what the last token of a rollout at full length holds: all prompts, then a full cache."""
         ids = torch.zeros(num_prompts, prompt_tokens, dtype=torch.long, device=self._policy.device)
         cache = self._new_cache()
-        logits = self._forward(ids, torch.ones_like(ids), cache)
+        logits = self._prefill_in_chunks(ids, torch.ones_like(ids), cache)
         if _selectable(cache):
             chosen = torch.arange(rows, device=ids.device) % num_prompts
             cache.batch_select_indices(chosen)
