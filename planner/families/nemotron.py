@@ -1,5 +1,7 @@
 """Nemotron-H: every layer is one of Mamba2, attention, an MLP or (latent) experts."""
 
+from dataclasses import replace
+
 from planner.families.blocks import (
     attention,
     buffer,
@@ -23,7 +25,7 @@ def build(fields: ConfigFields) -> ModelSpec:
     hidden = fields.integer("hidden_size")
     kinds = _kinds(fields)
     layers, order = group_layers(kinds, lambda kind: _layer(fields, hidden, kind))
-    return finish(
+    spec = finish(
         fields,
         hidden=hidden,
         layers=layers,
@@ -31,6 +33,8 @@ def build(fields: ConfigFields) -> ModelSpec:
         final=(norm("norm_f", hidden),),
         embed_name="embeddings",
     )
+    # the class ties nothing, whatever tie_word_embeddings says
+    return replace(spec, tied=False)
 
 
 def _kinds(fields: ConfigFields) -> list[str]:

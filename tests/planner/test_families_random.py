@@ -115,6 +115,59 @@ def delta(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@st.composite
+def mamba(draw: st.DrawFn) -> dict[str, Any]:
+    """Return attention, experts and Mamba mixers in the words of every hybrid."""
+    config, layers = draw(experts()), draw(st.integers(1, 5))
+    heads, each, groups = draw(st.integers(1, 3)), draw(NARROW), draw(st.integers(1, 2))
+    number = config["num_experts"]
+    return config | {
+        "num_hidden_layers": layers,
+        "mamba_d_ssm": heads * each,
+        "mamba_n_heads": heads,
+        "mamba_d_head": each,
+        "mamba_n_groups": groups,
+        "mamba_d_state": draw(st.integers(1, 9)),
+        "mamba_d_conv": draw(st.integers(2, 5)),
+        "mamba_rms_norm": draw(BOOL),
+        "mamba_proj_bias": draw(BOOL),
+        "mamba_conv_bias": draw(BOOL),
+        "projectors_bias": draw(BOOL),
+        "expert_layer_period": draw(st.integers(2, 3)),
+        "attn_layer_period": draw(st.integers(5, 6)),
+        "n_routed_experts": number,
+        "moe_shared_expert_intermediate_size": draw(st.integers(1, 30)),
+        "moe_latent_size": draw(st.none() | st.integers(1, 20)),
+        "ssm_state_size": draw(st.integers(1, 9)),
+        "mamba_num_heads": heads,
+        "mamba_head_dim": each,
+        "n_groups": groups,
+        "use_bias": draw(BOOL),
+        "n_group": 1,
+        "topk_group": 1,
+        "hybrid_override_pattern": draw(st.text("ME*-", min_size=layers, max_size=layers)),
+    }
+
+
+@st.composite
+def newer(draw: st.DrawFn) -> dict[str, Any]:
+    """Return what Llama 4 and Gemma 4 vary."""
+    config = draw(experts())
+    layers = draw(st.integers(2, 8))
+    return config | {
+        "num_hidden_layers": layers,
+        "num_local_experts": config.pop("num_experts"),
+        "intermediate_size_mlp": draw(st.integers(1, 40)),
+        "interleave_moe_layer_step": draw(st.integers(1, 3)),
+        "global_head_dim": draw(NARROW),
+        "hidden_size_per_layer_input": draw(st.integers(0, 9)),
+        "vocab_size_per_layer_input": draw(st.integers(5, 20)),
+        "use_double_wide_mlp": draw(BOOL),
+        "attention_k_eq_v": draw(BOOL),
+        "enable_moe_block": False,
+    }
+
+
 def check(kind: str, config: dict[str, Any]) -> None:
     config = {**config, "model_type": kind}
     compare(model_spec_from_config(config), build_on_meta(config))
@@ -173,4 +226,24 @@ def test_latent(kind: str, config: dict[str, Any]) -> None:
 @SETTINGS
 @given(config=delta())
 def test_delta(kind: str, config: dict[str, Any]) -> None:
+    check(kind, config)
+
+
+@pytest.mark.parametrize("kind", ["jamba", "falcon_h1", "nemotron_h", "granitemoehybrid"])
+@SETTINGS
+@given(config=mamba(), attends=st.lists(BOOL, min_size=5, max_size=5))
+def test_hybrids(kind: str, config: dict[str, Any], attends: list[bool]) -> None:
+    if kind == "granitemoehybrid":
+        config["hidden_size"] = config["mamba_n_heads"] * config["mamba_d_head"] * 2
+        config |= {"mamba_d_head": "auto", "num_attention_heads": 2, "num_key_value_heads": 1}
+        config["num_local_experts"] = config.pop("num_experts")
+        names = {True: "attention", False: "mamba"}
+        config["layer_types"] = [names[a] for a in attends[: config["num_hidden_layers"]]]
+    check(kind, config)
+
+
+@pytest.mark.parametrize("kind", ["llama4_text", "gemma4_text"])
+@SETTINGS
+@given(config=newer())
+def test_newer(kind: str, config: dict[str, Any]) -> None:
     check(kind, config)
