@@ -272,6 +272,8 @@ def _run_shapes(context: Context) -> Iterator[_Shape]:
     lengths = {value for key in ("length", "prompt") if (value := context.number(key))}
     heads = max((layer.mixer.num_heads for layer in model.layers), default=0)
     ffn = max((layer.mlp.intermediate for layer in model.layers), default=0)
+    if not lengths and heads:
+        yield from _free_attention(heads, batch, model.max_position)
     for length in lengths:
         for rows in (batch,) if batch else (1, 2, 4, 8, 16):
             free, tries = ("", 1) if batch else ("batch", 5)
@@ -295,3 +297,20 @@ def _run_shapes(context: Context) -> Iterator[_Shape]:
                             free,
                             tries,
                         )
+
+
+def _free_attention(heads: int, batch: int | None, longest: int) -> Iterator[_Shape]:
+    """Yield attention scores at the usual lengths, when the run's is not known."""
+    lengths = {2**power for power in range(10, 18)} | ({longest} if longest else set())
+    batches = (batch,) if batch else (1, 2, 4, 8, 16)
+    for length in sorted(lengths):
+        for rows in batches:
+            for itemsize, dtype in ((2, "16-bit"), (4, "fp32")):
+                yield _Shape(
+                    "attention",
+                    f"{dtype} attention scores at {length:,} tokens",
+                    (rows, heads, length, length),
+                    itemsize,
+                    "length",
+                    2 * len(lengths) * len(batches),
+                )

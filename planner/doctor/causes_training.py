@@ -43,10 +43,12 @@ def shape_bug(signals: Signals) -> Cause | None:
     tried, card = signals.tried_bytes, signals.card_bytes
     if not tried or not card or tried < 3 * card:
         return None
+    scores = signals.candidate("attention")
+    guess = f" Its size is that of {scores.name}: {scores.formula}." if scores else ""
     return Cause(
         category="unknown",
         certainty=Certainty.UNKNOWN,
-        explanation=f"one tensor of {tried / card:.1f} times the card is a shape bug (a length taken from the config, a missing mask), never a matter of batch size: look at the dimensions in the innermost frame.",
+        explanation=f"one tensor of {tried / card:.1f} times the card is a shape bug (a length taken from the config, a missing mask), never a matter of batch size: look at the dimensions in the innermost frame.{guess}",
         formula=f"{format_bytes(tried)} / {format_bytes(card)} = {tried / card:.1f}",
     )
 

@@ -130,7 +130,9 @@ def _contradictions(facts: dict[str, int], others: tuple[int, ...]) -> tuple[str
     if total and free and free > total:
         found.append("more memory is free than the card has")
     if total and alloc and alloc + (unalloc or 0) > total + slack:
-        found.append("PyTorch holds more than the card has")
+        found.append(
+            "PyTorch holds more than the card has (Windows and WSL spill into host memory)"
+        )
     if total and proc and free is not None and proc + sum(others) + free > total + slack:
         found.append("processes plus free memory exceed the card")
     if reserved and alloc and reserved + slack < alloc:

@@ -208,6 +208,12 @@ QUICK = re.compile(
 """A cheap test that every rule's line passes."""
 
 
+WRAPPABLE = re.compile(
+    r"max seq len|Free memory on device|Sleep mode freed|Error in memory profiling"
+)
+"""Where a refusal of several numbers starts, which a narrow terminal may break."""
+
+
 def match_event(text: str) -> tuple[str, str, Facts] | None:
     """Return (kind, matched text, facts) of the first rule that matches a line, or None."""
     if not QUICK.search(text):

@@ -12,7 +12,7 @@ MAX_LINE = 16_384
 _ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _PREFIXES = (
     re.compile(r"^\s*\[(?:default)?(?:rank)?\s?(?P<rank>\d{1,4})\]:?\s", re.IGNORECASE),
-    re.compile(r"^\s*rank\s?(?P<rank>\d{1,4})\s?[:|]\s?", re.IGNORECASE),
+    re.compile(r"^\s*rank:?\s{0,3}(?P<rank>\d{1,4})\s?[:|]\s?", re.IGNORECASE),
     re.compile(
         r"^\s*\((?P<rank>[A-Za-z_]\w{2,40}(?:[ _]?(?:rank|TP|DP|PP)\S*)*(?:,? (?:pid|ip)=\S+?)+)\)\s?"
     ),

@@ -5,13 +5,15 @@ from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
 from planner.doctor.cuda_message import CONTEXT_LINES, START, parse_cuda
-from planner.doctor.events import Event, match_event
+from planner.doctor.events import WRAPPABLE, Event, Facts, match_event
 from planner.doctor.reading import Line, read_lines, redact
 from planner.doctor.vllm_log import VllmLog, read_vllm_line
 
 STACK_LINES = 160
 MAX_EVENTS = 400
 MAX_RANKS = 4096
+MAX_WRAPPED = 4
+"""Lines that a wrapped refusal may take before its numbers are complete."""
 MAX_PROSE = 400_000
 """Characters of a log's beginning that are read for settings (model, batch, lengths)."""
 
@@ -51,6 +53,7 @@ def scan(source: BinaryIO | str) -> Scan:
     pending: dict[str, _Pending] = {}
     prose: list[str] = []
     room = MAX_PROSE
+    last = ""
     for line in read_lines(source):
         result.lines = line.number
         if line.rank.isdigit() and int(line.rank) < MAX_RANKS:
@@ -58,7 +61,9 @@ def scan(source: BinaryIO | str) -> Scan:
         if room > 0:
             prose.append(line.text)
             room -= len(line.text) + 1
+        line = _continued(line, last, history, pending)
         _take(result, line, history.setdefault(line.rank, deque(maxlen=STACK_LINES)), pending)
+        last = line.rank
         if len(history) > 512:  # a log whose every line looks like another rank
             history.clear()
     for waiting in pending.values():
@@ -66,6 +71,17 @@ def scan(source: BinaryIO | str) -> Scan:
     result.events.sort(key=lambda event: event.line)
     result.prose = redact("\n".join(prose))
     return result
+
+
+def _continued(
+    line: Line, last: str, history: dict[str, deque[str]], pending: dict[str, "_Pending"]
+) -> Line:
+    """Return an unprefixed line as the continuation of the stream before it, if that waits for one."""
+    if line.rank or not last:
+        return line
+    before = history.get(last)
+    waits = last in pending or (before and WRAPPABLE.search(before[-1]))
+    return Line(line.number, last, line.text) if waits else line
 
 
 def _take(result: Scan, line: Line, past: deque[str], pending: dict[str, _Pending]) -> None:
@@ -82,7 +98,7 @@ def _take(result: Scan, line: Line, past: deque[str], pending: dict[str, _Pendin
             waiting = None
         else:
             waiting.body.append(line.text)
-    special = match_event(line.text)
+    special = match_event(line.text) or _unwrapped(past, line.text)
     if special is not None:
         kind, matched, facts = special
         _add(
@@ -100,6 +116,19 @@ def _take(result: Scan, line: Line, past: deque[str], pending: dict[str, _Pendin
         pending[line.rank] = _Pending(line, tuple(past), [line.text])
     result.vllm = read_vllm_line(result.vllm, line.text)
     past.append(line.text)
+
+
+def _unwrapped(past: deque[str], text: str) -> tuple[str, str, Facts] | None:
+    """Return the event of a message that a terminal broke over this and earlier lines."""
+    for count in range(1, min(MAX_WRAPPED, len(past)) + 1):
+        start = past[-count]
+        if WRAPPABLE.search(start):
+            if match_event(start) is not None:
+                return None
+            lines = [past[-index] for index in range(count, 0, -1)] + [text]
+            # a break inside a word, or at a blank that the terminal dropped
+            return match_event("".join(lines)) or match_event(" ".join(lines))
+    return None
 
 
 def _finish(result: Scan, waiting: _Pending) -> None:

@@ -183,3 +183,35 @@ def test_no_block_with_something_to_say_is_skipped(line: str) -> None:
     assert not is_interesting(b"{'loss': 0.5, 'epoch': 1.0}\n" * 9)
     found = scan(line)
     assert found.events or found.vllm != VllmLog()
+
+
+def test_refusals_broken_by_a_narrow_terminal() -> None:
+    text = (
+        "(EngineCore pid=316) ValueError: To serve at least one request with the model's max seq len (100000), (4.26 GiB KV cach\n"
+        "e is needed, which is larger than the available KV cache memory (4.25 GiB). Based on the avai\n"
+    )
+    [event] = scan(text).events
+    assert event.facts["max_seq_len"] == 100000
+    assert event.facts["available_bytes"] == round(4.25 * 2**30)
+
+
+def test_a_message_broken_by_a_rich_traceback() -> None:
+    text = (
+        "│ ❱  905 │   │   │   return t.to(device, dtype if t.is_floating_point() else None)\n"
+        "RuntimeError: CUDA out of memory. Tried to allocate 162.00 MiB (GPU 2; 79.35 GiB\n"
+        "total capacity; 77.00 GiB already allocated; 146.19 MiB free; 77.01 GiB reserved\n"
+        "in total by PyTorch) If reserved memory is >> allocated memory try setting \n"
+        "model: opt-66b\n"
+    )
+    found = diagnose(text)
+    assert found.parsed["reserved_bytes"] == round(77.01 * 2**30)
+    assert found.failures[0].causes[0].category == "full_copy_per_gpu"
+
+
+def test_rank_bars_of_other_launchers() -> None:
+    text = "\n".join(
+        f"rank:  {rank} | 2022-04-03 18:44:26,615 CRITICAL | {MESSAGE.format(rank=rank)}"
+        for rank in range(3)
+    )
+    [event] = scan(text).events
+    assert event.ranks == ("0", "1", "2")
