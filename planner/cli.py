@@ -84,6 +84,8 @@ def _plan(
         best = levers(described.model, recipe, described.machine, result)
         typer.echo(text(result, best) + extra.prose)
     if check and not result.fits:
+        if as_json:  # the document above is the whole answer
+            raise typer.Exit(DoesNotFitError.exit_code)
         raise DoesNotFitError(
             f"does not fit: {result.why}", hint="`vramwise advise` says what helps"
         )

@@ -9,7 +9,9 @@ from planner.machine import Machine
 from planner.model import ModelSpec
 from planner.plan import Plan, plan
 from planner.recipe import Recipe
+from planner.resolve import resolve
 from planner.runfile import make_recipe
+from planner.terms.counts import base_weights
 
 CONTEXTS = tuple(2**power for power in range(9, 21))
 BATCHES = (2, 4, 8, 16, 32, 64)
@@ -72,6 +74,12 @@ def recommend(
 def _best(
     model: ModelSpec, machine: Machine, label: str, recipe: Recipe, least: int
 ) -> Recommendation | None:
+    try:
+        weights = base_weights(model, resolve(model, recipe, machine)).total
+    except VramwiseError:
+        return None
+    if weights > machine.vram_bytes:
+        return None
     reached: tuple[int, Plan] | None = None
     for context in (least, *(c for c in CONTEXTS if c > least)):
         if context > max(least, model.max_position):
