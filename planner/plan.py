@@ -149,10 +149,16 @@ def plan_resolved(model: ModelSpec, resolved: Resolved, machine: Machine) -> Pla
         capacity_bytes=capacity,
         host_peak_bytes=sum(term.bytes for term in result.host),
         host_terms=result.host,
-        assumptions=resolved.assumptions,
+        assumptions=_assumptions(resolved, machine),
         not_modeled=_not_modeled(resolved),
         problem=result.problem,
     )
+
+
+def _assumptions(resolved: Resolved, machine: Machine) -> tuple[str, ...]:
+    if not machine.calibration:
+        return resolved.assumptions
+    return (*resolved.assumptions, f"CUDA context {machine.calibration}")
 
 
 def _not_modeled(r: Resolved) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from planner.calibration import apply as calibrated
 from planner.errors import UsageError
 from planner.machine import Machine, make_machine
 from planner.recipe import MachineSection, Recipe, RunFile
@@ -106,9 +107,9 @@ def make_recipe(**fields: Any) -> Recipe:
 
 
 def machine_of(section: MachineSection) -> Machine:
-    """Return the Machine that a run file names."""
-    return make_machine(
-        section.gpu, gpus=section.gpus, vram=section.vram, host_ram=section.host_ram
+    """Return the Machine that a run file names, with the overheads measured here if there are any."""
+    return calibrated(
+        make_machine(section.gpu, gpus=section.gpus, vram=section.vram, host_ram=section.host_ram)
     )
 
 

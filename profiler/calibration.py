@@ -1,66 +1,15 @@
 """What this machine's overheads really are, measured once and used by later plans."""
 
 import json
-import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from planner.calibration import SCHEMA_VERSION, Calibration, apply, default_path, load
 from planner.errors import NoGpuError, UsageError, VramwiseError
 from planner.machine import Machine, find_gpu
 from profiler.nvml import GpuReading
-
-SCHEMA_VERSION = 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Calibration:
-    """Measured on one GPU."""
-
-    gpu: str
-    """Device name as torch prints it."""
-    driver: str
-    torch: str
-    taken_at: str
-    torch_total_bytes: int
-    """What torch.cuda.mem_get_info says is there."""
-    context_bytes: int
-    """Taken by a torch process that has run a matrix product and holds no tensor."""
-    workspace_bytes: int
-    """What cuBLAS keeps in torch's pool after that product."""
-    segment_bytes: int
-    """Reserved for one 1-byte tensor: the allocator's small segment."""
-    bandwidth_bytes_per_s: int
-    """Read and write of a device copy together."""
-    host_to_device_bytes_per_s: int
-    """From pinned memory."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {"schema_version": SCHEMA_VERSION, **fields}
-
-
-def default_path() -> Path:
-    """Return where calibrations of this user live."""
-    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    return Path(base) / "vramwise" / "calibration.json"
-
-
-def load(path: Path | None = None) -> list[Calibration]:
-    """Read saved calibrations; none yet is an empty list."""
-    file = path or default_path()
-    try:
-        rows = json.loads(file.read_text(encoding="utf-8"))["gpus"]
-        return [Calibration(**row) for row in rows]
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UsageError(
-            f"calibration: {file} cannot be read: {type(error).__name__}",
-            hint="delete it and run `vramwise profile calibrate` again",
-        ) from None
 
 
 def save(found: Calibration, path: Path | None = None) -> Path:
@@ -79,20 +28,6 @@ def save(found: Calibration, path: Path | None = None) -> Path:
     except OSError as error:
         raise VramwiseError(f"cannot write {file}: {error.strerror}") from None
     return file
-
-
-def apply(machine: Machine, path: Path | None = None) -> Machine:
-    """Return `machine` with measured overheads if its GPU was calibrated here, and say so in it."""
-    if machine.gpu is None:
-        return machine
-    for found in load(path):
-        if found.gpu in (machine.gpu.name, machine.gpu.id):
-            return replace(
-                machine,
-                context_bytes=found.context_bytes,
-                calibration=f"measured here on {found.taken_at} with torch {found.torch}",
-            )
-    return machine
 
 
 def this_machine(*, num_gpus: int = 1, path: Path | None = None) -> Machine | None:

@@ -189,6 +189,7 @@ class Child:
             time.sleep(interval_s)
             try:
                 with self.lock:
+                    self._pick_meter()  # a load that runs out ends before the first phase does
                     allocated, reserved = self.book.meter.read()
                 journal.write(
                     e="s",

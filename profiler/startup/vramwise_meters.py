@@ -54,9 +54,10 @@ class CudaMeter:
         raw_stats, raw_reset, seen = self._raw_stats, self._raw_reset, self._seen
 
         def index(device):
-            if device is None:
-                return cuda.current_device()
-            return self._torch.device(device).index if not isinstance(device, int) else device
+            number = device
+            if device is not None and not isinstance(device, int):
+                number = self._torch.device(device).index
+            return cuda.current_device() if number is None else number
 
         def memory_stats(device=None):
             stats = raw_stats(device)

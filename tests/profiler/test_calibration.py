@@ -148,3 +148,24 @@ def test_the_json_form_has_byte_keys() -> None:
     document = json.loads(json.dumps(FOUND.to_dict()))
     assert document["schema_version"] == 1
     assert document["context_bytes"] == 510 * MiB
+
+
+def test_a_run_on_a_calibrated_machine_is_planned_with_it(tmp_path: Path, monkeypatch) -> None:
+    from planner.hub import find_model
+    from planner.plan import plan
+    from planner.recipe import MachineSection
+    from planner.runfile import machine_of, make_recipe
+
+    def planned() -> Any:
+        machine = machine_of(MachineSection(gpu="h100-sxm"))
+        return plan(find_model("qwen3-0.6b"), make_recipe(context=128), machine)
+
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    plain = planned()
+    save(replace(FOUND, context_bytes=700 * MiB))
+    measured = planned()
+    assert measured.machine.context_bytes == 700 * MiB
+    difference = plain.machine.context_bytes - 700 * MiB
+    assert measured.capacity_bytes - plain.capacity_bytes == difference
+    assert any("measured here" in line for line in measured.assumptions)
+    assert not any("measured here" in line for line in plain.assumptions)

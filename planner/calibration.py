@@ -1,0 +1,80 @@
+"""What was measured on this machine's GPU, for plans: read from the user's configuration.
+
+`vramwise profile calibrate` writes the file (profiler/calibration.py); here it is only read.
+"""
+
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from planner.errors import UsageError
+
+if TYPE_CHECKING:
+    from planner.machine import Machine
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration:
+    """Measured on one GPU."""
+
+    gpu: str
+    """Device name as torch prints it."""
+    driver: str
+    torch: str
+    taken_at: str
+    torch_total_bytes: int
+    """What torch.cuda.mem_get_info says is there."""
+    context_bytes: int
+    """Taken by a torch process that has run a matrix product and holds no tensor."""
+    workspace_bytes: int
+    """What cuBLAS keeps in torch's pool after that product."""
+    segment_bytes: int
+    """Reserved for one 1-byte tensor: the allocator's small segment."""
+    bandwidth_bytes_per_s: int
+    """Read and write of a device copy together."""
+    host_to_device_bytes_per_s: int
+    """From pinned memory."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {"schema_version": SCHEMA_VERSION, **fields}
+
+
+def default_path() -> Path:
+    """Return where calibrations of this user live."""
+    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(base) / "vramwise" / "calibration.json"
+
+
+def load(path: Path | None = None) -> list[Calibration]:
+    """Read saved calibrations; none yet is an empty list."""
+    file = path or default_path()
+    try:
+        rows = json.loads(file.read_text(encoding="utf-8"))["gpus"]
+        return [Calibration(**row) for row in rows]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UsageError(
+            f"calibration: {file} cannot be read: {type(error).__name__}",
+            hint="delete it and run `vramwise profile calibrate` again",
+        ) from None
+
+
+def apply(machine: "Machine", path: Path | None = None) -> "Machine":
+    """Return `machine` with measured overheads if its GPU was calibrated here, and say so in it."""
+    if machine.gpu is None:
+        return machine
+    for found in load(path):
+        if found.gpu in (machine.gpu.name, machine.gpu.id):
+            return replace(
+                machine,
+                context_bytes=found.context_bytes,
+                calibration=f"measured here on {found.taken_at} with torch {found.torch}",
+            )
+    return machine
