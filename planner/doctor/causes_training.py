@@ -17,6 +17,8 @@ from planner.doctor.causes_state import (
 )
 from planner.units import GiB, format_bytes
 
+OWN_SHARE = 0.6
+"""From this share of the card on, a process's own tensors are what fills it."""
 Rule = Callable[[Signals], Cause | None]
 _VERSIONS = re.compile(
     r"(?<![\d.])(\d{1,4}\.\d{1,4}(?:\.\d{1,4})?)\s{0,4}(?:is |was )?(?:ok\b|works?\b|worked|fine)[^.\n]{0,40}?(\d+\.\d+(?:\.\d+)?)\s*(?:\w+ ){0,2}(?:OOM|fails?|out of memory)",
@@ -43,12 +45,18 @@ def shape_bug(signals: Signals) -> Cause | None:
     tried, card = signals.tried_bytes, signals.card_bytes
     if not tried or not card or tried < 3 * card:
         return None
-    scores = signals.candidate("attention")
-    guess = f" Its size is that of {scores.name}: {scores.formula}." if scores else ""
+    lead = signals.candidates[0] if signals.candidates else None
+    if lead is not None and lead.kind == "attention":
+        return Cause(
+            category="attention_quadratic",
+            certainty=Certainty.CONSISTENT,
+            explanation="attention scores of length x length for every head and row have this size: eager attention at the full length.",
+            formula=lead.formula,
+        )
     return Cause(
         category="unknown",
         certainty=Certainty.UNKNOWN,
-        explanation=f"one tensor of {tried / card:.1f} times the card is a shape bug (a length taken from the config, a missing mask), never a matter of batch size: look at the dimensions in the innermost frame.{guess}",
+        explanation=f"one tensor of {tried / card:.1f} times the card is most likely a shape bug (a length taken from the config, a missing mask) or attention scores at a full length: look at the dimensions in the innermost frame before tuning anything.",
         formula=f"{format_bytes(tried)} / {format_bytes(card)} = {tried / card:.1f}",
     )
 
@@ -277,6 +285,34 @@ def large_tensor(signals: Signals) -> Cause | None:
     )
 
 
+def own_tensors(signals: Signals) -> Cause | None:
+    """The card is full of this process's own tensors, and nothing says which they are."""
+    budget = signals.budget
+    if (
+        budget is None
+        or not budget.allocated_bytes
+        or not budget.total_bytes
+        or budget.allocated_bytes > budget.total_bytes
+    ):
+        return None
+    share = budget.allocated_bytes / budget.total_bytes
+    tried = budget.requested_bytes or 0
+    if tried > budget.total_bytes:
+        return Cause(
+            category="unknown",
+            certainty=Certainty.UNKNOWN,
+            explanation="this one tensor is larger than the whole card: nothing but making it smaller helps (length, rows, another attention or loss kernel).",
+            formula=f"{format_bytes(tried)} > {format_bytes(budget.total_bytes)}",
+        )
+    if share < OWN_SHARE:
+        return None
+    return Cause(
+        category="unknown",
+        certainty=Certainty.UNKNOWN,
+        explanation=f"this process's own tensors hold {share:.0%} of the card; which they are needs the stack trace, the model and the method (--config, --model).",
+    )
+
+
 TRAINING_RULES: tuple[Rule, ...] = (
     outside_allocator,
     shape_bug,
@@ -299,4 +335,5 @@ TRAINING_RULES: tuple[Rule, ...] = (
     generation,
     longest_sample,
     activations,
+    own_tensors,
 )

@@ -225,3 +225,42 @@ def test_slurm_and_ray_kills_are_host_memory() -> None:
     )
     assert lead(slurm)[0] == "host_full_copy_per_rank"
     assert ray.parsed["host_used_bytes"] == round(482.10 * GiB)
+
+
+def test_what_fills_the_card_is_said_even_when_the_cause_is_unknown() -> None:
+    full = FULL.format(
+        tried="108.00 MiB",
+        total="15.89 GiB",
+        free="65.12 MiB",
+        proc="15.82 GiB",
+        alloc="15.36 GiB",
+        unalloc="168.02 MiB",
+    )
+    cause = diagnose(full).failures[0].causes[0]
+    assert (cause.category, cause.certainty) == ("unknown", Certainty.UNKNOWN)
+    assert "own tensors hold 97% of the card" in cause.explanation
+    large = FULL.format(
+        tried="74.16 GiB",
+        total="44.40 GiB",
+        free="29.89 GiB",
+        proc="14.51 GiB",
+        alloc="13.44 GiB",
+        unalloc="738.96 MiB",
+    )
+    assert "larger than the whole card" in diagnose(large).failures[0].causes[0].explanation
+
+
+def test_attention_scores_explain_an_impossible_request() -> None:
+    text = FULL.format(
+        tried="64.00 GiB",
+        total="14.75 GiB",
+        free="5.48 GiB",
+        proc="9.27 GiB",
+        alloc="8.79 GiB",
+        unalloc="351.89 MiB",
+    )
+    failure = diagnose(text, model="codellama/CodeLlama-7b-hf").failures[0]
+    assert failure.causes[0].category == "attention_quadratic"
+    assert any(
+        "4 * 32 * 16,384 * 16,384 * 2 B" in candidate.formula for candidate in failure.candidates
+    )
