@@ -19,6 +19,7 @@ from planner.importers import (
     verl,
     vllm,
 )
+from planner.importers.commands import llamafactory_command, nested_config, trl_command
 from planner.importers.detect import TOOLS, tool_of_mapping, written_version
 from planner.importers.launch import (
     Launch,
@@ -32,8 +33,7 @@ from planner.importers.loading import flatten, load_json, load_yaml, notebook_so
 from planner.importers.names import resolve_model
 from planner.importers.python_calls import Calls, read_calls
 from planner.importers.settings import Imported, ImportReport, Settings
-from planner.importers.shell import Script, flags, parse_shell
-from planner.recipe import Task
+from planner.importers.shell import Script, parse_shell
 
 __all__ = [
     "TOOLS",
@@ -44,8 +44,6 @@ __all__ = [
     "looks_foreign",
     "resolve_model",
 ]
-
-_VERBS = {"sft": Task.SFT, "grpo": Task.GRPO, "dpo": Task.DPO, "kto": Task.DPO, "rloo": Task.GRPO}
 
 
 def import_config(
@@ -265,50 +263,16 @@ def _from_shell(
         if (found := reader(script, version=version)) is not None:
             return found
     for command, environment in zip(script.commands, script.prefixes, strict=True):
-        line = " ".join(command)
-        verb = _trl_verb(command)
-        if verb is not None:
-            values = {key.replace("-", "_"): value for key, value in flags(command).items()}
-            spread = launch or _launch_of(command, path)
-            values = {**_config_values(values.pop("config", None), path), **values}
-            for key in ("config_file", "num_processes", "accelerate_config", "dataset_name"):
-                values.pop(key, None)
-            return trl.read(values, task=verb, version=version, launch=spread)
-        nested = re.search(
-            r"(?:llamafactory-cli train|axolotl(?:\.cli\.train)? (?:train )?|tune run .*--config) ?(\S+\.ya?ml)",
-            line,
-        )
-        if nested and path is not None and (inner := path.parent / nested.group(1)).is_file():
-            content, _ = read_text(inner)
-            words_ = f"# {line} {environment}"
-            return _import(f"{words_[:2000]}\n{content}", inner, None, version, launch, None)
+        found = trl_command(command, path=path, version=version, launch=launch)
+        found = found or llamafactory_command(command, version=version)
+        if found is not None:
+            return found
+        nested = nested_config(command, environment, path)
+        if nested is not None:
+            return _from_mapping(
+                nested.document, nested.comment, nested.path, None, version, launch, None
+            )
     return None
-
-
-def _trl_verb(command: list[str]) -> Task | None:
-    names = [Path(word).name for word in command]
-    if names[0] == "trl" and len(names) > 1:
-        return _VERBS.get(names[1])
-    for name in names:
-        if match := re.fullmatch(r"(sft|grpo|dpo|kto|rloo)\w*\.py", name):
-            return _VERBS[match.group(1)]
-    return None
-
-
-def _launch_of(command: list[str], path: Path | None) -> Launch | None:
-    words_ = flags(command)
-    name = str(words_.get("config_file") or words_.get("accelerate_config") or "")
-    if path is not None and name and (file := path.parent / name).is_file():
-        return read_launch_file(file)
-    found = from_words(f"{name} num_processes={words_.get('num_processes', '')}")
-    return found if found.sharding or found.gpus else None
-
-
-def _config_values(name: Any, path: Path | None) -> dict[str, Any]:
-    if not isinstance(name, str) or path is None or not (path.parent / name).is_file():
-        return {}
-    document = load_yaml(read_text(path.parent / name)[0])
-    return flatten(document) if isinstance(document, dict) else {}
 
 
 def _from_python(source: str, text: str, version: str | None) -> Imported:

@@ -174,3 +174,62 @@ def test_trl_command_line_wins_over_its_config(tmp_path: Path) -> None:
 def test_flags() -> None:
     words = ["--a", "1", "--b=2", "--c", "--no_d", "--e", "x", "y", "-tp", "4"]
     assert flags(words) == {"a": "1", "b": "2", "c": True, "d": False, "e": ["x", "y"], "tp": "4"}
+
+
+def test_launch_flags_stop_at_the_script() -> None:
+    text = "accelerate launch --config_file configs/deepspeed_zero3.yaml --num_processes 4 trl/scripts/sft.py --model_name_or_path Qwen/Qwen2-0.5B --max_length 256 --use_peft --lora_r 4\n"
+    found = import_config(text)
+    assert (found.run.model, found.run.recipe.context, found.run.recipe.lora.rank) == (
+        "Qwen/Qwen2-0.5B",
+        256,
+        4,
+    )
+    assert (found.run.recipe.sharding, found.run.machine.gpus) == (Sharding.ZERO3, 4)
+
+
+@pytest.mark.parametrize(
+    ("command", "config", "length", "gpus"),
+    [
+        (
+            "FORCE_TORCHRUN=1 NPROC_PER_NODE=2 llamafactory-cli train c.yaml cutoff_len=512",
+            "model_name_or_path: Qwen/Qwen3-4B\nstage: sft\nfinetuning_type: lora\ndeepspeed: ds_z3_config.json\n",
+            512,
+            2,
+        ),
+        (
+            "axolotl train c.yaml --sequence_len 512",
+            "base_model: Qwen/Qwen3-4B\nsequence_len: 2048\n",
+            512,
+            1,
+        ),
+        (
+            "tune run --nproc_per_node 2 full_finetune_distributed --config c.yaml tokenizer.max_seq_len=512",
+            "model:\n  _component_: torchtune.models.qwen3.qwen3_4b\nbatch_size: 1\n",
+            512,
+            2,
+        ),
+    ],
+)
+def test_launchers_of_a_yaml_with_overrides(
+    command: str, config: str, length: int, gpus: int, tmp_path: Path
+) -> None:
+    (tmp_path / "c.yaml").write_text(config, encoding="utf-8")
+    script = tmp_path / "go.sh"
+    script.write_text(f"#!/bin/bash\n{command}\n", encoding="utf-8")
+    found = import_config(script)
+    assert (found.run.model, found.run.recipe.context, found.run.machine.gpus) == (
+        "Qwen/Qwen3-4B",
+        length,
+        gpus,
+    )
+
+
+def test_llamafactory_flags_without_a_file() -> None:
+    found = import_config(
+        "llamafactory-cli train --stage sft --model_name_or_path Qwen/Qwen3-4B --finetuning_type lora --cutoff_len 1024 --per_device_train_batch_size 2 --bf16\n"
+    )
+    assert (found.tool, found.run.recipe.context, found.run.recipe.mixed_precision) == (
+        "llamafactory",
+        1024,
+        "bf16",
+    )
