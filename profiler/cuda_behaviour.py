@@ -215,9 +215,8 @@ def _max(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 def _number(read: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
     """Losses and norms are read back as 1.0: finite, so the step goes on; integers stay unknown."""
-    if isinstance(tensor, FakeTensor) and tensor.dtype.is_floating_point:
-        return 1.0 if tensor.constant is None else tensor.constant.item()
-    return read(tensor)
+    known = not isinstance(tensor, FakeTensor) or tensor.constant is not None
+    return read(tensor) if known or not tensor.dtype.is_floating_point else 1.0
 
 
 def _truth(tensor: torch.Tensor) -> bool:

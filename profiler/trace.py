@@ -5,10 +5,11 @@ shapes and dtypes without data. `StorageTracker` follows the storages, `CudaBeha
 allocations those of CUDA, `attribute` turns the events into phases x terms.
 """
 
+import gc
 import platform
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -102,6 +103,7 @@ def run_subject(
             stack.enter_context(FakeTensorMode())
         stack.enter_context(tracker)
         stack.enter_context(CudaBehaviour(tracker))
+        stack.enter_context(_collected_by_hand())
         try:
             materialise(model, tracker)
             if subject.standing_bytes:
@@ -114,6 +116,17 @@ def run_subject(
         except Exception as error:
             raise explain(error, subject=subject, tracker=tracker) from error
     return tracker
+
+
+@contextmanager
+def _collected_by_hand() -> Iterator[None]:
+    """Keep Python's cycle collector from freeing tensors at moments of its own choice."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def watch_gradients(model: torch.nn.Module, tracker: StorageTracker) -> None:

@@ -4,6 +4,7 @@ The own step is the code that trains: `trainer.scoring`, `trainer.losses`, `trai
 and `trainer.optim` on a policy of fake tensors. Generation is not traced.
 """
 
+import gc
 from typing import Any
 
 import torch
@@ -123,6 +124,7 @@ class VramwiseStep(HfSft):
                     apply_step(optimizer, trained, scale=NO_SCALE, max_norm=1.0)
                     _tag(optimizer, tracker)
                     optimizer.zero_grad(set_to_none=True)
+                    gc.collect()
 
     def _memory_choices(self, policy: Any, tracker: StorageTracker) -> None:
         """Do what trainer.preflight.apply_memory_choices does, with a host the tracker knows."""

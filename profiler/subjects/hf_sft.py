@@ -6,6 +6,7 @@ drops the outputs, then backward; after the last micro-batch clipping, `optimize
 """
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -97,10 +98,12 @@ def finish_step(
             torch.nn.utils.clip_grad_norm_(trained, options.max_grad_norm, foreach=True)
         if scaler is not None:
             scaler.step(optimizer)
+            scaler.update()
         else:
             optimizer.step()
         tag_states(optimizer, tracker)
         optimizer.zero_grad(set_to_none=True)
+        gc.collect()
 
 
 @contextlib.contextmanager
