@@ -5,8 +5,8 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from app import charts, export, inputs, links
-from app.inputs import Run
+from app import charts, export, inputs, knobs, links
+from app.runs import Run
 from planner import advise
 from planner.advise import Advice, Change
 from planner.errors import UnknownNameError, VramwiseError
@@ -112,7 +112,7 @@ def lever_buttons(run: Run, result: Plan, levers: list[Advice]) -> None:
         _, icon, word = MARKS[lever.plan.verdict]
         changes = " Changes the result." if lever.change.changes_objective else ""
         st.button(
-            f"{lever.change.name}: saves {format_bytes(lever.saved_bytes, digits=1)}",
+            f"{change_label(lever.change)}: saves {format_bytes(lever.saved_bytes, digits=1)}",
             key=f"lever_{number}",
             help=f"{lever.change.price}. Then: {word.lower()}.{changes}",
             icon=icon,
@@ -132,13 +132,28 @@ def _combination_button(run: Run, result: Plan, levers: list[Advice]) -> None:
         f"Make it fit: {format_bytes(result.peak_bytes - then.peak_bytes, digits=1)} less",
         key="make_it_fit",
         type="primary",
-        help=" + ".join(change.name for change in changes),
+        help=" + ".join(map(change_label, changes)),
         width="stretch",
         icon=":material/auto_fix_high:",
         on_click=_apply,
         args=(run, changes),
     )
-    st.caption(_escape(" + ".join(change.name for change in changes)))
+    st.caption(_escape(" + ".join(map(change_label, changes))))
+
+
+def change_label(change: Change) -> str:
+    """Return a change in the words of the sidebar: "Checkpointing full", "Batch 1"."""
+    parts = []
+    for path, value in change.update.items():
+        knob = knobs.BY_PATH.get(path)
+        shown = knobs.to_widget(knob, value) if knob else None
+        if knob is None or shown is None:
+            continue
+        if isinstance(shown, int):
+            shown = f"{shown:,}"
+        if shown != "no":
+            parts.append(knob.label if shown == "yes" else f"{knob.label} {shown}")
+    return ", ".join(parts) or change.name
 
 
 def _apply(run: Run, changes: list[Change]) -> None:
@@ -273,7 +288,7 @@ def exports(run: Run) -> None:
         _other_tools(run)
     with link_tab:
         base = st.context.url or "http://127.0.0.1:8501/"
-        st.code(links.link(base), language=None, wrap_lines=True)
+        st.code(links.link(base, inputs.values()), language=None, wrap_lines=True)
         if st.session_state.get(inputs.UPLOADED) is not None:
             st.caption("Your uploaded model is not in the link: nothing you upload is kept.")
 

@@ -3,14 +3,23 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from app.palette import DASHES, LIMIT_COLOUR, SEQUENTIAL, SERIES, TERM_COLOURS, UNKNOWN_COLOUR
+from app.palette import (
+    DASHES,
+    LIMIT_COLOUR,
+    RANGE_COLOUR,
+    SEQUENTIAL,
+    SERIES,
+    TERM_COLOURS,
+    UNKNOWN_COLOUR,
+)
 from planner.plan import Plan
 from planner.terms.term import TERM_NAMES
 from planner.units import format_bytes, to_gib
 
 Spec = dict[str, Any]
 ROW_HEIGHT = 36
-GIB_AXIS = {"title": "GiB", "format": "~g"}
+GIB_AXIS = {"title": "GiB", "format": "~r"}
+TOKENS = "datum.value >= 1024 ? format(datum.value / 1024, '~r') + 'K' : datum.value"
 
 
 def term_scale(names: Iterable[str]) -> Spec:
@@ -22,7 +31,7 @@ def term_scale(names: Iterable[str]) -> Spec:
         "field": "term",
         "type": "nominal",
         "scale": {"domain": domain, "range": colours},
-        "legend": {"title": None, "orient": "top", "columns": 0},
+        "legend": {"title": None, "orient": "top", "columns": 4},
     }
 
 
@@ -50,6 +59,7 @@ def phase_bars(plan: Plan) -> Spec:
     phases = [phase.name for phase in plan.phases]
     y = {"field": "phase", "type": "nominal", "sort": phases, "title": None}
     rows = term_rows(plan)
+    plan_terms = {row["term"] for row in rows}
     totals = [
         {"phase": p.name, "gib": to_gib(p.total_bytes), "label": format_bytes(p.total_bytes)}
         for p in plan.phases
@@ -68,7 +78,7 @@ def phase_bars(plan: Plan) -> Spec:
         "encoding": {
             "y": y,
             "x": {"field": "gib", "type": "quantitative", "stack": "zero", "axis": GIB_AXIS},
-            "color": term_scale(row["term"] for row in rows),
+            "color": term_scale(plan_terms),
             "order": {"field": "order", "type": "ordinal"},
             "tooltip": _tips("phase", "term", "size", "formula", "source"),
         },
@@ -84,7 +94,7 @@ def phase_bars(plan: Plan) -> Spec:
     }
     interval = {
         "data": {"values": spread},
-        "mark": {"type": "rule", "strokeWidth": 2, "opacity": 0.75, "yOffset": 14},
+        "mark": {"type": "rule", "strokeWidth": 3, "color": RANGE_COLOUR, "yOffset": 15},
         "encoding": {
             "y": y,
             "x": {"field": "low", "type": "quantitative"},
@@ -93,7 +103,7 @@ def phase_bars(plan: Plan) -> Spec:
         },
     }
     return {
-        "height": ROW_HEIGHT * len(phases) + 10,
+        "height": _tall(len(phases), ROW_HEIGHT, legend_rows=-(-len(plan_terms) // 4)),
         "layer": [bars, labels, interval, *limit_line(plan.capacity_bytes, axis="x")],
     }
 
@@ -141,27 +151,27 @@ def context_curve(
         for name, points in lines.items()
         for tokens, size in points
     ]
-    top = 2 * to_gib(capacity_bytes) or 1
-    colour = {"field": "framework", "type": "nominal", "legend": {"title": None, "orient": "top"}}
-    dash = dict(colour)
+    legend = {"title": None, "orient": "top", "symbolType": "stroke", "symbolStrokeWidth": 3}
+    colour: Spec = {"field": "framework", "type": "nominal", "legend": legend}
+    dash: Spec = dict(colour)
     colour["scale"] = {"domain": names, "range": list(SERIES[: len(names)])}
     dash["scale"] = {"domain": names, "range": [list(dash) for dash in DASHES[: len(names)]]}
     x = {
         "field": "tokens",
         "type": "quantitative",
         "scale": {"type": "log", "base": 2},
-        "axis": {"title": "context (tokens)", "format": "~s", "grid": False},
+        "axis": {"title": "context (tokens)", "labelExpr": TOKENS, "grid": False},
     }
     curve = {
         "data": {"values": rows},
-        "mark": {"type": "line", "strokeWidth": 2.5, "point": {"size": 36}, "clip": True},
+        "mark": {"type": "line", "strokeWidth": 2.5},
         "encoding": {
             "x": x,
             "y": {
                 "field": "gib",
                 "type": "quantitative",
-                "scale": {"domain": [0, top]},
-                "axis": {**GIB_AXIS, "title": "peak (GiB)"},
+                "scale": {"type": "log", "base": 2},
+                "axis": {**GIB_AXIS, "title": "peak (GiB, log)"},
             },
             "color": colour,
             "strokeDash": dash,
@@ -182,29 +192,28 @@ def context_curve(
 def heat_map(rows: Sequence[Spec], *, columns: Sequence[str], models: Sequence[str]) -> Spec:
     """Return models x methods coloured by the longest context; rows: model, method, context, said."""
     return {
-        "height": {"step": 24},
+        "height": _tall(len(models), 24),
         "data": {"values": list(rows)},
-        "params": [
-            {"name": "cell", "select": {"type": "point", "fields": ["model", "method"]}},
-        ],
         "encoding": {
             "y": {"field": "model", "type": "nominal", "sort": list(models), "title": None,
                   "axis": {"labelLimit": 220}},
-            "x": {"field": "method", "type": "nominal", "sort": list(columns), "title": None,
-                  "axis": {"orient": "top", "labelAngle": 0}},
+            "x": {"field": "method", "type": "nominal", "title": None,
+                  "scale": {"domain": list(columns)}, "axis": {"orient": "top", "labelAngle": 0}},
         },
         "layer": [
             {
                 "mark": {"type": "rect", "cursor": "pointer", "stroke": "#ffffff", "strokeWidth": 0.5},
+                "params": [
+                    {"name": "cell", "select": {"type": "point", "fields": ["model", "method"]}},
+                ],
                 "encoding": {
                     "color": {
                         "field": "context",
                         "type": "quantitative",
                         "scale": {"type": "log", "scheme": SEQUENTIAL},
-                        "legend": {"title": "context", "format": "~s", "orient": "top"},
+                        "legend": None,
                     },
                     "tooltip": _tips("model", "method", "context", "batch", "peak", "settings"),
-                    "opacity": {"condition": {"param": "cell", "value": 1}, "value": 0.45},
                 },
             },
             {
@@ -221,6 +230,48 @@ def heat_map(rows: Sequence[Spec], *, columns: Sequence[str], models: Sequence[s
     }  # fmt: skip
 
 
+def verdict_map(cells: Sequence[Spec]) -> Spec:
+    """Return GPUs x methods coloured by verdict: cells of gpu, method, verdict, peak, headroom."""
+    gpus = list(dict.fromkeys(cell["gpu"] for cell in cells))
+    verdicts = {
+        "fits": TERM_COLOURS["activations"],
+        "tight": TERM_COLOURS["gradients"],
+        "does not fit": TERM_COLOURS["overhead"],
+    }
+    place = {
+        "y": {"field": "gpu", "type": "nominal", "sort": gpus, "title": None,
+              "axis": {"labelLimit": 200}},
+        "x": {"field": "method", "type": "nominal", "sort": ["qlora", "lora", "full"],
+              "title": None, "axis": {"orient": "top", "labelAngle": 0}},
+    }  # fmt: skip
+    rect = {
+        "mark": {"type": "rect", "cursor": "pointer", "stroke": "#ffffff", "strokeWidth": 0.5},
+        "params": [{"name": "cell", "select": {"type": "point", "fields": ["gpu", "method"]}}],
+        "encoding": {
+            **place,
+            "color": {
+                "field": "verdict",
+                "type": "nominal",
+                "scale": {"domain": list(verdicts), "range": list(verdicts.values())},
+                "legend": {"title": None, "orient": "top"},
+            },
+            "tooltip": _tips("name", "memory", "method", "verdict", "peak", "headroom"),
+        },
+    }
+    text = {
+        "mark": {"type": "text", "fontSize": 11, "fontWeight": 600},
+        "encoding": {
+            **place,
+            "text": {"field": "peak"},
+            "color": {
+                "condition": {"test": "datum.verdict === 'fits'", "value": "#FFFFFF"},
+                "value": "#10141B",
+            },
+        },
+    }
+    return {"height": _tall(len(gpus), 24), "data": {"values": list(cells)}, "layer": [rect, text]}
+
+
 def waterfall(rows: Sequence[Spec]) -> Spec:
     """Return a waterfall: rows of step, start_gib, end_gib, change, kind (total, less or more)."""
     steps = [row["step"] for row in rows]
@@ -232,7 +283,7 @@ def waterfall(rows: Sequence[Spec]) -> Spec:
     y = {"field": "step", "type": "nominal", "sort": steps, "title": None,
          "axis": {"labelLimit": 230}}  # fmt: skip
     return {
-        "height": {"step": 34},
+        "height": _tall(len(rows), 34),
         "data": {"values": list(rows)},
         "layer": [
             {
@@ -277,7 +328,7 @@ def side_by_side(rows: Sequence[Spec], capacity_bytes: int | None, *, order: Seq
         },
     }  # fmt: skip
     lines = limit_line(capacity_bytes, axis="x") if capacity_bytes else []
-    return {"height": {"step": ROW_HEIGHT}, "layer": [bars, *lines]}
+    return {"height": _tall(len(order), ROW_HEIGHT, legend_rows=3), "layer": [bars, *lines]}
 
 
 def scatter(rows: Sequence[Spec]) -> Spec:
@@ -322,6 +373,11 @@ def scatter(rows: Sequence[Spec]) -> Spec:
             },
         ],
     }
+
+
+def _tall(rows: int, step: int, *, legend_rows: int = 1) -> int:
+    """Return a chart's height in pixels: Streamlit fits axis and legend inside it."""
+    return rows * step + 60 + 24 * legend_rows
 
 
 def _tips(*fields: str) -> list[Spec]:

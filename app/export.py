@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from app.inputs import Run
+from app.runs import Run
 from planner.cli_options import OPTIONS, RECIPE_FIELDS
 from planner.errors import VramwiseError
 from planner.recipe import Method, Recipe, RunFile, Task
@@ -26,7 +26,7 @@ TRAINABLE = (Task.GRPO, Task.SFT)
 
 def train_section(run: Run, *, dataset: str, steps: int) -> dict[str, Any]:
     """Return the train section of a run file."""
-    chosen = {key: value for key, value in DATASETS[dataset].items()}
+    chosen = dict(DATASETS[dataset])
     section: dict[str, Any] = {"output": f"runs/{run.model.name.split('/')[-1]}", **chosen}
     if run.recipe.task is Task.SFT:
         section.pop("rewards")

@@ -5,36 +5,46 @@ wrong is named in a notice and left out.
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any
 from urllib.parse import urlencode
 
 from app import knobs
-from app.inputs import HUB_ID, OWN_SIZE, RUN_DEFAULTS, gpu_options, spellings, state
-from app.knobs import BY_KEY, KNOBS
+from app.knobs import BY_KEY
+from app.runs import DEFAULTS, HUB_ID, OWN_SIZE, Values, gpu_options, spellings
 from planner.framework import frameworks
 from planner.machine import MAX_GPUS
 
 
-def link_parameters() -> dict[str, str]:
-    """Return the state as query parameters, defaults left out."""
+def link_parameters(values: Values) -> dict[str, str]:
+    """Return settings as query parameters, defaults left out."""
     found = {}
-    for key, default in RUN_DEFAULTS.items():
-        if (key == "vram" and state("gpu") != OWN_SIZE) or state(key) == default:
+    for key, default in DEFAULTS.items():
+        value = values[key]
+        if value in (None, "") or value == default:
             continue
-        value = state(key)
-        found[key] = f"{value:g}" if isinstance(value, float) else str(value)
-    for knob in KNOBS:
-        value = state(knob.key)
-        if value not in (None, "") and value != knob.default:
-            found[knob.key] = f"{value:g}" if isinstance(value, float) else str(value)
-    return {key: value for key, value in found.items() if value != "None"}
+        if key != "vram" or values["gpu"] == OWN_SIZE:
+            found[key] = f"{value:g}" if isinstance(value, float) else str(value)
+    return found
 
 
-def link(base: str) -> str:
-    """Return the address that restores this state."""
-    query = urlencode(link_parameters())
+def link(base: str, values: Values) -> str:
+    """Return the address that restores some settings."""
+    query = urlencode(link_parameters(values))
     return f"{base.split('?')[0]}?{query}" if query else base.split("?")[0]
 
 
+def read_link(parameters: Mapping[str, str]) -> dict[str, Any]:
+    """Return the settings that query parameters say; what is wrong stays at its default."""
+    values = dict(DEFAULTS)
+    for key, text in parameters.items():
+        if key in DEFAULTS and not _problem(key, text):
+            values[key] = (
+                _CONVERT.get(key, str)(text) if key in _CHECKS else knobs.parse(BY_KEY[key], text)
+            )
+    return values
+
+
+_CONVERT: dict[str, Callable[[str], Any]] = {"gpus": int, "vram": float, "ram": float}
 _CHECKS: dict[str, tuple[Callable[[str], bool], str]] = {
     "gpu": (lambda text: text in gpu_options(), "a GPU of the list"),
     "framework": (lambda text: text in frameworks(), "a framework of the list"),
@@ -80,7 +90,9 @@ def _problem(key: str, text: str) -> str:
     return ""
 
 
-PAGE_KEYS = frozenset({"embed", "embed_options"})
+PAGE_KEYS = frozenset(
+    {"embed", "embed_options", "look_for", "least", "search", "source", "quantity"}
+)
 """Query parameters of the pages other than "Will it fit?", and Streamlit's own."""
 
 

@@ -8,7 +8,9 @@ from app import links
 
 PAGES = Path(__file__).parent / "app_pages"
 
-st.set_page_config(page_title="vramwise", page_icon=":material/memory:", layout="wide")
+st.set_page_config(
+    page_title="vramwise", page_icon=str(PAGES.with_name("favicon.png")), layout="wide"
+)
 page = st.navigation(
     [
         st.Page(

@@ -19,6 +19,8 @@ UNKNOWN_COLOUR = "#B8B8B8"
 """A recording's memory that no term owns."""
 LIMIT_COLOUR = "#E0245E"
 """The capacity line; drawn dashed and labelled, so that it is not colour alone."""
+RANGE_COLOUR = "#7C8794"
+"""The likely range under the peak's bar; readable on light and on dark."""
 SERIES = (
     TERM_COLOURS["weights"],
     TERM_COLOURS["optimizer"],

@@ -1,6 +1,7 @@
 """Starts Streamlit on app/main.py in a process of its own."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,8 @@ OPTIONS = {
     "client.showErrorDetails": "none",
     "theme.baseRadius": "medium",
     "theme.metricValueFontSize": "1.35rem",
+    "theme.paddingTop": "3.5rem",
+    "theme.sidebar.paddingTop": "1rem",
     "theme.showWidgetBorder": "true",
     **{f"theme.light.{name}": value for name, value in LIGHT.items()},
     **{f"theme.dark.{name}": value for name, value in DARK.items()},
@@ -36,6 +39,8 @@ def serve(*, port: int, address: str, headless: bool) -> int:
         f"--server.headless={'true' if headless else 'false'}",
         *(f"--{name}={value}" for name, value in OPTIONS.items()),
     ]
+    if os.name == "posix":  # one process: whoever stops us stops the server
+        os.execv(sys.executable, command)
     try:
         return subprocess.call(command)
     except KeyboardInterrupt:

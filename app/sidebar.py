@@ -5,17 +5,18 @@ from typing import Any
 
 import streamlit as st
 
-from app import inputs, knobs, uploads
-from app.inputs import OWN_SIZE, state
+from app import inputs, knobs, runs, uploads
+from app.inputs import state
 from app.knobs import KNOBS, MORE, Group
 from app.links import MAX_GIB
+from app.runs import OWN_SIZE
 from planner.framework import find_framework
 from planner.machine import MAX_GPUS
 
 
 def machine_widgets() -> None:
     """Show GPU, count, plain GiB and host RAM."""
-    options = inputs.gpu_options()
+    options = runs.gpu_options()
     st.selectbox(
         "GPU", options, key="gpu", bind="query-params", help=_gpu_help(), placeholder="Pick a GPU"
     )
@@ -39,7 +40,7 @@ def _gpu_help() -> str:
 def framework_widget() -> None:
     """Show the framework."""
     st.selectbox(
-        "Framework", inputs.framework_options(), key="framework", bind="query-params",
+        "Framework", runs.framework_options(), key="framework", bind="query-params",
         help="How a code base implements the run: its copies of logits, dtypes and padding.",
     )  # fmt: skip
 
@@ -54,7 +55,7 @@ def show() -> None:
     uploads.from_file()
     if st.session_state.get(inputs.UPLOADED) is None:
         st.selectbox(
-            "Model", inputs.model_options(), key="model", bind="query-params",
+            "Model", runs.model_options(), key="model", bind="query-params",
             accept_new_options=True,
             help="Search the catalogue, or write a Hugging Face id: owner/name.",
         )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 
 import streamlit as st
 
-from app import inputs
+from app import inputs, runs
 from planner.errors import UsageError, VramwiseError
 from planner.recipe import RunFile
 
@@ -148,16 +148,16 @@ def _apply_run(run: RunFile) -> None:
     from planner.importers import resolve_model
 
     model = run.model
-    if model.strip().lower() not in inputs.spellings() and inputs.HUB_ID.fullmatch(model):
+    if model.strip().lower() not in runs.spellings() and runs.HUB_ID.fullmatch(model):
         known = resolve_model(model)
-        model = known.name if known and known.name in inputs.model_options() else model
+        model = known.name if known and known.name in runs.model_options() else model
     st.session_state.pop(inputs.UPLOADED, None)
-    st.session_state["model"] = inputs.spellings().get(model.strip().lower(), model)
+    st.session_state["model"] = runs.spellings().get(model.strip().lower(), model)
     if run.machine.gpu or run.machine.vram:
         inputs.set_machine(run.machine)
     else:
         st.session_state["gpus"] = run.machine.gpus
     try:
-        inputs.set_recipe(run.recipe, inputs.run_with(run.recipe))
+        inputs.set_recipe(run.recipe, inputs.run_from_state(run.recipe))
     except VramwiseError:
         inputs.set_recipe(run.recipe)

@@ -2,7 +2,7 @@
 
 import streamlit as st
 
-from app import answer, inputs, sidebar
+from app import answer, inputs, runs, sidebar
 from planner import advise
 from planner.errors import VramwiseError
 from planner.plan import plan
@@ -13,7 +13,7 @@ with st.sidebar:
 try:
     run = inputs.run_from_state()
     result = plan(run.model, run.recipe, run.machine)
-except inputs.NeedsLookUp:
+except runs.NeedsLookUp:
     answer.offer_look_up(str(inputs.state("model")))
     st.stop()
 except VramwiseError as error:

@@ -1,0 +1,114 @@
+"""What fits where: recommendations for a machine and machines for a model, cached and filtered."""
+
+from typing import Any
+
+import streamlit as st
+
+from planner.errors import VramwiseError
+from planner.hub import load_catalogue
+from planner.machine import GpuSpec, gpu_catalogue, make_machine
+from planner.model import ModelSpec
+from planner.plan import plan
+from planner.recipe import MachineSection
+from planner.recommend import Recommendation, recommend
+from planner.runfile import machine_of, make_recipe
+from planner.units import format_bytes
+
+MAX_CACHED = 64
+METHODS = ("qlora", "lora", "full")
+KINDS = ("consumer", "workstation", "datacenter", "unified", "embedded", "mig")
+
+
+@st.cache_data(max_entries=MAX_CACHED, show_spinner="Planning every model of the catalogue ...")
+def fitting(section: str, *, task: str, least: int, framework: str) -> list[Recommendation]:
+    """Return what fits a machine (a MachineSection as JSON): the largest models first."""
+    machine = machine_of(MachineSection.model_validate_json(section))
+    return recommend(machine, task=task, least_context=least, framework=framework)
+
+
+def heat_rows(found: list[Recommendation]) -> list[dict[str, Any]]:
+    """Return the heat map's cells."""
+    lengths = [row.context for row in found]
+    middle = (min(lengths, default=1) * max(lengths, default=1)) ** 0.5
+    return [
+        {
+            "model": row.model,
+            "method": row.method,
+            "context": row.context,
+            "batch": row.batch,
+            "peak": format_bytes(row.peak_bytes),
+            "settings": row.settings,
+            "said": tokens_label(row.context),
+            # dark text on the bright half of the scale
+            "bright": row.context >= middle,
+        }
+        for row in found
+    ]
+
+
+def tokens_label(tokens: int) -> str:
+    """Return 32768 as "32K"."""
+    return f"{tokens // 1024}K" if tokens >= 1024 else str(tokens)
+
+
+def filtered(
+    found: list[Recommendation], *, search: str, sizes: tuple[float, float]
+) -> list[Recommendation]:
+    """Return the rows whose model's name contains the text and whose size (billions) is in range."""
+    words = search.lower().split()
+    low, high = sizes
+    return [
+        row
+        for row in found
+        if low <= row.parameters / 1e9 <= high and all(word in row.model for word in words)
+    ]
+
+
+def largest_size() -> float:
+    """Return the size of the catalogue's largest model in billions."""
+    return max(entry["parameters"] for entry in load_catalogue().values()) / 1e9
+
+
+@st.cache_data(max_entries=MAX_CACHED, show_spinner="Planning for every GPU ...")
+def machines_for(
+    _model: ModelSpec, name: str, *, task: str, context: int, framework: str, gpus: int
+) -> list[dict[str, Any]]:
+    """Return a cell for every GPU and method: verdict, peak and headroom; the smallest GPU first."""
+    methods = METHODS if task != "serve" else ("lora",)
+    cells = []
+    cards = [gpu for gpu in gpu_catalogue().values() if gpu.torch_total_bytes]
+    for gpu in sorted(cards, key=lambda card: (card.torch_total_bytes or 0, card.id)):
+        for method in methods:
+            cell = _cell(_model, gpu, gpus, task, method, context, framework)
+            if cell is not None:
+                cells.append(cell)
+    return cells
+
+
+def _cell(
+    model: ModelSpec,
+    gpu: GpuSpec,
+    gpus: int,
+    task: str,
+    method: str,
+    context: int,
+    framework: str,
+) -> dict[str, Any] | None:
+    sharding = "fsdp" if gpus > 1 and task != "serve" else "none"
+    try:
+        recipe = make_recipe(
+            task=task, method=method, framework=framework, context=context, sharding=sharding
+        )
+        result = plan(model, recipe, make_machine(gpu.id, gpus=gpus))
+    except VramwiseError:
+        return None
+    return {
+        "gpu": gpu.id,
+        "kind": gpu.kind,
+        "method": method if task != "serve" else "serve",
+        "verdict": result.verdict,
+        "peak": format_bytes(result.peak_bytes, digits=1),
+        "headroom": format_bytes(result.headroom_bytes, digits=1),
+        "memory": format_bytes(gpu.torch_total_bytes or 0, digits=1),
+        "name": gpu.name,
+    }

@@ -1,0 +1,201 @@
+"""The two halves of "Recommend": filters in the sidebar, a heat map and a table that open page 1."""
+
+from typing import Any
+
+import pandas as pd
+import streamlit as st
+
+from app import charts, finder, inputs, runs, sidebar
+from app.inputs import state
+from app.knobs import BY_KEY
+from planner.recommend import Recommendation
+from planner.units import format_bytes
+
+FEW = 30
+"""Models shown before "Show all"."""
+LEAST = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+
+def gpu_filters() -> None:
+    """Show what a person has: machine, task, framework, and what to look for."""
+    sidebar.machine_widgets()
+    sidebar.knob("task", {})
+    sidebar.framework_widget()
+    st.selectbox(
+        "At least this context", LEAST, index=LEAST.index(2048), key="least", bind="query-params"
+    )
+    top = float(-(-finder.largest_size() // 1))
+    st.slider("Billions of parameters", 0.0, top, (0.0, top), 1.0, key="sizes")
+    st.text_input(
+        "Name contains", "", key="search", max_chars=60, bind="query-params", placeholder="qwen"
+    )
+
+
+def models() -> None:
+    """Show the heat map model x method, and the same as a table."""
+    section, machine = inputs.machine_from_state()
+    found = finder.fitting(
+        section.model_dump_json(),
+        task=state("task"),
+        least=int(st.session_state["least"]),
+        framework=state("framework"),
+    )
+    kept = finder.filtered(
+        found, search=st.session_state["search"] or "", sizes=st.session_state["sizes"]
+    )
+    st.markdown(
+        f"**{len({row.model for row in kept})} models** fit {_safe(machine.label)} for "
+        f"**{state('task')}**. Colour and number: the longest context. "
+        "Click a cell, or a row of the table, to open it in *Will it fit?*"
+    )
+    if not kept:
+        st.info("Nothing fits. Try a shorter context, another size or more GPUs.")
+        return
+    names = list(dict.fromkeys(row.model for row in kept))
+    if len(names) > FEW and not st.toggle(f"Show all {len(names)}", key="show_all"):
+        names = names[:FEW]
+    shown = [row for row in kept if row.model in set(names)]
+    _heat_map(shown, names)
+    _table(shown)
+
+
+def _heat_map(shown: list[Recommendation], names: list[str]) -> None:
+    methods = list(dict.fromkeys(row.method for row in shown))
+    columns = list(finder.METHODS) if set(methods) <= set(finder.METHODS) else methods
+    st.vega_lite_chart(
+        charts.heat_map(finder.heat_rows(shown), columns=columns, models=names),
+        width="stretch",
+        key="heat",
+        on_select=_open_cell,
+        alt=f"Longest context for {len(names)} models and {', '.join(columns)}; the table below has the same.",
+    )
+
+
+def _table(shown: list[Recommendation]) -> None:
+    frame = pd.DataFrame(
+        [
+            (r.model, r.parameters / 1e9, r.method, r.context, r.batch, r.settings, format_bytes(r.peak_bytes))
+            for r in shown
+        ],
+        columns=["model", "billions", "method", "context", "batch", "settings", "peak"],
+    )  # fmt: skip
+    st.session_state["table_rows"] = [(r.model, r.method, r.context) for r in shown]
+    st.dataframe(
+        frame,
+        hide_index=True,
+        width="stretch",
+        key="table",
+        on_select=_open_row,
+        selection_mode="single-row",
+        column_config={
+            "billions": st.column_config.NumberColumn(format="%.2f"),
+            "context": st.column_config.NumberColumn(format="localized"),
+        },
+        alt="Models that fit, with method, longest context, largest batch, settings and peak.",
+    )
+
+
+def _open_cell() -> None:
+    chosen = st.session_state["heat"].selection.get("cell") or []
+    if chosen:
+        wanted = (chosen[0]["model"], chosen[0]["method"])
+        for model, method, context in st.session_state.get("table_rows", []):
+            if (model, method) == wanted:
+                open_run(model=model, method=method, context=context)
+
+
+def _open_row() -> None:
+    rows = st.session_state["table"].selection.rows
+    known = st.session_state.get("table_rows", [])
+    if rows and rows[0] < len(known):
+        model, method, context = known[rows[0]]
+        open_run(model=model, method=method, context=context)
+
+
+def open_run(**chosen: Any) -> None:
+    """Fill in page 1 and ask the page to switch to it."""
+    kept = {key: state(key) for key in ("gpu", "gpus", "vram", "ram", "framework", "task")}
+    for knob in BY_KEY.values():  # what was set for another run does not belong to this one
+        st.session_state[knob.key] = knob.default
+    if chosen.get("method") not in BY_KEY["method"].options:  # serving has no method
+        chosen.pop("method", None)
+    for key, value in {**kept, **chosen}.items():
+        st.session_state[key] = value
+    st.session_state.pop(inputs.UPLOADED, None)
+    st.session_state["go"] = {}
+
+
+def model_filters() -> None:
+    """Show the model, the run and which GPUs to list."""
+    st.selectbox(
+        "Model", runs.model_options(), key="model", bind="query-params", accept_new_options=True
+    )
+    sidebar.knob("task", {})
+    sidebar.knob("context", {})
+    sidebar.framework_widget()
+    st.number_input("GPUs", 1, 65536, 1, 1, key="gpus", bind="query-params")
+    st.multiselect("Kinds of GPU", finder.KINDS, ["consumer", "datacenter"], key="kinds")
+
+
+def gpus() -> None:
+    """Show which GPUs take a model, by method."""
+    name, model = inputs.model_from_state()
+    cells = finder.machines_for(
+        model,
+        f"{name} {model.source}",
+        task=state("task"),
+        context=int(state("context") or 2048),
+        framework=state("framework"),
+        gpus=int(state("gpus") or 1),
+    )
+    kept = [cell for cell in cells if cell["kind"] in st.session_state["kinds"]]
+    fit = sum(cell["verdict"] == "fits" for cell in kept)
+    st.markdown(
+        f"**{_safe(model.name)}** at {int(state('context') or 2048):,} tokens for **{state('task')}**: "
+        f"{fit} of {len(kept)} GPU and method pairs fit, the smallest GPU first. "
+        "Click a cell, or a row of the table, to open it in *Will it fit?*"
+    )
+    if not kept:
+        st.info("No GPU of these kinds can be planned for this run.")
+        return
+    st.session_state["gpu_rows"] = [(cell["gpu"], cell["method"]) for cell in kept]
+    st.vega_lite_chart(
+        charts.verdict_map(kept),
+        width="stretch",
+        key="gpu_heat",
+        on_select=_open_gpu_cell,
+        alt=f"Which GPUs take {model.name}; the table below has the same.",
+    )
+    frame = pd.DataFrame(kept)[["gpu", "memory", "method", "verdict", "peak", "headroom"]]
+    st.dataframe(
+        frame,
+        hide_index=True,
+        width="stretch",
+        key="gpu_table",
+        on_select=_open_gpu_row,
+        selection_mode="single-row",
+        alt="GPUs with memory, method, verdict, peak and headroom.",
+    )
+
+
+def _open_gpu_cell() -> None:
+    chosen = st.session_state["gpu_heat"].selection.get("cell") or []
+    if chosen:
+        _open_gpu(chosen[0]["gpu"], chosen[0]["method"])
+
+
+def _open_gpu_row() -> None:
+    rows = st.session_state["gpu_table"].selection.rows
+    known = st.session_state.get("gpu_rows", [])
+    if rows and rows[0] < len(known):
+        _open_gpu(*known[rows[0]])
+
+
+def _open_gpu(gpu: str, method: str) -> None:
+    if (gpu, method) in st.session_state.get("gpu_rows", []):
+        sharding = {"sharding": "fsdp"} if int(state("gpus") or 1) > 1 and method != "serve" else {}
+        open_run(model=state("model"), gpu=gpu, method=method, context=state("context"), **sharding)
+
+
+def _safe(text: str) -> str:
+    return "".join("\\" + char if char in "\\`*_[]<>#$~:" else char for char in text)

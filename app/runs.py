@@ -1,0 +1,155 @@
+"""From plain values (of widgets or of a link) to a validated run. No Streamlit here.
+
+Values are a mapping of the keys in RUN_DEFAULTS and `app.knobs` to what their widgets hold.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from app import knobs
+from app.knobs import KNOBS
+from planner.errors import UsageError
+from planner.framework import frameworks
+from planner.hub import catalogue_names, find_model, load_catalogue
+from planner.machine import Machine, gpu_catalogue
+from planner.model import ModelSpec
+from planner.recipe import MachineSection, Recipe, RunFile
+from planner.runfile import machine_of, make_recipe
+
+Values = Mapping[str, Any]
+DEFAULT_MODEL = "qwen2.5-7b"
+DEFAULT_GPU = "rtx-4090"
+OWN_SIZE = "own size"
+"""Instead of a GPU: plain GiB."""
+RUN_DEFAULTS: dict[str, Any] = {
+    "model": DEFAULT_MODEL,
+    "gpu": DEFAULT_GPU,
+    "gpus": 1,
+    "vram": 24.0,
+    "ram": None,
+    "framework": "vramwise",
+}
+DEFAULTS: dict[str, Any] = RUN_DEFAULTS | {knob.key: knob.default for knob in KNOBS}
+HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What the widgets say, validated."""
+
+    model: ModelSpec
+    recipe: Recipe
+    machine: Machine
+    section: MachineSection
+    model_name: str
+    """As a run file names it: the hub's id, so that the trainer finds its weights."""
+
+    @property
+    def file(self) -> RunFile:
+        """The run as run.yaml."""
+        return RunFile(model=self.model_name, recipe=self.recipe, machine=self.section)
+
+
+class NeedsLookUp(UsageError):
+    """A hub id that nobody has asked to look up yet."""
+
+
+def model_options() -> list[str]:
+    """Return the catalogue's names, the default first: the first option drops out of links."""
+    return _first(DEFAULT_MODEL, catalogue_names())
+
+
+def gpu_options() -> list[str]:
+    """Return GPU ids by memory, the default first, then plain GiB."""
+    known = [gpu.id for gpu in gpu_catalogue().values() if gpu.torch_total_bytes]
+    return [*_first(DEFAULT_GPU, known), OWN_SIZE]
+
+
+def framework_options() -> list[str]:
+    """Return frameworks, the usual ones first."""
+    first = [name for name in knobs.FRAMEWORKS_FIRST if name in frameworks()]
+    return [*first, *(name for name in frameworks() if name not in first)]
+
+
+def _first(name: str, names: list[str]) -> list[str]:
+    return [name, *(other for other in names if other != name)]
+
+
+def recipe_of(values: Values) -> Recipe:
+    """Return the recipe of some values; raises UsageError naming the field."""
+    fields: dict[str, Any] = {"framework": values["framework"]}
+    for knob in KNOBS:
+        value = values[knob.key]
+        if value is None or value == "":
+            continue
+        if knobs.applies(knob, values["task"], values["method"]):
+            _put(fields, knob.path, knobs.to_field(knob, value))
+    return make_recipe(**fields)
+
+
+def _put(fields: dict[str, Any], path: str, value: Any) -> None:
+    if "." in path:
+        section, name = path.split(".", 1)
+        fields.setdefault(section, {})[name] = value
+    else:
+        fields[path] = value
+
+
+def machine_section(values: Values) -> MachineSection:
+    """Return the machine of some values, as a run file names it."""
+    own, ram = values["gpu"] == OWN_SIZE, values["ram"]
+    return MachineSection(
+        gpu=None if own else values["gpu"],
+        gpus=values["gpus"] or 1,
+        vram=f"{values['vram'] or 0:g}GiB" if own else None,
+        host_ram=f"{ram:g}GiB" if ram else None,
+    )
+
+
+def named_model(name: str, found: Mapping[str, ModelSpec]) -> tuple[str, ModelSpec]:
+    """Return a catalogue model, or one of `found`; touches neither a path nor the network."""
+    if name in found:
+        return name, found[name]
+    known = spellings().get(name.strip().lower())
+    if known is not None:
+        model = find_model(known)
+        return model.hub_id or known, model
+    if HUB_ID.fullmatch(name):
+        raise NeedsLookUp(f"model: {name} is not in the catalogue")
+    raise UsageError(
+        f"model: {name[:60]!r} is not in the catalogue",
+        hint="pick one, write a Hugging Face id such as Qwen/Qwen2.5-0.5B, or upload its config.json",
+    )
+
+
+@cache
+def spellings() -> dict[str, str]:
+    """Return every spelling of a catalogue model, in lower case, with its short name."""
+    names: dict[str, str] = {}
+    for name, entry in load_catalogue().items():
+        for spelling in (*entry["aliases"], entry["hub_id"]):
+            names[str(spelling).lower()] = name
+    return names | {name: name for name in load_catalogue()}
+
+
+def run_of(values: Values, *, recipe: Recipe | None = None, model: ModelSpec | None = None,
+           found: Mapping[str, ModelSpec] | None = None) -> Run:  # fmt: skip
+    """Return the whole run of some values; raises VramwiseError when something in it is wrong.
+
+    `recipe` and `model` take the place of what the values say.
+    """
+    if model is not None:
+        name = model.name
+    else:
+        name, model = named_model(str(values["model"] or ""), found or {})
+    section = machine_section(values)
+    return Run(
+        model=model,
+        recipe=recipe or recipe_of(values),
+        machine=machine_of(section),
+        section=section,
+        model_name=name,
+    )
