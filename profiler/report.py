@@ -103,8 +103,22 @@ def timeline_figure(recording: Recording) -> Any:
             line_width=0,
             layer="below",
         )
+    _legend_of_phases(figure, recording)
+    figure.update_layout(
+        xaxis_title="seconds",
+        yaxis_title=unit_name,
+        height=440,
+        template="plotly_white",
+        margin={"l": 60, "r": 20, "t": 20, "b": 50},
+        hovermode="x unified",
+    )
+    return figure
+
+
+def _legend_of_phases(figure: Any, recording: Recording) -> None:
+    """Add an invisible point per phase, so that the legend explains the shading."""
     for phase in dict.fromkeys(row["phase"] for row in recording.timeline):
-        if phase:  # an invisible point, so that the legend explains the shading
+        if phase:
             figure.add_scatter(
                 x=[None],
                 y=[None],
@@ -116,15 +130,6 @@ def timeline_figure(recording: Recording) -> Any:
                     "size": 11,
                 },
             )
-    figure.update_layout(
-        xaxis_title="seconds",
-        yaxis_title=unit_name,
-        height=440,
-        template="plotly_white",
-        margin={"l": 60, "r": 20, "t": 20, "b": 50},
-        hovermode="x unified",
-    )
-    return figure
 
 
 def _unit(recording: Recording) -> tuple[int, str]:

@@ -5,9 +5,11 @@ carry a `history` and no address; and what torch.profiler's memory profiles are 
 has no real segments. Fields that a version does not have are None, never 0.
 """
 
+import gc
 import re
 import reprlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,6 +114,23 @@ def read_snapshot(path: Path, *, device: int | None = None) -> Snapshot:
 
     Raises UsageError for hostile, damaged and foreign files.
     """
+    with _no_collector():
+        return _read(path, device)
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Hold the garbage collector off: it would walk the growing millions again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _read(path: Path, device: int | None) -> Snapshot:
     data = load_plain(path, what="snapshot")
     if isinstance(data, list):  # torch 2.0: the segments alone
         data = {"segments": data, "device_traces": []}
@@ -141,7 +160,7 @@ def from_data(data: dict[str, Any], *, device: int | None = None) -> Snapshot:
         known = ", ".join(map(str, sorted(reserved))) or "none"
         raise UsageError(f"--device: {device} is not in the snapshot", hint=f"devices: {known}")
     trace = traces[device] if device < len(traces) else []
-    events = [_event(raw, index, stacks) for index, raw in enumerate(trace)]
+    events = _events(trace, stacks)
     version = _format(data)
     settings = data.get("allocator_settings")
     return Snapshot(
@@ -231,18 +250,42 @@ def _without_rewrites(events: list[TraceEvent]) -> Iterator[TraceEvent]:
         index += 1
 
 
+def _events(trace: list[Any], stacks: "_Stacks") -> list[TraceEvent]:
+    """Convert a history of up to millions of entries: the usual entry takes the short way."""
+    found = []
+    known = stacks.known
+    for index, raw in enumerate(trace):
+        try:
+            action, address, size = raw["action"], raw["addr"], raw["size"]
+            stack = known[id(raw["frames"])][1]
+            usual = type(address) is int and type(size) is int and type(action) is str
+            if usual and 0 <= address <= MAX_VALUE and 0 <= size <= MAX_VALUE:
+                time_us, free = raw.get("time_us"), raw.get("device_free")
+                found.append(
+                    TraceEvent(action, address, size, stack, _whole(time_us), _whole(free))
+                )
+                continue
+        except (KeyError, TypeError):
+            pass
+        found.append(_event(raw, index, stacks))
+    return found
+
+
+def _whole(value: Any) -> int | None:
+    return value if type(value) is int else None
+
+
 def _event(raw: Any, index: int, stacks: "_Stacks") -> TraceEvent:
     where = f"device_traces[{index}]"
     if not isinstance(raw, dict) or not isinstance(raw.get("action"), str):
         raise _wrong(where, raw, "a dict with an action")
-    free = raw.get("device_free")
     return TraceEvent(
         raw["action"],
         _int(raw, "addr", where, default=0),
         _int(raw, "size", where, default=0),
         stacks.get(raw.get("frames", ()), where),
-        raw["time_us"] if isinstance(raw.get("time_us"), int) else None,
-        free if isinstance(free, int) else None,
+        _whole(raw.get("time_us")),
+        _whole(raw.get("device_free")),
     )
 
 
@@ -250,7 +293,8 @@ class _Stacks:
     """Equal frames and stacks once: a snapshot repeats a few thousand of them a million times."""
 
     def __init__(self) -> None:
-        self._by_id: dict[int, tuple[Any, Stack]] = {}
+        self.known: dict[int, tuple[Any, Stack]] = {}
+        """id of a raw list of frames -> (that list, its stack)."""
         self._frames: dict[tuple[str, int, str], Frame] = {}
         self._stacks: dict[Stack, Stack] = {}
 
@@ -258,14 +302,14 @@ class _Stacks:
         """Return the stack of a raw list of frames."""
         if not raw:
             return ()
-        known = self._by_id.get(id(raw))
+        known = self.known.get(id(raw))
         if known is not None:
             return known[1]
         if not isinstance(raw, list):
             raise _wrong(f"{where}.frames", raw, "a list")
         stack = tuple(self._frame(frame, where) for frame in raw[:MAX_FRAMES])
         stack = self._stacks.setdefault(stack, stack)
-        self._by_id[id(raw)] = (raw, stack)  # holding `raw` keeps its id its own
+        self.known[id(raw)] = (raw, stack)  # holding `raw` keeps its id its own
         return stack
 
     def _frame(self, raw: Any, where: str) -> Frame:
