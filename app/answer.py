@@ -5,7 +5,7 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from app import charts, export, inputs, knobs, links
+from app import charts, export, inputs, knobs, links, pins
 from app.runs import Run
 from planner import advise
 from planner.advise import Advice, Change
@@ -34,14 +34,14 @@ LIMIT_LABELS = {
 
 def problem(error: VramwiseError) -> None:
     """Show what is wrong with the run, with the hint and near matches."""
-    st.error(_escape(error.message), icon=":material/error:")
+    st.error(escape(error.message), icon=":material/error:")
     if error.hint:
-        st.caption(_escape(error.hint))
+        st.caption(escape(error.hint))
     if isinstance(error, UnknownNameError) and error.near:
-        st.caption("Near: " + ", ".join(map(_escape, error.near)))
+        st.caption("Near: " + ", ".join(map(escape, error.near)))
 
 
-def _escape(text: str) -> str:
+def escape(text: str) -> str:
     """Return text whose markdown means nothing: errors quote what people typed."""
     return "".join("\\" + char if char in "\\`*_{}[]<>()#+!|$~:" else char for char in text)
 
@@ -69,7 +69,7 @@ def verdict_card(run: Run, result: Plan) -> None:
     colour, icon, word = MARKS[result.verdict]
     with st.container(border=True, key="verdict"):
         st.subheader(f":{colour}[{icon} {word}]", anchor=False)
-        st.write(_escape(result.why[0].upper() + result.why[1:] + "."))
+        st.write(escape(result.why[0].upper() + result.why[1:] + "."))
         with st.container(horizontal=True):
             _metric("Peak", result.peak_bytes, f"Largest phase: {result.peak_phase}.")
             _metric("Capacity", result.capacity_bytes, "What torch sees, less the CUDA context.")
@@ -82,7 +82,15 @@ def verdict_card(run: Run, result: Plan) -> None:
             _metric(
                 "Host RAM", result.host_peak_bytes, f"of {format_bytes(limit)}" if limit else None
             )
-        st.caption(_escape(f"{summary(result)} on {run.machine.label}"))
+        st.caption(escape(f"{summary(result)} on {run.machine.label}"))
+        st.button(
+            "Add to Compare",
+            key="pin",
+            icon=":material/keep:",
+            type="tertiary",
+            on_click=pins.add,
+            help="Puts this run on the page Compare, beside others.",
+        )
 
 
 def _metric(label: str, num_bytes: int, help_text: str | None) -> None:
@@ -138,7 +146,7 @@ def _combination_button(run: Run, result: Plan, levers: list[Advice]) -> None:
         on_click=_apply,
         args=(run, changes),
     )
-    st.caption(_escape(" + ".join(map(change_label, changes))))
+    st.caption(escape(" + ".join(map(change_label, changes))))
 
 
 def change_label(change: Change) -> str:
@@ -146,13 +154,11 @@ def change_label(change: Change) -> str:
     parts = []
     for path, value in change.update.items():
         knob = knobs.BY_PATH.get(path)
-        shown = knobs.to_widget(knob, value) if knob else None
-        if knob is None or shown is None:
+        if knob is None or value is None or value is False:
             continue
-        if isinstance(shown, int):
-            shown = f"{shown:,}"
-        if shown != "no":
-            parts.append(knob.label if shown == "yes" else f"{knob.label} {shown}")
+        number = isinstance(value, int) and value is not True
+        shown = f" {value:,}" if number else f" {value}"
+        parts.append(knob.label if value is True else knob.label + shown)
     return ", ".join(parts) or change.name
 
 
@@ -191,7 +197,7 @@ def peak_table(result: Plan) -> None:
     notes = [*(f"Assumed: {note}." for note in result.assumptions)]
     notes += [f"Not modelled: {note}." for note in result.not_modeled]
     for note in notes:
-        st.caption(_escape(note))
+        st.caption(escape(note))
 
 
 def curve(run: Run, result: Plan) -> None:
@@ -283,7 +289,7 @@ def exports(run: Run) -> None:
         line, left_out = export.command_line(run)
         st.code(line, language="bash", wrap_lines=True)
         if left_out:
-            st.caption(_escape(f"Only run.yaml can say: {', '.join(left_out)}."))
+            st.caption(escape(f"Only run.yaml can say: {', '.join(left_out)}."))
     with tool_tab:
         _other_tools(run)
     with link_tab:
@@ -299,7 +305,7 @@ def _yaml(run: Run) -> None:
     steps = right.number_input("Steps", 1, 1_000_000, 100, 50, key="steps")
     text, refused = export.run_yaml(run, dataset=dataset, steps=int(steps or 100))
     if refused:
-        st.warning(_escape(f"vramwise train would refuse this run: {refused}"))
+        st.warning(escape(f"vramwise train would refuse this run: {refused}"))
     with st.container(horizontal=True, vertical_alignment="center"):
         st.download_button(
             "Download run.yaml",
@@ -327,6 +333,6 @@ def _other_tools(run: Run) -> None:
         problem(error)
         return
     st.code(exported.text, language="yaml", wrap_lines=True)
-    st.caption(_escape(f"Start with: {exported.command}"))
+    st.caption(escape(f"Start with: {exported.command}"))
     for sentence in exported.left_out:
-        st.caption(_escape(f"Not expressed: {sentence}"))
+        st.caption(escape(f"Not expressed: {sentence}"))

@@ -91,7 +91,18 @@ def _problem(key: str, text: str) -> str:
 
 
 PAGE_KEYS = frozenset(
-    {"embed", "embed_options", "look_for", "least", "search", "source", "quantity"}
+    {
+        "embed",
+        "embed_options",
+        "look_for",
+        "least",
+        "search",
+        "source",
+        "quantity",
+        "compare",
+        "frameworks",
+        "pin",
+    }
 )
 """Query parameters of the pages other than "Will it fit?", and Streamlit's own."""
 
