@@ -12,9 +12,10 @@ import statistics
 from typing import Any
 
 from benchmarks.foreign_examples import DATA, Example, load_examples, render
+from benchmarks.import_checks import import_faults
 from planner.doctor.diagnose import Diagnosis, diagnose
 from planner.errors import VramwiseError
-from planner.importers import Imported, import_config
+from planner.importers import import_config
 from planner.importers.names import resolve_model
 from planner.machine import Machine, find_gpu
 from planner.plan import Plan, plan
@@ -104,58 +105,6 @@ def score_cases(verbose: bool = False) -> dict[str, Any]:
         "cause_right": right / sure,
         "confident_wrong": wrong / len(cases),
     }
-
-
-_METHODS = {"sft": "sft", "grpo": "grpo", "dpo": "dpo", "serve": "serve"}
-
-
-def import_faults(example: Example, found: Imported) -> list[str]:
-    """Return what of an import disagrees with the example's own settings."""
-    recipe, settings = found.run.recipe, example.settings
-    task, _, method = example.method.partition("-")
-    faults = []
-
-    def expect(what: str, got: Any, wanted: Any) -> None:
-        if wanted is not None and str(got) != str(wanted):
-            faults.append(f"{what}: {got} instead of {wanted}")
-
-    expect("task", recipe.task.value, _METHODS[task])
-    if task == "serve":
-        return faults
-    expect("method", recipe.method.value, method)
-    batch = (
-        settings.get("micro_batch_size")
-        or settings.get("per_device_train_batch_size")
-        or settings.get("batch_size")
-    )
-    if example.tool == "unsloth" and task == "grpo":
-        batch = settings["num_generations"]  # Unsloth raises it
-    expect("batch", recipe.micro_batch_size, batch)
-    length = (
-        settings.get("sequence_len")
-        or settings.get("cutoff_len")
-        or settings.get("max_seq_length")
-        or settings.get("max_length")
-    )
-    if task != "grpo":
-        expect("length", recipe.context, length)
-    if method != "full":
-        rank = (
-            settings.get("lora_r")
-            or settings.get("lora_rank")
-            or settings.get("r")
-            or settings.get("actor_rollout_ref.model.lora_rank")
-            or settings.get("model", {}).get("lora_rank")
-            if isinstance(settings.get("model", {}), dict)
-            else settings.get("lora_rank")
-        )
-        expect("rank", recipe.lora.rank, rank if str(rank).isdigit() else settings.get("lora_rank"))
-    expect(
-        "num_generations",
-        recipe.num_generations,
-        settings.get("num_generations") or settings.get("actor_rollout_ref.rollout.n"),
-    )
-    return faults
 
 
 def score_imports(verbose: bool = False) -> dict[str, Any]:
