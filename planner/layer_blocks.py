@@ -125,9 +125,16 @@ def _activation(p: Program, x: Value, size: float, kind: str) -> Value:
     """Record an activation function; `x` is dropped."""
     tape = p.tape
     if kind in ("gelu_new", "gelu_fast", "gelu_python"):
-        # 0.5 * x * (1 + tanh(c * (x + 0.044715 * x**3))) written out: four tensors are saved
+        # 0.5 * x * (1 + tanh(c * (x + 0.044715 * x**3))) written out: four tensors are saved;
+        # autocast takes the power, and with it all that follows, to fp32
         half = tape.op((x,), size)
-        cube = tape.op((x,), size, saves=(x,))
+        base = x
+        if p.s.autocast and p.s.act != 4:
+            size *= 4 / p.s.act
+            base = tape.op((x,), size)
+        cube = tape.op((base,), size, saves=(base,))
+        if base is not x:
+            tape.drop(base)
         scaled = p.cast(cube, size)
         inner = tape.op((x, scaled), size)
         tape.drop(scaled)
@@ -176,7 +183,8 @@ def mlp_block(p: Program, x: Value, layer: LayerSpec, width: int) -> Value:
         up = p.linear(x, ins[1], width)
         product = tape.op((activated, up), size, saves=(activated, up))
         tape.drop(activated, up)
-    out = p.linear(product, down, inner)
+    # gelu_new leaves fp32 behind under autocast
+    out = p.linear(product, down, max(inner, round(product.size / mlp.intermediate)))
     tape.drop(product)
     return out
 
