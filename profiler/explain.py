@@ -37,6 +37,22 @@ def largest_difference(comparison: Comparison) -> Cell | None:
     return max(cells, key=lambda c: abs(c.difference_bytes or 0), default=None)
 
 
+def _what_a_cpu_does_otherwise(cell: Cell, plan: Plan) -> list[str]:
+    """Return why a CPU run differs from the GPU run that was planned, where that is known."""
+    if (cell.phase, cell.term) == ("step", "optimizer"):
+        return [
+            "  on a CPU torch updates one tensor at a time; on a GPU all at once (foreach), with "
+            "temporaries for all"
+        ]
+    if cell.term == "logits" and plan.resolved.framework.name == "trl":
+        # trl/trainer/utils.py, _fused_forward: `compact = _use_triton(device)`
+        return [
+            "  on a CPU TRL scores every position in torch ops with whole-tile temporaries; on a "
+            "GPU only completion tokens, in place (Triton)"
+        ]
+    return []
+
+
 def explain(comparison: Comparison, plan: Plan, recording: Recording) -> list[str]:
     """Return lines that say what the largest difference is and what stands behind both sides."""
     cell = largest_difference(comparison)
@@ -68,11 +84,8 @@ def explain(comparison: Comparison, plan: Plan, recording: Recording) -> list[st
         lines.append(
             "  measured: as a total only; `record(follow=True)` or a snapshot tells the tensors"
         )
-    if (cell.phase, cell.term) == ("step", "optimizer") and not recording.environment.get("gpu"):
-        lines.append(
-            "  on a CPU torch updates one tensor at a time; on a GPU all at once (foreach), with "
-            "temporaries for all"
-        )
+    if not recording.environment.get("gpu") and recording.source != "trace":
+        lines += _what_a_cpu_does_otherwise(cell, plan)
     if comparison.planned_phase != comparison.measured_phase and comparison.measured_phase:
         lines.append(
             f"  the plan has its peak in {comparison.planned_phase}, the run in "
