@@ -48,7 +48,12 @@ def model_from_state() -> tuple[str, ModelSpec]:
     uploaded = st.session_state.get(UPLOADED)
     if uploaded is not None:
         return uploaded.name, uploaded
-    return runs.named_model(str(state("model") or ""), st.session_state.get(FOUND, {}))
+    return named(str(state("model") or ""))
+
+
+def named(name: str) -> tuple[str, ModelSpec]:
+    """Return a model by name: of the catalogue, or looked up in this session."""
+    return runs.named_model(name, st.session_state.get(FOUND, {}))
 
 
 def look_up(name: str) -> None:

@@ -1,1 +1,95 @@
-"""x."""
+"""Accuracy: every published measurement beside the planner's figure, the worst first."""
+
+import pandas as pd
+import streamlit as st
+
+from app import charts, scoring
+from app.answer import escape
+from planner.accuracy.score import summarise
+
+result = scoring.accuracy()
+sources = sorted({item.row.source for item in result.scored})
+quantities = list(result.by_quantity())
+with st.sidebar:
+    source = st.selectbox(
+        "Source", sources, index=None, key="source", bind="query-params", placeholder="all sources"
+    )
+    quantity = st.selectbox(
+        "Quantity", quantities, index=None, key="quantity", bind="query-params",
+        placeholder="all quantities",
+    )  # fmt: skip
+items = scoring.filtered(result, source=source, quantity=quantity)
+if not items:
+    st.info("No published figure of this quantity comes from this source.")
+    st.stop()
+
+statistics = summarise(items)
+with st.container(horizontal=True, border=True):
+    st.metric("Figures", f"{statistics.n:,}", help=f"of {result.rows:,} published ones")
+    st.metric("Median error", f"{statistics.median_abs_error:.1%}")
+    st.metric("90% are within", f"{statistics.p90_abs_error:.1%}")
+    st.metric("Bias", f"{statistics.bias:+.1%}", help="Median signed error; plus: says too much.")
+    st.metric("In the interval", f"{statistics.interval_coverage:.0%}")
+
+rows = {item.row.id: item for item in items}
+left, right = st.columns([3, 2], gap="medium")
+with left:
+    st.subheader("Predicted against measured", anchor=False)
+    drawn = [scoring.row(item) for item in items if item.truth > 0 and item.prediction.value > 0]
+    chosen = st.vega_lite_chart(
+        charts.scatter(drawn),
+        width="stretch",
+        key="scatter",
+        on_select="rerun",
+        alt=f"{len(drawn)} figures, predicted against measured; the dashed line is a perfect prediction.",
+    )
+with right:
+    st.subheader("The ten worst", anchor=False)
+    bad = scoring.worst(items)
+    picked = st.dataframe(
+        pd.DataFrame([scoring.row(item) for item in bad])[["id", "miss", "quantity", "source"]],
+        hide_index=True,
+        width="stretch",
+        key="worst",
+        on_select="rerun",
+        selection_mode="single-row",
+        alt="The ten figures the planner misses most.",
+    )
+point = chosen.selection.get("row") or []
+name = point[0]["id"] if point else ""
+if picked.selection.rows and picked.selection.rows[0] < len(bad):
+    name = bad[picked.selection.rows[0]].row.id
+if name in rows:
+    item = rows[name]
+    with st.container(border=True, key="chosen_row"):
+        shown = scoring.row(item)
+        st.subheader(f"{item.row.id}: {shown['miss']}", anchor=False)
+        st.write(escape(f"{shown['quantity']}, {shown['said']}; {shown['inside']}."))
+        if address := scoring.source_address(item):
+            st.link_button("Where it was published", address, icon=":material/open_in_new:")
+        st.dataframe(
+            pd.DataFrame(scoring.facts(item).items(), columns=["column", "value"]),
+            hide_index=True,
+            width="stretch",
+            key="row_facts",
+            alt="Everything that the published figure's row says.",
+        )
+else:
+    st.caption("Click a point, or tick a row of the ten worst, to see the figure and its source.")
+
+st.subheader("By quantity", anchor=False)
+st.dataframe(
+    pd.DataFrame(scoring.by_quantity(items)),
+    hide_index=True,
+    width="stretch",
+    key="by_quantity",
+    alt="Number of figures, median and 90th percentile error, bias and coverage by quantity.",
+)
+with st.expander(f"{len(result.not_covered):,} published figures that cannot be expressed"):
+    st.dataframe(
+        pd.DataFrame(scoring.reasons(result), columns=["figures", "why"]),
+        hide_index=True,
+        width="stretch",
+        key="reasons",
+        alt="Why some published figures cannot be expressed.",
+    )

@@ -1,0 +1,164 @@
+"""The parts of "Explain an error": what failed, how sure the cause is, what to change."""
+
+import pandas as pd
+import streamlit as st
+
+from app.answer import escape
+from planner.doctor.diagnose import Diagnosis, Failure, diagnose
+from planner.doctor.report import diagnosis_text
+from planner.doctor.serving import serving_report
+from planner.errors import UsageError
+from planner.importers import Imported, import_config, resolve_model
+from planner.importers.report import report_text
+from planner.units import format_bytes
+
+MAX_PASTED = 400_000
+MAX_LOG_MIB = 200
+MAX_CONFIG_MIB = 4
+LOG_TYPES = ("log", "txt", "out", "err", "json", "jsonl")
+CERTAINTY = {"proven by arithmetic": "green", "consistent": "orange", "unknown": "gray"}
+EXAMPLE = """torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 9.27 GiB. GPU 0 has a total \
+capacity of 23.51 GiB of which 4.30 GiB is free. Including non-PyTorch memory, this process has 19.20 GiB \
+memory in use. Of the allocated memory 18.31 GiB is allocated by PyTorch, and 402.52 MiB is reserved by \
+PyTorch but unallocated. If reserved but unallocated memory is large try setting \
+PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation."""
+
+
+def config_of(file: object) -> Imported | None:
+    """Return an uploaded config of any tool, or None; raises UsageError naming what is wrong."""
+    if file is None:
+        return None
+    text = file.getvalue().decode("utf-8-sig", errors="replace")  # type: ignore[attr-defined]
+    # a newline makes sure that it is read as text, never as the name of a file here
+    return import_config(text + "\n")
+
+
+def read(
+    text: str, log: object, imported: Imported | None, *, model: str | None, gpu: str | None
+) -> Diagnosis | None:
+    """Return the diagnosis of what was pasted or uploaded, or None when there is nothing."""
+    run = imported.run if imported else None
+    options = {
+        "model": model,
+        "gpu": gpu or (run.machine.gpu if run else None),
+        "recipe": run.recipe if run else None,
+        "config_model": run.model if run else None,
+        "gpus": run.machine.gpus if run else None,
+    }
+    if log is not None:
+        return diagnose(log, **options)  # type: ignore[arg-type]
+    if not text.strip():
+        return None
+    if len(text) > MAX_PASTED:
+        raise UsageError(
+            f"text: {len(text):,} characters are too many to paste", hint="upload the log instead"
+        )
+    return diagnose(text + "\n", **options)  # type: ignore[arg-type]
+
+
+def known_model(name: str) -> str | None:
+    """Return a model's name if the catalogue knows it; nothing is fetched for an explanation."""
+    if not name.strip():
+        return None
+    if resolve_model(name.strip()) is None:
+        raise UsageError(f"model: {name[:60]!r} is not in the catalogue", hint="leave it out")
+    return name.strip()
+
+
+def show(found: Diagnosis) -> None:
+    """Show every failure, the first cause first, and the whole report as text."""
+    for note in found.notes:
+        st.caption(escape(note))
+    serving = serving_report(found.scan.vllm, found.context)
+    if serving is not None:
+        st.subheader("The server's memory", anchor=False)
+        st.text(serving.text())
+    if not (serving is not None and found.failures[0].event is None):
+        for number, failure in enumerate(found.failures):
+            _failure(number, failure, many=len(found.failures) > 1)
+    with st.expander("The whole report as text"):
+        st.code(diagnosis_text(found), language=None, wrap_lines=True)
+
+
+def _failure(number: int, failure: Failure, *, many: bool) -> None:
+    lead, *others = failure.causes
+    with st.container(border=True):
+        if many:
+            st.caption(f"Error {number + 1}")
+        colour = CERTAINTY.get(lead.certainty.value, "gray")
+        st.subheader(f"{lead.category.replace('_', ' ').capitalize()}", anchor=False)
+        st.badge(lead.certainty.value, color=colour)  # type: ignore[arg-type]
+        st.markdown(escape(lead.explanation))
+        if lead.formula:
+            st.code(lead.formula, language=None, wrap_lines=True)
+        for cause in others[:2]:
+            st.caption(
+                escape(f"Also possible: {cause.category} ({cause.certainty}): {cause.explanation}")
+            )
+        if failure.event is not None:
+            st.code(failure.event.text[:2000], language=None, wrap_lines=True)
+        else:
+            st.caption("No error message found: read as a description.")
+    _fixes(failure)
+    left, right = st.columns(2, gap="medium")
+    with left:
+        _budget(number, failure)
+    with right:
+        _candidates(number, failure)
+
+
+def _fixes(failure: Failure) -> None:
+    if failure.advice.fixes:
+        st.subheader("What to change", anchor=False)
+        lines = [
+            f"{index}. {escape(fix.change)}"
+            + (f" **saves {format_bytes(fix.saved_bytes)}**" if fix.saved_bytes else "")
+            for index, fix in enumerate(failure.advice.fixes, 1)
+        ]
+        st.markdown("\n".join(lines))
+    for warning in failure.advice.warnings:
+        st.warning(escape(f"Not: {warning}"), icon=":material/block:")
+    if failure.planned is not None:
+        st.caption(escape(failure.planned.sentence()))
+
+
+def _budget(number: int, failure: Failure) -> None:
+    if failure.budget is None:
+        return
+    st.subheader("Memory at that moment", anchor=False)
+    rows = [(name, format_bytes(size)) for name, size in failure.budget.rows()]
+    if failure.budget.requested_bytes is not None:
+        rows.append(("requested", format_bytes(failure.budget.requested_bytes)))
+    st.dataframe(
+        pd.DataFrame(rows, columns=["part", "size"]),
+        hide_index=True,
+        width="stretch",
+        key=f"budget_{number}",
+        alt="The card's memory at the moment of failure.",
+    )
+    st.caption(escape(failure.budget.fragmentation_sentence()))
+    if failure.event and failure.event.cuda:
+        for said in failure.event.cuda.contradictions:
+            st.caption(escape(f"These numbers contradict each other: {said}"))
+
+
+def _candidates(number: int, failure: Failure) -> None:
+    if not failure.candidates:
+        return
+    st.subheader("What the request may have been", anchor=False)
+    st.dataframe(
+        pd.DataFrame(
+            [(f"{c.likelihood:.0%}", c.name, c.formula) for c in failure.candidates[:6]],
+            columns=["likelihood", "tensor", "formula"],
+        ),
+        hide_index=True,
+        width="stretch",
+        key=f"candidates_{number}",
+        alt="Tensors of this model that would print the same request, by likelihood.",
+    )
+
+
+def import_report(imported: Imported) -> None:
+    """Show what was taken from a config."""
+    with st.expander(f"Config: {imported.tool} {imported.version}"):
+        st.text(report_text(imported))
