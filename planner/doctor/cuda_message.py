@@ -1,7 +1,7 @@
 """Every form of the device out-of-memory message: torch 1.x to 2.1x, cudaMallocAsync, HIP, NPU, MPS."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from planner.doctor.sizes import SIZE, size_bytes
 
@@ -47,7 +47,7 @@ class CudaMessage:
     """What other processes hold, as the message lists them."""
     gpu: int | None = None
     text: str = ""
-    contradictions: tuple[str, ...] = field(default=())
+    contradictions: tuple[str, ...] = ()
 
     def get(self, name: str) -> int | None:
         """Return the bytes of a field ("tried", "total", "free" ...), or None if not printed."""

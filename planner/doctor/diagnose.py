@@ -1,6 +1,6 @@
 """From a log to a diagnosis: every failure with its budget, candidate tensors, causes and fixes."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
 from planner.doctor.budget import Budget, read_budget
@@ -47,7 +47,7 @@ class Diagnosis:
     """First cause first; one without an event when the text only describes."""
     context: Context
     scan: Scan
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def parsed(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Reads logs of any size line by line: ANSI colours, progress bars and rank prefixes removed."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -147,8 +147,3 @@ def _numbered(first: int, block: bytes) -> Iterator[Line]:
     if lines and lines[-1] == "":
         lines.pop()
     yield from (clean(first + offset, raw) for offset, raw in enumerate(lines))
-
-
-def join(lines: Iterable[Line]) -> str:
-    """Return the texts as one string."""
-    return "\n".join(line.text for line in lines)

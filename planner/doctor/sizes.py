@@ -26,18 +26,16 @@ MIN_LARGE = 10 * MiB
 STEP = 2 * MiB
 
 
-def size_bytes(number: str, unit: str, *, binary: bool = False) -> int:
-    """Return the bytes of a printed size; `binary` reads GB as GiB, as several tools print it."""
-    if binary and len(unit) == 2 and unit[1] == "B":
-        unit = unit[0] + "iB"
+def size_bytes(number: str, unit: str) -> int:
+    """Return the bytes of a printed size."""
     amount = Decimal(number) * _UNITS[unit]
     return int(amount.quantize(Decimal(1), rounding=ROUND_HALF_UP))
 
 
-def parse_size(text: str, *, binary: bool = False) -> int | None:
+def parse_size(text: str) -> int | None:
     """Return the bytes of the first size in `text`, or None."""
     match = _SIZE.search(text)
-    return size_bytes(match.group(1), match.group(2), binary=binary) if match else None
+    return size_bytes(match.group(1), match.group(2)) if match else None
 
 
 def segment_bytes(request: int, *, power2_divisions: bool = False) -> int:

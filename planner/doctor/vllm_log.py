@@ -44,13 +44,12 @@ _LINES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ),
         ("graphs", r"Graph capturing finished in \d+ secs?, took (?P<gib>-?[\d.]+) GiB"),
         ("graph_estimate", r"Estimated CUDA graph memory: (?P<gib>[\d.]+) GiB"),
-        ("batched_tokens", r"max_num_batched_tokens=(?P<n>\d+)"),
     )
 )
 _QUICK = re.compile(
     r"LLM engine|non-default args|took [\d.]+ ?Gi?B|model weights take|total_gpu_memory|Total non KV cache"
     r"|Desired GPU memory|Available KV|KV cache size|blocks: \d|Maximum concurrency|raph capturing finished"
-    r"|CUDA graph memory|max_num_batched_tokens=|vLLM API server"
+    r"|CUDA graph memory|vLLM API server"
 )
 _SETTING = re.compile(
     r"['\"]?(?P<key>model_tag|model|dtype|max_seq_len|max_model_len|max_num_seqs|max_num_batched_tokens"
@@ -136,8 +135,6 @@ def _changes(name: str, match: re.Match[str]) -> dict[str, Any]:
         return {"kv_tokens": int(got["n"].replace(",", ""))}
     if name == "blocks":
         return {"gpu_blocks": int(got["n"])}
-    if name == "batched_tokens":
-        return {}
     if name == "concurrency":
         return {
             "request_tokens": int(got["len"].replace(",", "")),

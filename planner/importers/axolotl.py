@@ -144,7 +144,8 @@ def _activations(settings: Settings, recipe: dict[str, Any], method: Method) -> 
         or settings.flag("chunked_cross_entropy")
     )
     recipe["loss"] = Loss.CHUNKED if fused else Loss.FULL
-    settings.report.defaulted.append(_loss_origin(settings, plugins, fused)) if not fused else None
+    if not fused:
+        settings.defaulted("loss", "full (no fused loss in plugins)")
     settings.raw(
         "cut_cross_entropy",
         "liger_fused_linear_cross_entropy",
@@ -159,14 +160,6 @@ def _activations(settings: Settings, recipe: dict[str, Any], method: Method) -> 
     kernels = [settings.raw(f"lora_{name}_kernel") for name in ("mlp", "qkv", "o", "embedding")]
     if method is not Method.FULL and all(kernel is None for kernel in kernels):
         settings.effect("fused LoRA kernels switch on by themselves: fewer saved activations")
-
-
-def _loss_origin(settings: Settings, plugins: str, fused: bool) -> Any:
-    from planner.importers.settings import Defaulted
-
-    return Defaulted(
-        field="loss", value="full", source=f"{settings.source}: no fused loss in plugins"
-    )
 
 
 def _lora(settings: Settings, method: Method) -> dict[str, Any]:
