@@ -322,3 +322,50 @@ def test_a_recording_survives_the_disk(tmp_path: Path) -> None:
     assert document["peak_bytes"] == live.recording.peak_bytes
     assert not (tmp_path / "r.json.part").exists()
     gc.collect()
+
+
+def test_a_recorder_inside_a_followed_program_leaves_the_outer_follower_working() -> None:
+    """`profile run --follow` of a program that records itself: modes end in any order."""
+    tracker = PhaseTracker(lambda old, new: None)
+    outer = Follower(tracker)
+    outer.start()
+    try:
+        with record(follow=True) as live:
+            loop(1)
+        kept = torch.zeros(5000)
+        assert outer.storages.block_of(kept) is not None
+    finally:
+        outer.stop()
+    assert live.recording.peak_bytes > 0
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+def test_a_loop_that_marks_its_own_phases_is_followed() -> None:
+    from contextlib import contextmanager
+
+    class Memory:
+        @contextmanager
+        def __call__(self, phase: str) -> Any:
+            yield phase
+
+    order: list[str] = []
+    tracker = PhaseTracker(lambda old, new: order.append(new))
+    tracker.wrap_marker(Memory, "__call__")
+    with Memory()("rollout") as value:
+        assert value == "rollout"
+    tracker.remove()
+    with Memory()("score"):
+        pass
+    assert order == ["rollout", "other"]
+
+
+def test_a_parameter_that_an_optimizer_touched_first_is_still_a_weight() -> None:
+    model = torch.nn.Linear(512, 512, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with record(follow=True) as live:
+        model.weight.grad = torch.zeros_like(model.weight)
+        optimizer.step()
+        train(model, optimizer, 1)
+    phases = {phase.name: phase for phase in live.recording.phases}
+    assert phases["forward"].terms_bytes["weights"] == WEIGHT
+    assert phases["forward"].terms_bytes["optimizer"] == 2 * WEIGHT + 512
