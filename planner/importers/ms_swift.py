@@ -41,15 +41,9 @@ def read(
     settings = Settings(
         values, tool="ms-swift", version=version or VERSION, assumed=version is None
     )
-    environment = {
-        **(environment or {}),
-        **{
-            str(k).removeprefix("ENV."): str(v)
-            for k, v in values.items()
-            if str(k).startswith("ENV.")
-        },
-    }
-    settings.used.update({"verb", *(key for key in settings.values if key.startswith("ENV."))})
+    inside = {key: value for key, value in settings.values.items() if key[:4].upper() == "ENV."}
+    environment = {**(environment or {}), **{key[4:]: str(value) for key, value in inside.items()}}
+    settings.used.update({"verb", *inside})
     model = str(settings.raw("model", "model_id_or_path", to="model", default=""))
     kind = str(
         settings.raw("rlhf_type", to="task", default="dpo" if values.get("verb") == "rlhf" else "")
