@@ -42,9 +42,11 @@ def _command(command: list[str]) -> dict[str, Any] | None:
     else:
         return None
     positional = rest[0] if rest and not rest[0].startswith("-") else None
-    values = {_SHORT.get(key, key).replace("_", "-"): value for key, value in flags(rest).items()}
-    if isinstance(values.get("model"), list):  # words after the value that are no flags
-        values["model"] = values["model"][0]
+    values: dict[str, Any] = {
+        _SHORT.get(key, key).replace("_", "-"): value for key, value in flags(rest).items()
+    }
+    if isinstance(named := values.get("model"), list):  # words after the value that are no flags
+        values["model"] = named[0]
     if positional and "model" not in values:
         values["model"] = positional
     return values
