@@ -51,7 +51,7 @@ def assign_terms(
     Logits: what phase loss allocates (logits, tiles of them, a chunked head's buffers), and any
     tensor whose last dimension is the vocabulary. Gradients: also the parts of a tied embedding's
     gradient (`embedding` is its shape when it is trained) before autograd sums them.
-    Optimizer: whatever the step allocates. Everything else is an activation.
+    Optimizer: whatever the step allocates. Overhead: what loading needs for a moment. Everything else is an activation.
     """
     for event in events:
         block = event.block
@@ -59,13 +59,13 @@ def assign_terms(
             continue
         if block.phase == "step":
             block.term = "optimizer"
+        elif block.phase == "load":
+            block.term = "overhead"
         elif block.phase == "rollout":
             block.term = "kv_cache" if block.op.startswith("aten.cat") else "activations"
         elif embedding and block.shape == embedding and block.phase in ("loss", "backward"):
             block.term = "gradients"
-        elif block.phase == "loss" or (
-            block.phase != "load" and block.shape and block.shape[-1] == vocab
-        ):
+        elif block.phase == "loss" or (block.shape and block.shape[-1] == vocab):
             block.term = "logits"
         else:
             block.term = "activations"

@@ -116,6 +116,7 @@ class StorageTracker(TorchDispatchMode):
         self._module_of_node: dict[int, str] = {}
         self._names: dict[Any, str] = {}
         self._count = 0
+        self._stopped = False
         self._host_next = 0
 
     def __torch_dispatch__(
@@ -217,6 +218,10 @@ class StorageTracker(TorchDispatchMode):
         block = Block(self._next(), size, (size,), "byte", op, "", self.phase, term=term)
         self.events.append(BlockEvent(True, block, self.phase, op, ""))
 
+    def stop(self) -> None:
+        """Record no more: what dies from here on is Python tearing the run down."""
+        self._stopped = True
+
     def live_blocks(self) -> list[Block]:
         """Return the blocks alive now."""
         return [block for block, _ in self._live.values()]
@@ -308,7 +313,7 @@ class StorageTracker(TorchDispatchMode):
 
     def _forget(self, key: int, *, op: str = "") -> None:
         entry = self._live.pop(key, None)
-        if entry is not None:
+        if entry is not None and not self._stopped:
             self.events.append(
                 BlockEvent(False, entry[0], self.phase, op or self.last_op, entry[0].module)
             )

@@ -111,6 +111,7 @@ def run_subject(
             stack.enter_context(tracker.module_names(model))
             watch_gradients(model, tracker)
             subject.run(model, tracker)
+            tracker.stop()
         except VramwiseError:
             raise
         except Exception as error:
