@@ -2,9 +2,11 @@
 
 In a SwiGLU MLP of width I the backward needs gate, up, silu and their product: 4 tensors of 2 * I
 bytes per token in bf16, 28 H of the 34.5 H bytes that a recomputed layer holds at I = 3.5 H. The
-MLP works on each token alone, so it can run tile by tile, every tile checkpointed: the forward
-runs once more, and the peak is one tile's. The result is the same up to the order of sums in the
-weight gradients.
+MLP works on each token alone, so forward and backward go tile by tile; the backward runs a tile's
+forward again. Inside a checkpointed layer that costs nothing: the input is saved before the MLP
+runs, nothing after it saves more, so the layer's own recompute stops there and the MLP runs twice
+in all, as it does without tiles. (Where a norm follows the MLP, it runs a third time.) The result
+is the same up to the order of sums in the weight gradients.
 """
 
 from collections.abc import Callable
@@ -12,27 +14,100 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from planner.errors import UsageError
 
 MLP_NAMES = ("mlp", "feed_forward", "ffn")
+Forward = Callable[[Tensor], Tensor]
 
 
-def tiled_forward(forward: Callable[[Tensor], Tensor], x: Tensor, tile_tokens: int) -> Tensor:
+def tiled_forward(
+    forward: Forward, x: Tensor, tile_tokens: int, *, trained: tuple[Tensor, ...] = ()
+) -> Tensor:
     """Return forward(x) for a token-wise forward; x [..., H], tiles of `tile_tokens` rows.
 
-    With gradients off, or for no more tokens than one tile, it is a plain call.
+    `trained` are the parameters inside `forward` that get gradients. For no more tokens than one
+    tile it is a plain call. Not for a forward that draws random numbers (dropout).
     """
     rows = x.reshape(-1, x.shape[-1])
-    if not torch.is_grad_enabled() or rows.shape[0] <= tile_tokens:
+    if rows.shape[0] <= tile_tokens:
         return forward(x)
-    tiles = [
+    if torch.is_grad_enabled() and (rows.requires_grad or trained):
+        kept = _Keep.apply(rows, *trained)  # type: ignore[no-untyped-call]
+        result = _Tiles.apply(kept, kept.grad_fn, forward, tile_tokens, *trained)  # type: ignore[no-untyped-call]
+    else:
+        result = _in_tiles(forward, rows, tile_tokens)
+    return result.reshape(*x.shape[:-1], -1)
+
+
+def _in_tiles(forward: Forward, rows: Tensor, tile_tokens: int) -> Tensor:
+    """Return forward(rows) [M, H']; one tile's intermediates at a time."""
+    result: Tensor | None = None
+    for start in range(0, rows.shape[0], tile_tokens):
+        tile = slice(start, start + tile_tokens)
         # a leading 1: modules may expect [B, T, H]
-        checkpoint(forward, tile.unsqueeze(0), use_reentrant=False).squeeze(0)
-        for tile in rows.split(tile_tokens)
-    ]
-    return torch.cat(tiles).reshape(*x.shape[:-1], -1)
+        output = forward(rows[tile].unsqueeze(0)).squeeze(0)
+        if result is None:
+            result = output.new_empty(rows.shape[0], output.shape[-1])
+        result[tile] = output
+    assert result is not None
+    return result
+
+
+class _Keep(torch.autograd.Function):
+    """Saves the input before the MLP runs; `_Tiles` reads it in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, *_trained: Tensor) -> Tensor:
+        """Return `rows`."""
+        ctx.save_for_backward(rows)
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        """Pass the gradient on."""
+        return grads[0], *[None] * (len(ctx.needs_input_grad) - 1)
+
+
+class _Tiles(torch.autograd.Function):
+    """Forward without a graph; the backward makes one tile's graph at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, keeper: Any, forward: Forward, tile_tokens: int, *trained: Tensor
+    ) -> Tensor:
+        """Return forward(rows); remember where its input will be."""
+        ctx.keeper, ctx.call, ctx.tile_tokens, ctx.trained = keeper, forward, tile_tokens, trained
+        device = rows.device.type
+        ctx.autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        return _in_tiles(forward, rows, tile_tokens)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the input and of the trained parameters."""
+        (rows,) = ctx.keeper.saved_tensors
+        trained: tuple[Tensor, ...] = ctx.trained
+        grad_rows = torch.empty_like(rows)
+        sums: list[Tensor] = []
+        enabled, dtype = ctx.autocast
+        for start in range(0, rows.shape[0], ctx.tile_tokens):
+            tile = slice(start, start + ctx.tile_tokens)
+            with torch.enable_grad(), torch.autocast(rows.device.type, dtype, enabled):
+                leaf = rows[tile].detach().requires_grad_()
+                output = ctx.call(leaf.unsqueeze(0)).squeeze(0)
+            found = torch.autograd.grad(
+                output, (leaf, *trained), grads[0][tile], materialize_grads=True
+            )
+            del output, leaf
+            grad_rows[tile] = found[0]
+            if sums:
+                for total, part in zip(sums, found[1:], strict=True):
+                    total.add_(part)
+            else:
+                sums = list(found[1:])
+            del found
+        return grad_rows, None, None, None, *sums
 
 
 def tile_mlps(model: nn.Module, *, tile_tokens: int) -> int:
@@ -43,22 +118,35 @@ def tile_mlps(model: nn.Module, *, tile_tokens: int) -> int:
     """
     if tile_tokens < 1:
         raise UsageError(f"tile_tokens: {tile_tokens} is not allowed", hint="allowed: 1 or above")
-    count = 0
-    for name, module in model.named_modules():
-        is_mlp = name.rsplit(".", 1)[-1] in MLP_NAMES
-        if is_mlp and not hasattr(module, "experts"):
-            module.forward = _tiled(module.forward, tile_tokens)  # type: ignore[method-assign]
-            count += 1
-    if not count:
+    found = dense_mlps(model)
+    for module in found:
+        module.forward = _tiled(module, module.forward, tile_tokens)  # type: ignore[method-assign]
+    if not found:
         raise UsageError(
             f"tiled_mlp: {type(model).__name__} has no module named {', '.join(MLP_NAMES)}",
             hint="leave recipe.tiled_mlp out",
         )
-    return count
+    return len(found)
 
 
-def _tiled(forward: Callable[..., Any], tile_tokens: int) -> Callable[[Tensor], Tensor]:
+def dense_mlps(model: nn.Module) -> list[nn.Module]:
+    """Return the MLPs that can be tiled."""
+    return [
+        module
+        for name, module in model.named_modules()
+        if name.rsplit(".", 1)[-1] in MLP_NAMES and not hasattr(module, "experts")
+    ]
+
+
+def _tiled(module: nn.Module, forward: Forward, tile_tokens: int) -> Forward:
     def tiled(hidden_states: Tensor) -> Tensor:
-        return tiled_forward(forward, hidden_states, tile_tokens)
+        if module.training and any(_drops(part) for part in module.modules()):
+            return forward(hidden_states)  # a second forward would drop other values
+        trained = tuple(parameter for parameter in module.parameters() if parameter.requires_grad)
+        return tiled_forward(forward, hidden_states, tile_tokens, trained=trained)
 
     return tiled
+
+
+def _drops(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0

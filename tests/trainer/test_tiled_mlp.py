@@ -68,6 +68,49 @@ def test_intermediates_of_one_tile_are_alive(model):
     assert tiled < whole / 4 + weights
 
 
+@pytest.mark.parametrize("checkpointing", [Checkpointing.NONE, Checkpointing.FULL])
+def test_every_token_goes_through_the_mlp_twice(model, checkpointing):
+    rows = []
+    model.model.layers[1].mlp.up_proj.register_forward_hook(
+        lambda _module, inputs, _output: rows.append(inputs[0].shape[1])
+    )
+    tile_mlps(model, tile_tokens=20)
+    checkpoint_layers(decoder_layers(model), mode=checkpointing)
+    step(model)
+    assert rows == [20, 20, 8] * 2
+
+
+def test_frozen_input_and_no_gradients(model):
+    logits = model(input_ids=torch.arange(24)[None]).logits.detach()
+    tile_mlps(model, tile_tokens=5)
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=torch.arange(24)[None]).logits, logits)
+    # only the first MLP learns: nothing before it has a gradient
+    model.requires_grad_(False)
+    weight = model.model.layers[0].mlp.up_proj.weight.requires_grad_()
+    model(input_ids=torch.arange(24)[None]).logits.square().mean().backward()
+    whole = LlamaForCausalLM(model.config)
+    whole.load_state_dict(model.state_dict())
+    whole(input_ids=torch.arange(24)[None]).logits.square().mean().backward()
+    torch.testing.assert_close(weight.grad, whole.model.layers[0].mlp.up_proj.weight.grad)
+
+
+def test_dropout_leaves_an_mlp_whole(model):
+    mlp = model.model.layers[0].mlp
+    mlp.act_fn = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Dropout(0.5))
+    rows = []
+    mlp.up_proj.register_forward_hook(
+        lambda _module, inputs, _output: rows.append(inputs[0].numel() // WIDTH)
+    )
+    tile_mlps(model, tile_tokens=5)
+    model.train()
+    step(model)
+    assert rows == [48]
+    model.eval()
+    step(model)
+    assert max(rows[1:]) == 5
+
+
 def test_wrong_settings_are_named(model):
     with pytest.raises(UsageError, match="tile_tokens"):
         tile_mlps(model, tile_tokens=0)
