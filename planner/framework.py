@@ -36,6 +36,8 @@ class LogitsLaw:
     """(tensor, dtype) of [rows, H] kept until the loss is done."""
     head_grad: tuple[tuple[str, str], ...] = ()
     """(tensor, dtype) of [V, H] beside the gradient itself when the head is trained."""
+    drops_hidden: bool = False
+    """The rows are copied, so the norm's output is free again before the head runs."""
     max_chunk_bytes: int = 0
     """Chunk rows are chosen so that one chunk stays below this."""
     source: str = ""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from planner.layer_program import Program
 from planner.lora_targets import is_attention, is_mlp
 from planner.model import LayerSpec, MixerKind, MixerSpec, MlpKind, ModuleKind, ModuleSpec
-from planner.tape import Value
+from planner.tape import Tape, Value, envelope, largest
 
 LINEARS = (ModuleKind.LINEAR, ModuleKind.CONV1D)
 OUT_LEAVES = frozenset({"o_proj", "out_proj", "c_proj", "dense", "wo", "output_proj"})
@@ -407,7 +407,33 @@ def _sides(layer: LayerSpec) -> tuple[LayerSpec, LayerSpec]:
     return main, replace(main, mixer=layer.side_mixer, modules=recurrent_side)
 
 
+def tiled_mlp(p: Program, x: Value, layer: LayerSpec, hidden: int, width: int) -> Value:
+    """Record an MLP run in tiles of tokens: only its input is kept, one tile works at a time."""
+    inside = p.s._replace(mlp_tile=0, input_grad=True)
+    forward, again = Tape(grad_enabled=False), Tape()
+    size = hidden * width
+    mlp_block(Program(forward, inside), forward.value(size), layer, width)
+    part = again.value(size)
+    out = mlp_block(Program(again, inside), part, layer, width)
+    again.drop(out)
+    again.start_backward(out, out.size)
+    again.run()
+    tokens = p.s.mlp_tile
+    busy = largest(envelope(again.points), tokens)
+    grads = max(point.weight_grads for point in again.points)
+    running = largest(envelope(forward.points), tokens).at(tokens)
+    return p.tape.op(
+        (x,),
+        out.size,
+        saves=(x,),
+        weight_grad=grads,
+        weight_scratch=max(running, busy.at(tokens)),
+    )
+
+
 def _channel(p: Program, x: Value, layer: LayerSpec, hidden: int, width: int) -> Value:
+    if p.s.mlp_tile and layer.mlp.kind is not MlpKind.MOE:
+        return tiled_mlp(p, x, layer, hidden, width)
     if layer.mlp.kind is MlpKind.MOE:
         return moe_block(p, x, layer, hidden, width)
     return mlp_block(p, x, layer, width)

@@ -52,6 +52,8 @@ class OpSettings(NamedTuple):
     hidden_dropout: bool = False
     fused: frozenset[str] = frozenset()
     """Fused kernels: rmsnorm, swiglu, rope, lora, moe."""
+    mlp_tile: int = 0
+    """Tokens of one tile of the MLP, recomputed tile by tile in backward; 0 = whole."""
     input_grad: bool = True
     """The layer's input needs a gradient; not the first layer's of a frozen model, unless asked."""
     accumulate: bool = False

@@ -12,7 +12,7 @@ from planner.terms.activations import Activations, activations, dequantized
 from planner.terms.adapters import lora
 from planner.terms.engine import EngineCosts, engine_costs
 from planner.terms.gradients import gradient_width, gradients
-from planner.terms.logits import logits
+from planner.terms.logits import Logits, logits
 from planner.terms.optimizer import optimizer
 from planner.terms.overhead import workspace
 from planner.terms.term import Term
@@ -78,11 +78,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     phases.append(
         _phase("forward", *fixed, held, whole, _acts("forward", acts.forward, acts), resident)
     )
-    in_forward = acts.loss_forward + acts.autocast_cache
-    loss = max(
-        ((in_forward, head.forward), (acts.loss_backward, head.backward)),
-        key=lambda pair: pair[0] + pair[1].bytes,
-    )
+    loss = _loss(r, acts, head)
     phases.append(
         _phase("loss", *fixed, held, root, _acts("loss", loss[0], acts), loss[1], resident)
     )
@@ -108,6 +104,17 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         )
     host += [term for term in (states.host, running.host) if term.bytes]
     return Budget(tuple(phases), tuple(host), running.problem)
+
+
+def _loss(r: Resolved, acts: Activations, head: Logits) -> tuple[int, Term]:
+    """Return activations and logits where the loss, forward or backward, is largest."""
+    if r.law.drops_hidden:
+        return acts.loss_copied, head.forward  # largest in its backward: autocast's cache is gone
+    return max(
+        (acts.loss_forward + acts.autocast_cache, head.forward),
+        (acts.loss_backward, head.backward),
+        key=lambda pair: pair[0] + pair[1].bytes,
+    )
 
 
 class _Parts(NamedTuple):
@@ -191,8 +198,10 @@ def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, i
         scratch = 16 * r.tokens + 4 * r.tokens * model.hidden
     grads = total
     if model.tied:
-        # the head's gradient waits as a view, so torch adds the embedding's into a third buffer
-        grads += 2 * model.vocab * model.hidden * gradient_width(r)
+        # the embedding's gradient comes on top of the head's; that one is a view when a linear made
+        # it, and then torch adds them into a third buffer
+        copies = 2 if r.law.kind == "full" else 1
+        grads += copies * model.vocab * model.hidden * gradient_width(r)
     return grads, r.tokens * model.hidden * element_bytes(r.dtype) + scratch
 
 

@@ -19,6 +19,10 @@ NO_ROPE = frozenset(
 """Families with learned or ALiBi positions, or none at all."""
 
 
+MLP_TILE_TOKENS = 2048
+"""Tokens of one tile of a tiled MLP (trainer/preflight.py uses the same)."""
+
+
 class Moment(NamedTuple):
     """Bytes at one moment of a step."""
 
@@ -51,6 +55,8 @@ class Activations(NamedTuple):
     loss_forward: int
     """While the loss is made: kept, the final norm and its output."""
     loss_backward: int
+    loss_copied: int
+    """While a head that copied its rows works: without the norm's output."""
     backward: tuple[Moment, ...]
     """Final norm, last layer, first layer: one of them is the largest of backward."""
     autocast_cache: int
@@ -96,6 +102,7 @@ def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
         rope=model.model_type not in NO_ROPE,
         hidden_dropout=model.hidden_dropout > 0,
         fused=frozenset(r.switch("fused", ())),
+        mlp_tile=min(MLP_TILE_TOKENS, r.tokens) if r.tiled_mlp else 0,
         accumulate=r.grad_accum > 1,
     )
 
@@ -161,6 +168,7 @@ def _everything(
     kept = fixed
     for layer, cost in zip(model.layers, costs, strict=True):
         kept += layer.count * cost.kept.at(tokens)
+    width = model.hidden * settings.residual
     copies = sum(
         layer.count * cost.kept.constant for layer, cost in zip(model.layers, costs, strict=True)
     )
@@ -181,13 +189,14 @@ def _everything(
         kept + largest(tail.forward, tokens).at(tokens),
     )
     if not bottom.keeps_input:  # the model's forward holds the embeddings' output
-        forward += model.hidden * settings.residual * tokens
+        forward += width * tokens
     return Activations(
         kept=kept,
         forward=forward,
         no_grad=fixed + plain,
         loss_forward=kept + int(tail.kept_forward * tokens),
         loss_backward=kept + int(tail.kept_backward * tokens),
+        loss_copied=kept + int((tail.kept_forward - width) * tokens),
         backward=(
             Moment(kept + norm.at(tokens), 0, model.num_layers),
             Moment(before_last + top.at(tokens), top.weight_grads, model.num_layers),
@@ -216,7 +225,8 @@ def _checkpointed(
     """With checkpointing: layer inputs are kept (or wait on the host), one layer is recomputed."""
     costs = [checkpointed_costs(layer, model.hidden, settings) for layer in model.layers]
     layers = model.num_layers
-    one = model.hidden * settings.residual * tokens
+    width = model.hidden * settings.residual
+    one = width * tokens
     offload = r.checkpointing is Checkpointing.OFFLOAD
     every = r.checkpoint_every if r.checkpointing is Checkpointing.EVERY_K else 1
     inputs = -(-layers // every)
@@ -266,6 +276,7 @@ def _checkpointed(
         no_grad=fixed + plain,
         loss_forward=kept + int(tail.kept_forward * tokens),
         loss_backward=kept + int(tail.kept_backward * tokens),
+        loss_copied=kept + int((tail.kept_forward - width) * tokens),
         backward=(
             Moment(kept + norm.at(tokens), 0, layers),
             Moment(

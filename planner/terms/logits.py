@@ -7,6 +7,7 @@ from planner.framework import LogitsLaw, width
 from planner.model import ModelSpec
 from planner.recipe import Method
 from planner.resolve import Resolved
+from planner.terms.gradients import gradient_width
 from planner.terms.term import Term
 from planner.terms.weights import trained_width
 
@@ -103,17 +104,28 @@ def chunk_rows(model: ModelSpec, r: Resolved, law: LogitsLaw, rows: int, act: in
 
 
 def _chunked(model: ModelSpec, r: Resolved, law: LogitsLaw, rows: int, act: int) -> Term:
+    """Return the larger of two moments: a tile at work, or the gradients being cast at the end."""
     chunk = chunk_rows(model, r, law, rows, act)
     vocab = min(model.vocab, law.chunk_vocab or model.vocab)
     element = sum(width(dtype, act) for _, dtype in law.chunk)
-    per_row = model.hidden * sum(width(dtype, act) for _, dtype in law.hidden)
-    head = 0
-    if r.method is Method.FULL and r.trains:
-        head = model.vocab * model.hidden * sum(width(dtype, act) for _, dtype in law.head_grad)
+    kept = rows * model.hidden * sum(width(dtype, act) for _, dtype in law.hidden)
+    trained = r.method is Method.FULL and r.trains
+    cast = 0 if head_width(r) == act else vocab * model.hidden * act
+    tile = chunk * vocab * element + cast
+    head = ended = 0
+    if trained:
+        gradient = 0 if r.grad_accum > 1 else gradient_width(r)
+        per_weight = sum(width(dtype, act) for _, dtype in law.head_grad)
+        # made in fp32 and cast at the end, or straight in the gradient
+        head = model.vocab * model.hidden * (per_weight or gradient)
+        if per_weight and gradient_width(r) != per_weight:
+            ended = model.vocab * model.hidden * gradient_width(r)
+        ended += rows * model.hidden * act
     return Term(
         "logits",
-        chunk * vocab * element + rows * per_row + head,
-        "chunk {0:,} x {1:,} x {2} B + {3:,} rows x {4:,} B + head {5:,} B",
-        (chunk, vocab, element, rows, per_row, head),
+        kept + head + max(tile, ended),
+        "{0:,} rows: {1:,} B kept + head {2:,} B + the larger of a tile {3:,} x {4:,} x {5} B (+ cast "
+        "{6:,} B) and the last casts {7:,} B",
+        (rows, kept, head, chunk, vocab, element, cast, ended),
         law.source,
     )
