@@ -53,6 +53,8 @@ class HfSft:
         if options.checkpointing is Checkpointing.OFFLOAD:
             OffloadedCheckpoints(model)
         scaler = FakeScaler() if options.autocast == "fp16" else None
+        if options.warm_optimizer:
+            make_state(trained, optimizer, tracker)
         with loss_phase(model, tracker):
             for _ in range(options.steps):
                 for _ in range(options.gradient_accumulation):
@@ -81,6 +83,19 @@ class HfSft:
         if scaler is not None:
             loss = scaler.scale(loss)
         loss.backward()
+
+
+def make_state(
+    trained: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer, tracker: StorageTracker
+) -> None:
+    """Step once on gradients of zero."""
+    with tracker.in_phase("step"):
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+            tracker.adopt(parameter.grad, term="gradients", module="")
+        optimizer.step()
+        tag_states(optimizer, tracker)
+        optimizer.zero_grad(set_to_none=True)
 
 
 def finish_step(

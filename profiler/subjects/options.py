@@ -36,6 +36,8 @@ class StepOptions:
     gradient_accumulation: int = 1
     steps: int = 2
     """Optimizer steps: the second sees the optimizer's state."""
+    warm_optimizer: bool = False
+    """Make the optimizer's state before the first step, so that one step shows the steady state."""
     layers: int | None = None
     """Trace only this many decoder layers."""
     keep_outputs: bool = False
