@@ -1,15 +1,21 @@
 """`vramwise demo`: plan, trace and train a small model by GRPO on whatever this machine has."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 from planner.errors import VramwiseError
+from planner.hub import find_model
+from planner.plan import plan
+from planner.recipe import RunFile
 from planner.units import format_bytes
-from trainer.config import parse_run
+from profiler.trace import trace
+from trainer.config import TrainSection, parse_run
 from trainer.demo_model import DemoModel, find_demo_model
+from trainer.dry_run import subject_for
 from trainer.grpo import train_grpo
 from trainer.metrics import mean
-from trainer.preflight import Preflight
+from trainer.preflight import Preflight, settled, this_machine
 from trainer.run import quiet
 from trainer.session import Result, Say
 
@@ -22,6 +28,7 @@ MICRO_BATCH = 16
 WINDOW = 10
 """Steps at either end that are compared."""
 BAR_WIDTH = 40
+TRACE_LIMIT_S = 180.0
 
 
 def run_demo(*, output: Path, steps: int | None, seed: int, model: str, say: Say) -> dict[str, Any]:
@@ -30,7 +37,7 @@ def run_demo(*, output: Path, steps: int | None, seed: int, model: str, say: Say
     chosen = find_demo_model(model, say=say)
     document = demo_document(chosen, output=output.resolve(), steps=steps or STEPS, seed=seed)
     run, train = parse_run(document, root=Path.cwd())
-    traced = _trace(document, say=say)
+    traced = _trace(run, train, say=say)
     prepared: list[Preflight] = []
     say(f"GRPO with LoRA on one-digit sums: {chosen.name}, {train.steps} steps, seed {seed}")
     result = train_grpo(run, train, root=Path.cwd(), say=say, on_ready=prepared.append)
@@ -92,9 +99,24 @@ def curve(rewards: list[float], *, rows: int = 10) -> str:
     return "\n".join(lines)
 
 
-def _trace(document: dict[str, Any], *, say: Say) -> dict[str, int]:
-    """Return phase -> traced peak of the same step on fake tensors; empty where it can't be traced."""
-    return {}
+def _trace(run: RunFile, train: TrainSection, *, say: Say) -> dict[str, int]:
+    """Return phase -> traced peak of the same training step on fake tensors.
+
+    The trace runs what CUDA would allocate; on a CPU its library workspaces (term overhead) don't
+    exist and are left out.
+    """
+    import torch
+
+    say("tracing the step on fake tensors")
+    recipe = settled(run.recipe)
+    resolved = plan(find_model(run.model), recipe, this_machine(run, train)).resolved
+    config = json.loads((Path(run.model) / "config.json").read_text(encoding="utf-8"))
+    recording = trace(subject_for(resolved, recipe, config), time_limit_s=TRACE_LIMIT_S)
+    on_gpu = torch.cuda.is_available()
+    return {
+        phase.name: phase.peak_bytes - (0 if on_gpu else phase.terms_bytes.get("overhead", 0))
+        for phase in recording.phases
+    }
 
 
 def _report(
