@@ -18,6 +18,7 @@ import contextlib
 import functools
 import importlib
 import threading
+import warnings
 import weakref
 from typing import Any
 
@@ -55,6 +56,8 @@ class PhaseTracker:
             optimizer.register_optimizer_step_pre_hook(self._before_step).remove,
             optimizer.register_optimizer_step_post_hook(self._after_step).remove,
         ]
+        # torch.compile warns that global hooks fire once more for its wrapper: ours may
+        warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are")
         self._patch(torch.autograd, "backward", self._backward_begins)
         self._patch(torch.nn.utils, "clip_grad_norm_", lambda: "step")
 

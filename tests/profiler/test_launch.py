@@ -383,3 +383,24 @@ def test_the_startup_hook_is_plain_old_python() -> None:
                 names = [node.module.split(".")[0]]
             foreign = set(names) - set(sys.stdlib_module_names) - {"profiler"}
             assert not foreign, f"{path.name} imports {foreign}"
+
+
+def test_a_process_that_has_vanished_is_unknown_and_its_orphans_stay_in_the_tree() -> None:
+    from profiler.process_tree import ProcessTree
+
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    assert ProcessTree(gone.pid).rss_bytes() is None
+    # the shell starts a sleeper and dies: the sleeper gets another parent and is still ours
+    shell = subprocess.Popen(["sh", "-c", "sleep 30 & echo $!; sleep 0.5"], stdout=subprocess.PIPE)
+    assert shell.stdout is not None
+    orphan = int(shell.stdout.readline())
+    tree = ProcessTree(shell.pid)
+    tree.refresh()
+    shell.wait()
+    try:
+        tree.refresh()
+        assert orphan in tree.pids
+        assert (tree.rss_bytes() or 0) > 0
+    finally:
+        os.kill(orphan, signal.SIGKILL)

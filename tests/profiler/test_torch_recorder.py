@@ -369,3 +369,23 @@ def test_a_parameter_that_an_optimizer_touched_first_is_still_a_weight() -> None
     phases = {phase.name: phase for phase in live.recording.phases}
     assert phases["forward"].terms_bytes["weights"] == WEIGHT
     assert phases["forward"].terms_bytes["optimizer"] == 2 * WEIGHT + 512
+
+
+def test_a_compiled_model_stays_one_graph_and_is_told_apart_all_the_same() -> None:
+    import warnings
+
+    order: list[str] = []
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+    tracker = PhaseTracker(lambda old, new: order.append(new))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tracker.install(torch)
+        try:
+            # fullgraph: a break in the graph by our hooks would be an error
+            compiled = torch.compile(model, backend="eager", fullgraph=True)
+            for _ in range(2):
+                compiled(torch.randn(4, 8)).sum().backward()
+        finally:
+            tracker.remove()
+            torch._dynamo.reset()
+    assert order == ["forward", "loss", "backward", "other"] * 2
