@@ -1,10 +1,11 @@
-"""Write the generated pages: docs/cli.md and docs/accuracy.md.
+"""Write the generated pages: docs/cli.md, docs/tree.md and docs/accuracy.md.
 
 `python -m benchmarks.write_docs` rewrites them, `--check` fails when one is not as it would be
 written. The README's example output and tree are checked by tests/test_docs.py.
 """
 
 import argparse
+import ast
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CLI_PAGE = ROOT / "docs" / "cli.md"
+TREE_PAGE = ROOT / "docs" / "tree.md"
 PROFILE_VERBS = ("run", "watch", "snapshot", "compare", "calibrate")
 VERBS: tuple[tuple[str, ...], ...] = (
     ("plan",),
@@ -67,19 +69,46 @@ def cli_page() -> str:
     return "\n".join(parts) + "\n"
 
 
+def tree_page() -> str:
+    """Return docs/tree.md: every module of the four packages with its docstring's first line."""
+    parts = [
+        "# The tree",
+        "",
+        "Made from the modules' own first lines by `make docs`; do not edit.",
+        "",
+    ]
+    for package in ("planner", "profiler", "trainer", "app", "benchmarks"):
+        parts.append("```text")
+        for path in sorted((ROOT / package).rglob("*.py"), key=lambda item: item.parts):
+            lines = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split(
+                "\n"
+            )
+            name = str(path.relative_to(ROOT))
+            if path.name == "__init__.py" and not lines[0]:
+                continue
+            parts.append(f"{name:42} {lines[0]}".rstrip())
+        parts += ["```", ""]
+    return "\n".join(parts)
+
+
 def main() -> int:
     """Write or check the pages; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    page = cli_page()
+    pages = {CLI_PAGE: cli_page(), TREE_PAGE: tree_page()}
     if arguments.check:
-        same = CLI_PAGE.exists() and CLI_PAGE.read_text(encoding="utf-8") == page
-        if not same:
-            print("docs/cli.md is not what the commands say: run `make docs`", file=sys.stderr)
-        return 0 if same else 1
-    CLI_PAGE.write_text(page, encoding="utf-8")
-    print(f"wrote {CLI_PAGE.relative_to(ROOT)}")
+        stale = [
+            path.name
+            for path, text in pages.items()
+            if not path.exists() or path.read_text(encoding="utf-8") != text
+        ]
+        if stale:
+            print(f"{', '.join(stale)}: not as the code says; run `make docs`", file=sys.stderr)
+        return 1 if stale else 0
+    for path, text in pages.items():
+        path.write_text(text, encoding="utf-8")
+        print(f"wrote {path.relative_to(ROOT)}")
     accuracy = subprocess.run(
         [sys.executable, "-m", "app.cli", "accuracy", "--markdown"],
         capture_output=True,
