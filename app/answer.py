@@ -6,6 +6,7 @@ import pandas as pd
 import streamlit as st
 
 from app import charts, export, inputs, knobs, links, pins
+from app.draw import draw
 from app.runs import Run
 from planner import advise
 from planner.advise import Advice, Change
@@ -14,6 +15,7 @@ from planner.framework import frameworks
 from planner.plan import Plan, plan
 from planner.recipe import Task
 from planner.report import summary
+from planner.terms.term import Term
 from planner.units import format_bytes
 
 MARKS = {
@@ -23,10 +25,10 @@ MARKS = {
 }
 SIDE_BY_SIDE = ("vramwise", "trl", "unsloth", "hf-trainer")
 CURVE_TOKENS = tuple(2**power for power in range(9, 18))
-MOST_LEVERS = 8
+MOST_LEVERS = 6
 LIMIT_LABELS = {
     "context": ("Context", "context"),
-    "micro_batch_size": ("Sequences at once", "batch"),
+    "micro_batch_size": ("Batch", "batch"),
     "num_generations": ("Generations", "generations"),
     "lora_rank": ("LoRA rank", "rank"),
 }
@@ -83,6 +85,7 @@ def verdict_card(run: Run, result: Plan) -> None:
                 "Host RAM", result.host_peak_bytes, f"of {format_bytes(limit)}" if limit else None
             )
         st.caption(escape(f"{summary(result)} on {run.machine.label}"))
+        st.caption("Change any of it in the sidebar (on a phone: the arrows at the top left).")
         st.button(
             "Add to Compare",
             key="pin",
@@ -101,9 +104,8 @@ def phases(result: Plan) -> None:
     """Show one stacked bar per phase with the capacity line."""
     st.subheader("Phase by phase", anchor=False)
     sizes = ", ".join(f"{p.name} {format_bytes(p.total_bytes)}" for p in result.phases)
-    st.vega_lite_chart(
+    draw(
         charts.phase_bars(result),
-        width="stretch",
         alt=f"GPU memory by phase against {format_bytes(result.capacity_bytes)}: {sizes}.",
         key="phase_chart",
     )
@@ -117,13 +119,14 @@ def lever_buttons(run: Run, result: Plan, levers: list[Advice]) -> None:
     if not levers:
         st.caption("Nothing single lowers the peak of this run.")
     for number, lever in enumerate(levers[:MOST_LEVERS]):
-        _, icon, word = MARKS[lever.plan.verdict]
+        word = MARKS[lever.plan.verdict][2]
+        helps = lever.plan.fits and not result.fits
         changes = " Changes the result." if lever.change.changes_objective else ""
         st.button(
             f"{change_label(lever.change)}: saves {format_bytes(lever.saved_bytes, digits=1)}",
             key=f"lever_{number}",
             help=f"{lever.change.price}. Then: {word.lower()}.{changes}",
-            icon=icon,
+            icon=":material/check_circle:" if helps else ":material/trending_down:",
             width="stretch",
             on_click=_apply,
             args=(run, [lever.change]),
@@ -174,26 +177,7 @@ def peak_table(result: Plan) -> None:
     phase = result.phase(result.peak_phase)
     st.subheader(f"Alive at the peak ({phase.name})", anchor=False)
     terms = sorted(phase.terms, key=lambda term: -term.bytes)
-    frame = pd.DataFrame(
-        {
-            "term": [term.name for term in terms],
-            "size": [format_bytes(term.bytes) for term in terms],
-            "formula": [term.formula for term in terms],
-            "source": [term.source for term in terms],
-        }
-    )
-    st.dataframe(
-        frame,
-        hide_index=True,
-        width="stretch",
-        key="peak_table",
-        alt="Terms alive at the peak, each with its size, formula and source.",
-        column_config={
-            "term": st.column_config.TextColumn(width="small"),
-            "size": st.column_config.TextColumn(width="small"),
-            "formula": st.column_config.TextColumn(width="large"),
-        },
-    )
+    _terms_table(terms, alt="Terms alive at the peak, each with its size, formula and source.")
     notes = [*(f"Assumed: {note}." for note in result.assumptions)]
     notes += [f"Not modelled: {note}." for note in result.not_modeled]
     for note in notes:
@@ -207,9 +191,8 @@ def curve(run: Run, result: Plan) -> None:
     if not lines:
         st.caption("No framework can express this run at other lengths.")
         return
-    st.vega_lite_chart(
+    draw(
         charts.context_curve(lines, result.capacity_bytes, now=result.resolved.seq_tokens),
-        width="stretch",
         key="curve_chart",
         alt=f"Peak memory against context length for {', '.join(lines)}; the dashed line is the capacity.",
     )
@@ -244,19 +227,18 @@ def largest(run: Run, result: Plan) -> None:
     st.subheader("Largest that fit", anchor=False)
     st.caption("Each with all else as it is, with room for the allocator's slack.")
     found = advise.limits(run.model, run.recipe, run.machine, result)
-    for name, (label, key) in LIMIT_LABELS.items():
-        if name not in found:
-            continue
-        safe, bare = found[f"{name}_safe"], found[name]
-        with st.container(horizontal=True, vertical_alignment="center", border=True):
-            st.metric(label, f"{safe:,}" if safe else "none", help=f"Tensors alone: {bare:,}.")
-            st.button(
-                f"Use {safe:,}",
-                key=f"use_{key}",
-                disabled=not safe,
-                on_click=_use,
-                args=(key, safe),
-            )
+    shown = [name for name in LIMIT_LABELS if name in found]
+    for first in range(0, len(shown), 2):
+        for column, name in zip(st.columns(2), shown[first : first + 2], strict=False):
+            with column.container(border=True):
+                _limit(name, found[f"{name}_safe"], found[name])
+
+
+def _limit(name: str, safe: int, bare: int) -> None:
+    label, key = LIMIT_LABELS[name]
+    st.metric(label, f"{safe:,}" if safe else "none", help=f"Tensors alone: {bare:,}.")
+    if safe:
+        st.button(f"Use {safe:,}", key=f"use_{key}", on_click=_use, args=(key, safe))
 
 
 def _use(key: str, value: int) -> None:
@@ -268,12 +250,20 @@ def host(result: Plan) -> None:
     if not result.host_terms:
         return
     st.subheader(f"Host RAM: {format_bytes(result.host_peak_bytes)}", anchor=False)
-    frame = pd.DataFrame(
-        [(t.name, format_bytes(t.bytes), t.formula, t.source) for t in result.host_terms],
-        columns=["term", "size", "formula", "source"],
-    )
-    st.dataframe(
-        frame, hide_index=True, width="stretch", key="host_table", alt="What lies in host RAM."
+    _terms_table(list(result.host_terms), alt="What lies in host RAM.")
+
+
+def _terms_table(terms: list[Term], *, alt: str) -> None:
+    """Show terms as a plain table: long formulas wrap instead of being cut."""
+    rows = [(t.name, format_bytes(t.bytes), t.formula, t.source) for t in terms]
+    st.table(
+        pd.DataFrame(
+            [tuple(map(escape, row)) for row in rows],
+            columns=["term", "size", "formula", "source"],
+        ),
+        border="horizontal",
+        hide_index=True,
+        alt=alt,
     )
 
 

@@ -15,11 +15,10 @@ from app.palette import (
 from planner.plan import Plan
 from planner.terms.term import TERM_NAMES
 from planner.units import format_bytes, to_gib
-from profiler.report import PHASE_COLOURS
 
 Spec = dict[str, Any]
 ROW_HEIGHT = 36
-GIB_AXIS = {"title": "GiB", "format": "~r"}
+GIB_AXIS = {"title": "GiB", "format": "~r", "tickCount": 8}
 TOKENS = "datum.value >= 1024 ? format(datum.value / 1024, '~r') + 'K' : datum.value"
 
 
@@ -32,7 +31,7 @@ def term_scale(names: Iterable[str]) -> Spec:
         "field": "term",
         "type": "nominal",
         "scale": {"domain": domain, "range": colours},
-        "legend": {"title": None, "orient": "top", "columns": 4},
+        "legend": {"title": None, "orient": "top", "columns": 3},
     }
 
 
@@ -75,13 +74,13 @@ def phase_bars(plan: Plan) -> Spec:
     ]
     bars = {
         "data": {"values": rows},
-        "mark": {"type": "bar", "stroke": "#ffffff", "strokeWidth": 0.6},
+        "mark": {"type": "bar"},
         "encoding": {
             "y": y,
             "x": {"field": "gib", "type": "quantitative", "stack": "zero", "axis": GIB_AXIS},
             "color": term_scale(plan_terms),
             "order": {"field": "order", "type": "ordinal"},
-            "tooltip": _tips("phase", "term", "size", "formula", "source"),
+            "tooltip": tips("phase", "term", "size", "formula", "source"),
         },
     }
     labels = {
@@ -104,7 +103,7 @@ def phase_bars(plan: Plan) -> Spec:
         },
     }
     return {
-        "height": _tall(len(phases), ROW_HEIGHT, legend_rows=-(-len(plan_terms) // 4)),
+        "height": tall(len(phases), ROW_HEIGHT, legend_rows=-(-len(plan_terms) // 3)),
         "layer": [bars, labels, interval, *limit_line(plan.capacity_bytes, axis="x")],
     }
 
@@ -114,9 +113,13 @@ def limit_line(capacity_bytes: int, *, axis: str, label: str = "capacity") -> li
     values = [{"limit": to_gib(capacity_bytes), "label": f"{label} {format_bytes(capacity_bytes)}"}]
     where = {"field": "limit", "type": "quantitative"}
     tips = [{"field": "label", "title": "limit"}]
-    end = {"y": {"value": 0}, "x": where} if axis == "x" else {"y": where, "x": {"value": 0}}
+    end = {"y": {"value": 0}, "x": where} if axis == "x" else {"y": where, "x": {"value": "width"}}
     text = {"type": "text", "align": "left", "fontSize": 11, "color": LIMIT_COLOUR}
-    text |= {"dx": 5, "dy": -7} if axis == "y" else {"align": "right", "dx": -4, "dy": -6}
+    text |= (
+        {"align": "right", "dx": -2, "dy": -7}
+        if axis == "y"
+        else {"align": "right", "dx": -4, "dy": -6}
+    )
     return [
         {
             "data": {"values": values},
@@ -152,7 +155,8 @@ def context_curve(
         for name, points in lines.items()
         for tokens, size in points
     ]
-    legend = {"title": None, "orient": "top", "symbolType": "stroke", "symbolStrokeWidth": 3}
+    legend = {"title": None, "orient": "top", "symbolType": "stroke", "columns": 2}
+    legend["symbolStrokeWidth"] = 3
     colour: Spec = {"field": "framework", "type": "nominal", "legend": legend}
     dash: Spec = dict(colour)
     colour["scale"] = {"domain": names, "range": list(SERIES[: len(names)])}
@@ -176,7 +180,7 @@ def context_curve(
             },
             "color": colour,
             "strokeDash": dash,
-            "tooltip": _tips("framework", "tokens", "peak", "verdict"),
+            "tooltip": tips("framework", "tokens", "peak", "verdict"),
         },
     }
     here = {
@@ -187,13 +191,13 @@ def context_curve(
             "tooltip": [{"field": "label", "title": "context"}],
         },
     }
-    return {"height": 300, "layer": [curve, here, *limit_line(capacity_bytes, axis="y")]}
+    return {"height": 330, "layer": [curve, here, *limit_line(capacity_bytes, axis="y")]}
 
 
 def heat_map(rows: Sequence[Spec], *, columns: Sequence[str], models: Sequence[str]) -> Spec:
     """Return models x methods coloured by the longest context; rows: model, method, context, said."""
     return {
-        "height": _tall(len(models), 24),
+        "height": tall(len(models), 24),
         "data": {"values": list(rows)},
         "encoding": {
             "y": {"field": "model", "type": "nominal", "sort": list(models), "title": None,
@@ -203,7 +207,7 @@ def heat_map(rows: Sequence[Spec], *, columns: Sequence[str], models: Sequence[s
         },
         "layer": [
             {
-                "mark": {"type": "rect", "cursor": "pointer", "stroke": "#ffffff", "strokeWidth": 0.5},
+                "mark": {"type": "rect", "cursor": "pointer"},
                 "params": [
                     {"name": "cell", "select": {"type": "point", "fields": ["model", "method"]}},
                 ],
@@ -214,7 +218,7 @@ def heat_map(rows: Sequence[Spec], *, columns: Sequence[str], models: Sequence[s
                         "scale": {"type": "log", "scheme": SEQUENTIAL},
                         "legend": None,
                     },
-                    "tooltip": _tips("model", "method", "context", "batch", "peak", "settings"),
+                    "tooltip": tips("model", "method", "context", "batch", "peak", "settings"),
                 },
             },
             {
@@ -246,7 +250,7 @@ def verdict_map(cells: Sequence[Spec]) -> Spec:
               "title": None, "axis": {"orient": "top", "labelAngle": 0}},
     }  # fmt: skip
     rect = {
-        "mark": {"type": "rect", "cursor": "pointer", "stroke": "#ffffff", "strokeWidth": 0.5},
+        "mark": {"type": "rect", "cursor": "pointer"},
         "params": [{"name": "cell", "select": {"type": "point", "fields": ["gpu", "method"]}}],
         "encoding": {
             **place,
@@ -256,42 +260,49 @@ def verdict_map(cells: Sequence[Spec]) -> Spec:
                 "scale": {"domain": list(verdicts), "range": list(verdicts.values())},
                 "legend": {"title": None, "orient": "top"},
             },
-            "tooltip": _tips("name", "memory", "method", "verdict", "peak", "headroom"),
+            "tooltip": tips("name", "memory", "method", "verdict", "peak", "headroom"),
         },
     }
     text = {
         "mark": {"type": "text", "fontSize": 11, "fontWeight": 600},
         "encoding": {
             **place,
-            "text": {"field": "peak"},
+            "text": {"field": "said"},
             "color": {
                 "condition": {"test": "datum.verdict === 'fits'", "value": "#FFFFFF"},
                 "value": "#10141B",
             },
         },
     }
-    return {"height": _tall(len(gpus), 24), "data": {"values": list(cells)}, "layer": [rect, text]}
+    return {"height": tall(len(gpus), 24), "data": {"values": list(cells)}, "layer": [rect, text]}
 
 
-def waterfall(rows: Sequence[Spec]) -> Spec:
+def waterfall(rows: Sequence[Spec], *, unit: str = "GiB") -> Spec:
     """Return a waterfall: rows of step, start_gib, end_gib, change, kind (total, less or more)."""
     steps = [row["step"] for row in rows]
-    kinds = {
+    colours = {
         "total": TERM_COLOURS["weights"],
         "less": TERM_COLOURS["activations"],
         "more": TERM_COLOURS["logits"],
     }
+    kinds = {kind: colours[kind] for kind in colours if any(row["kind"] == kind for row in rows)}
+    room = {"domain": [0, 1.25 * max((row["end_gib"] for row in rows), default=1)], "nice": False}
     y = {"field": "step", "type": "nominal", "sort": steps, "title": None,
          "axis": {"labelLimit": 230}}  # fmt: skip
     return {
-        "height": _tall(len(rows), 34),
+        "height": tall(len(rows), 34),
         "data": {"values": list(rows)},
         "layer": [
             {
                 "mark": {"type": "bar", "height": 22},
                 "encoding": {
                     "y": y,
-                    "x": {"field": "start_gib", "type": "quantitative", "axis": GIB_AXIS},
+                    "x": {
+                        "field": "start_gib",
+                        "type": "quantitative",
+                        "axis": {**GIB_AXIS, "title": unit},
+                        "scale": room,
+                    },
                     "x2": {"field": "end_gib"},
                     "color": {
                         "field": "kind",
@@ -299,7 +310,7 @@ def waterfall(rows: Sequence[Spec]) -> Spec:
                         "scale": {"domain": list(kinds), "range": list(kinds.values())},
                         "legend": {"title": None, "orient": "top"},
                     },
-                    "tooltip": _tips("step", "change", "why"),
+                    "tooltip": tips("step", "change", "why"),
                 },
             },
             {
@@ -318,18 +329,18 @@ def side_by_side(rows: Sequence[Spec], capacity_bytes: int | None, *, order: Seq
     """Return one stacked bar per run: rows of run, term, gib, size, formula, order."""
     bars = {
         "data": {"values": list(rows)},
-        "mark": {"type": "bar", "stroke": "#ffffff", "strokeWidth": 0.6},
+        "mark": {"type": "bar"},
         "encoding": {
             "y": {"field": "run", "type": "nominal", "sort": list(order), "title": None,
                   "axis": {"labelLimit": 200}},
             "x": {"field": "gib", "type": "quantitative", "stack": "zero", "axis": GIB_AXIS},
             "color": term_scale(row["term"] for row in rows),
             "order": {"field": "order", "type": "ordinal"},
-            "tooltip": _tips("run", "term", "size", "formula"),
+            "tooltip": tips("run", "term", "size", "formula"),
         },
     }  # fmt: skip
     lines = limit_line(capacity_bytes, axis="x") if capacity_bytes else []
-    return {"height": _tall(len(order), ROW_HEIGHT, legend_rows=3), "layer": [bars, *lines]}
+    return {"height": tall(len(order), ROW_HEIGHT, legend_rows=3), "layer": [bars, *lines]}
 
 
 def scatter(rows: Sequence[Spec]) -> Spec:
@@ -369,111 +380,17 @@ def scatter(rows: Sequence[Spec]) -> Spec:
                     },
                     "shape": {"field": "inside", "type": "nominal", "legend": None},
                     "opacity": {"condition": {"param": "row", "value": 0.75}, "value": 0.15},
-                    "tooltip": _tips("id", "source", "quantity", "said", "miss"),
+                    "tooltip": tips("id", "source", "quantity", "said", "miss"),
                 },
             },
         ],
     }
 
 
-def timeline(rows: Sequence[Spec], shades: Sequence[Spec], *, axis: str) -> Spec:
-    """Return bytes over time: rows of t_s, series, gib, size, phase; shades of start, end, phase."""
-    names = list(dict.fromkeys(row["series"] for row in rows))
-    phases = list(dict.fromkeys(shade["phase"] for shade in shades))
-    x = {"field": "t_s", "type": "quantitative", "axis": {"title": axis, "grid": False}}
-    colours = [PHASE_COLOURS.get(phase, UNKNOWN_COLOUR) for phase in phases]
-    layers: list[Spec] = []
-    if shades:
-        layers.append(
-            {
-                "data": {"values": list(shades)},
-                "mark": {"type": "rect", "opacity": 0.22},
-                "encoding": {
-                    "x": {"field": "start", "type": "quantitative", "axis": x["axis"]},
-                    "x2": {"field": "end"},
-                    "color": {
-                        "field": "phase",
-                        "type": "nominal",
-                        "scale": {"domain": phases, "range": colours},
-                        "legend": {"title": None, "orient": "top", "columns": 4},
-                    },
-                    "tooltip": _tips("phase"),
-                },
-            }
-        )
-    layers.append(
-        {
-            "data": {"values": list(rows)},
-            "mark": {"type": "line", "interpolate": "step-after", "strokeWidth": 1.8},
-            "encoding": {
-                "x": x,
-                "y": {"field": "gib", "type": "quantitative", "axis": GIB_AXIS},
-                "stroke": {
-                    "field": "series",
-                    "type": "nominal",
-                    "scale": {"domain": names, "range": list(SERIES[: len(names)])},
-                    "legend": {"title": None, "orient": "top", "symbolType": "stroke"},
-                },
-                "tooltip": _tips("series", "size", "phase"),
-            },
-        }
-    )
-    return {"height": 340, "layer": layers, "resolve": {"scale": {"color": "independent"}}}
-
-
-def step_memory(rows: Sequence[Spec]) -> Spec:
-    """Return memory over steps: rows of step, phase, kind, gib, size."""
-    kinds = list(dict.fromkeys(row["kind"] for row in rows))
-    phases = list(dict.fromkeys(row["phase"] for row in rows))
-    colours = [PHASE_COLOURS.get(phase, UNKNOWN_COLOUR) for phase in phases]
-    dashes = [list(DASHES[index % len(DASHES)]) for index in range(len(kinds))]
-    return {
-        "height": 320,
-        "data": {"values": list(rows)},
-        "mark": {"type": "line", "strokeWidth": 2},
-        "encoding": {
-            "x": {"field": "step", "type": "quantitative", "axis": {"title": "step"}},
-            "y": {"field": "gib", "type": "quantitative", "axis": GIB_AXIS},
-            "color": {
-                "field": "phase",
-                "type": "nominal",
-                "scale": {"domain": phases, "range": colours},
-                "legend": {"title": None, "orient": "top", "columns": 4},
-            },
-            "strokeDash": {
-                "field": "kind",
-                "type": "nominal",
-                "scale": {"domain": kinds, "range": dashes},
-                "legend": {"title": None, "orient": "top", "symbolType": "stroke"},
-            },
-            "tooltip": _tips("step", "phase", "kind", "size"),
-        },
-    }
-
-
-def line(rows: Sequence[Spec], *, title: str) -> Spec:
-    """Return one metric over the steps: rows of step, value."""
-    return {
-        "height": 180,
-        "data": {"values": list(rows)},
-        "mark": {"type": "line", "strokeWidth": 2, "color": TERM_COLOURS["weights"]},
-        "encoding": {
-            "x": {"field": "step", "type": "quantitative", "axis": {"title": "step"}},
-            "y": {
-                "field": "value",
-                "type": "quantitative",
-                "scale": {"zero": False},
-                "axis": {"title": title},
-            },
-            "tooltip": _tips("step", "value"),
-        },
-    }
-
-
-def _tall(rows: int, step: int, *, legend_rows: int = 1) -> int:
+def tall(rows: int, step: int, *, legend_rows: int = 1) -> int:
     """Return a chart's height in pixels: Streamlit fits axis and legend inside it."""
-    return rows * step + 60 + 24 * legend_rows
+    return rows * step + 78 + 28 * legend_rows
 
 
-def _tips(*fields: str) -> list[Spec]:
+def tips(*fields: str) -> list[Spec]:
     return [{"field": field, "type": "nominal", "title": field} for field in fields]

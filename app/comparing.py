@@ -7,6 +7,7 @@ import streamlit as st
 
 from app import charts
 from app.answer import MARKS, escape
+from app.draw import draw
 from planner.errors import VramwiseError
 from planner.hub import find_model
 from planner.machine import make_machine
@@ -65,9 +66,8 @@ def bars(plans: dict[str, Plan], *, key: str) -> None:
     capacities = {result.capacity_bytes for result in plans.values()}
     shared = capacities.pop() if len(capacities) == 1 else None
     peaks = ", ".join(f"{name} {format_bytes(p.peak_bytes)}" for name, p in plans.items())
-    st.vega_lite_chart(
+    draw(
         charts.side_by_side(rows, shared, order=list(plans)),
-        width="stretch",
         key=key,
         alt=f"Peak memory by term: {peaks}.",
     )
@@ -163,7 +163,7 @@ def real_steps() -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
     model, machine = find_model(MODEL), make_machine(GPU)
     fields = dict(START)
     result = plan(model, make_recipe(**fields), machine)
-    bars_, reasons = [], [{"after": "TRL 0.15", "peak": "", "why": result.why}]
+    bars_, reasons = [], [{"after": "TRL 0.15", "why": result.why}]
     label = format_bytes(result.peak_bytes, digits=1)
     bars_.append(_bar("TRL 0.15", 0, to_gib(result.peak_bytes), label, "total", result.why))
     for name, update in STEPS:
@@ -172,9 +172,9 @@ def real_steps() -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
         low, high = sorted((result.peak_bytes, then.peak_bytes))
         kind = "less" if then.peak_bytes <= result.peak_bytes else "more"
         sign = "-" if kind == "less" else "+"
-        label = sign + format_bytes(high - low, digits=1)
+        label = sign + format_bytes(high - low, digits=1) if high > low else "no change"
         bars_.append(_bar(name, to_gib(low), to_gib(high), label, kind, then.why))
-        reasons.append({"after": name, "peak": "", "why": then.why})
+        reasons.append({"after": name, "why": then.why})
         result = then
     label = format_bytes(result.peak_bytes, digits=1)
     bars_.append(_bar("Unsloth", 0, to_gib(result.peak_bytes), label, "total", result.why))
@@ -203,17 +203,17 @@ def waterfalls() -> None:
         st.caption("GB as printed: four lines added up, units mixed.")
         steps = published_steps()
         said = ", ".join(f"{step['step']} {step['change']}" for step in steps)
-        st.vega_lite_chart(
-            charts.waterfall(steps), width="stretch", key="as_published", alt=f"Waterfall: {said}."
+        draw(
+            charts.waterfall(steps, unit="GB as printed"),
+            key="as_published",
+            alt=f"Waterfall: {said}.",
         )
     with right:
         st.subheader("As it really is", anchor=False)
         st.caption("GiB, op by op: the largest phase, not a sum. All 8 sequences in one pass.")
         steps, reasons = real_steps()
         said = ", ".join(f"{step['step']} {step['change']}" for step in steps)
-        st.vega_lite_chart(
-            charts.waterfall(steps), width="stretch", key="as_it_is", alt=f"Waterfall: {said}."
-        )
+        draw(charts.waterfall(steps), key="as_it_is", alt=f"Waterfall: {said}.")
     for reason in reasons:
         st.caption(escape(f"{reason['after']}: {reason['why']}"))
     st.subheader("Line by line", anchor=False)

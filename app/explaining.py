@@ -17,11 +17,17 @@ MAX_LOG_MIB = 200
 MAX_CONFIG_MIB = 4
 LOG_TYPES = ("log", "txt", "out", "err", "json", "jsonl")
 CERTAINTY = {"proven by arithmetic": "green", "consistent": "orange", "unknown": "gray"}
-EXAMPLE = """torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 9.27 GiB. GPU 0 has a total \
-capacity of 23.51 GiB of which 4.30 GiB is free. Including non-PyTorch memory, this process has 19.20 GiB \
-memory in use. Of the allocated memory 18.31 GiB is allocated by PyTorch, and 402.52 MiB is reserved by \
-PyTorch but unallocated. If reserved but unallocated memory is large try setting \
-PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation."""
+EXAMPLE = """\
+python sft.py --model_name_or_path meta-llama/Llama-3.1-8B --per_device_train_batch_size 8 --max_length 4096 --use_peft --bf16
+  File "site-packages/transformers/trainer.py", line 3745, in compute_loss
+    outputs = model(**inputs)
+  File "site-packages/transformers/models/llama/modeling_llama.py", line 480, in forward
+    loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+  File "site-packages/transformers/loss/loss_utils.py", line 55, in ForCausalLMLoss
+    logits = logits.float()
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 15.66 GiB. GPU 0 has a total capacity of 79.10 GiB of which 9.06 GiB is free. Including non-PyTorch memory, this process has 70.03 GiB memory in use. Of the allocated memory 68.92 GiB is allocated by PyTorch, and 606.13 MiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.
+"""
+"""What torch prints; the sizes are those of Llama-3.1-8B."""
 
 
 def config_of(file: object) -> Imported | None:
@@ -88,7 +94,7 @@ def _failure(number: int, failure: Failure, *, many: bool) -> None:
         colour = CERTAINTY.get(lead.certainty.value, "gray")
         st.subheader(f"{lead.category.replace('_', ' ').capitalize()}", anchor=False)
         st.badge(lead.certainty.value, color=colour)  # type: ignore[arg-type]
-        st.markdown(escape(lead.explanation))
+        st.markdown(escape(lead.explanation[:1].upper() + lead.explanation[1:]))
         if lead.formula:
             st.code(lead.formula, language=None, wrap_lines=True)
         for cause in others[:2]:

@@ -109,6 +109,12 @@ def _cell(
         "verdict": result.verdict,
         "peak": format_bytes(result.peak_bytes, digits=1),
         "headroom": format_bytes(result.headroom_bytes, digits=1),
+        "said": _signed(result.headroom_bytes),
         "memory": format_bytes(gpu.torch_total_bytes or 0, digits=1),
         "name": gpu.name,
     }
+
+
+def _signed(num_bytes: int) -> str:
+    """Return headroom with its sign: what is left, or what is missing."""
+    return ("+" if num_bytes >= 0 else "") + format_bytes(num_bytes, digits=1)

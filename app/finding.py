@@ -6,6 +6,8 @@ import pandas as pd
 import streamlit as st
 
 from app import charts, finder, inputs, runs, sidebar
+from app.answer import escape
+from app.draw import draw
 from app.inputs import state
 from app.knobs import BY_KEY
 from planner.recommend import Recommendation
@@ -44,7 +46,7 @@ def models() -> None:
         found, search=st.session_state["search"] or "", sizes=st.session_state["sizes"]
     )
     st.markdown(
-        f"**{len({row.model for row in kept})} models** fit {_safe(machine.label)} for "
+        f"**{len({row.model for row in kept})} models** fit {escape(machine.label)} for "
         f"**{state('task')}**. Colour and number: the longest context. "
         "Click a cell, or a row of the table, to open it in *Will it fit?*"
     )
@@ -62,9 +64,8 @@ def models() -> None:
 def _heat_map(shown: list[Recommendation], names: list[str]) -> None:
     methods = list(dict.fromkeys(row.method for row in shown))
     columns = list(finder.METHODS) if set(methods) <= set(finder.METHODS) else methods
-    st.vega_lite_chart(
+    draw(
         charts.heat_map(finder.heat_rows(shown), columns=columns, models=names),
-        width="stretch",
         key="heat",
         on_select=_open_cell,
         alt=f"Longest context for {len(names)} models and {', '.join(columns)}; the table below has the same.",
@@ -151,17 +152,16 @@ def gpus() -> None:
     kept = [cell for cell in cells if cell["kind"] in st.session_state["kinds"]]
     fit = sum(cell["verdict"] == "fits" for cell in kept)
     st.markdown(
-        f"**{_safe(model.name)}** at {int(state('context') or 2048):,} tokens for **{state('task')}**: "
-        f"{fit} of {len(kept)} GPU and method pairs fit, the smallest GPU first. "
+        f"**{escape(model.name)}** at {int(state('context') or 2048):,} tokens for **{state('task')}**: "
+        f"{fit} of {len(kept)} GPU and method pairs fit, the smallest GPU first. The number: headroom. "
         "Click a cell, or a row of the table, to open it in *Will it fit?*"
     )
     if not kept:
         st.info("No GPU of these kinds can be planned for this run.")
         return
     st.session_state["gpu_rows"] = [(cell["gpu"], cell["method"]) for cell in kept]
-    st.vega_lite_chart(
+    draw(
         charts.verdict_map(kept),
-        width="stretch",
         key="gpu_heat",
         on_select=_open_gpu_cell,
         alt=f"Which GPUs take {model.name}; the table below has the same.",
@@ -195,7 +195,3 @@ def _open_gpu(gpu: str, method: str) -> None:
     if (gpu, method) in st.session_state.get("gpu_rows", []):
         sharding = {"sharding": "fsdp"} if int(state("gpus") or 1) > 1 and method != "serve" else {}
         open_run(model=state("model"), gpu=gpu, method=method, context=state("context"), **sharding)
-
-
-def _safe(text: str) -> str:
-    return "".join("\\" + char if char in "\\`*_[]<>#$~:" else char for char in text)

@@ -5,8 +5,9 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from app import charts, inputs, recordings
+from app import charts, inputs, recordings, time_charts
 from app.answer import escape, problem
+from app.draw import draw
 from app.recordings import Measured
 from planner.errors import VramwiseError
 from planner.plan import Plan, plan
@@ -80,9 +81,8 @@ def timeline(recording: Recording) -> None:
     rows = [
         {**row, "gib": to_gib(row["bytes"]), "size": format_bytes(row["bytes"])} for row in points
     ]
-    st.vega_lite_chart(
-        charts.timeline(rows, shades, axis=axis),
-        width="stretch",
+    draw(
+        time_charts.timeline(rows, shades, axis=axis),
         key="timeline_chart",
         alt=f"{title}; the highest point is {format_bytes(max(row['bytes'] for row in points))}.",
     )
@@ -98,9 +98,8 @@ def phase_bars(recording: Recording) -> None:
         known = dict(phase.terms_bytes) or {"unknown": phase.peak_bytes}
         rows += [_term_row(phase.name, name, size) for name, size in known.items() if size]
     sizes = ", ".join(f"{p.name} {format_bytes(p.peak_bytes)}" for p in recording.phases)
-    st.vega_lite_chart(
+    draw(
         charts.side_by_side(rows, None, order=[phase.name for phase in recording.phases]),
-        width="stretch",
         key="recorded_phases",
         alt=f"Measured memory by phase and term: {sizes}.",
     )
@@ -226,9 +225,8 @@ def steps(found: Measured) -> None:
             for row in memory
         ]
         kinds = sorted({row["kind"] for row in rows})
-        st.vega_lite_chart(
-            charts.step_memory(rows),
-            width="stretch",
+        draw(
+            time_charts.step_memory(rows),
             key="step_memory",
             alt=f"Memory by phase over the steps: {', '.join(kinds)}.",
         )
@@ -236,9 +234,9 @@ def steps(found: Measured) -> None:
     for first in range(0, len(names), 2):
         for column, name in zip(st.columns(2), names[first : first + 2], strict=False):
             values = recordings.step_series(found.steps, name)
-            column.vega_lite_chart(
-                charts.line(values, title=name.replace("_", " ")),
-                width="stretch",
-                key=f"step_{name}",
-                alt=f"{name} over {len(values)} steps.",
-            )
+            with column:
+                draw(
+                    time_charts.line(values, title=name.replace("_", " ")),
+                    key=f"step_{name}",
+                    alt=f"{name} over {len(values)} steps.",
+                )

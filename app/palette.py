@@ -41,7 +41,7 @@ LIGHT = {
     "linkColor": "#1455CC",
 }
 DARK = {
-    "primaryColor": "#67B6FF",
+    "primaryColor": "#2F78E8",
     "backgroundColor": "#10141B",
     "secondaryBackgroundColor": "#1A212C",
     "textColor": "#E6EAF0",

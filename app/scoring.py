@@ -30,7 +30,9 @@ def in_bytes(quantity: str) -> bool:
 
 def said(quantity: str, value: float) -> str:
     """Return a figure for a person, in the quantity's unit."""
-    return format_bytes(int(value)) if in_bytes(quantity) else f"{value:,.4g}"
+    if in_bytes(quantity):
+        return format_bytes(int(value))
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def row(item: Scored) -> dict[str, Any]:

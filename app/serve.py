@@ -18,7 +18,7 @@ OPTIONS = {
     "client.showErrorDetails": "none",
     "theme.baseRadius": "medium",
     "theme.metricValueFontSize": "1.35rem",
-    "theme.paddingTop": "3.5rem",
+    "theme.paddingTop": "1rem",
     "theme.sidebar.paddingTop": "1rem",
     "theme.showWidgetBorder": "true",
     **{f"theme.light.{name}": value for name, value in LIGHT.items()},

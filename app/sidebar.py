@@ -60,17 +60,14 @@ def show() -> None:
             help="Search the catalogue, or write a Hugging Face id: owner/name.",
         )  # fmt: skip
     machine_widgets()
-    framework = state("framework")
+    framework_widget()
     left, right = st.columns(2)
     with left:
         knob("task", {})
-    task = state("task")
-    defaults = find_framework(framework).task_defaults(task) if framework else {}
-    defaults = {**defaults, "engine.kind": defaults.get("engine"), **_engine_defaults(defaults)}
-    with right:
-        if task != "serve":
+    defaults = _defaults(state("framework"), state("task"))
+    if state("task") != "serve":
+        with right:
             knob("method", defaults)
-    framework_widget()
     _pairs([k.key for k in _shown(Group.FIRST)], defaults)
     with st.expander("More settings", key="more"):
         for group in MORE:
@@ -80,9 +77,12 @@ def show() -> None:
                 _pairs([k.key for k in shown], defaults)
 
 
-def _engine_defaults(defaults: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "sleep_level")
-    return {f"engine.{name}": defaults.get(name) for name in names}
+def _defaults(framework: str | None, task: str) -> dict[str, Any]:
+    """Return what a framework does by itself, by recipe path."""
+    found = find_framework(framework).task_defaults(task) if framework else {}
+    engine = ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "sleep_level")
+    inner = {f"engine.{name}": found.get(name) for name in engine}
+    return {**found, **inner, "engine.kind": found.get("engine")}
 
 
 def _shown(group: Group) -> list[knobs.Knob]:

@@ -5,6 +5,7 @@ import streamlit as st
 
 from app import charts, scoring
 from app.answer import escape
+from app.draw import draw
 from planner.accuracy.score import summarise
 
 result = scoring.accuracy()
@@ -28,33 +29,37 @@ with st.container(horizontal=True, border=True):
     st.metric("Figures", f"{statistics.n:,}", help=f"of {result.rows:,} published ones")
     st.metric("Median error", f"{statistics.median_abs_error:.1%}")
     st.metric("90% are within", f"{statistics.p90_abs_error:.1%}")
-    st.metric("Bias", f"{statistics.bias:+.1%}", help="Median signed error; plus: says too much.")
+    st.metric(
+        "Bias",
+        f"{round(statistics.bias, 3) + 0.0:+.1%}",
+        help="Median signed error; plus: says too much.",
+    )
     st.metric("In the interval", f"{statistics.interval_coverage:.0%}")
 
 rows = {item.row.id: item for item in items}
-left, right = st.columns([3, 2], gap="medium")
-with left:
-    st.subheader("Predicted against measured", anchor=False)
-    drawn = [scoring.row(item) for item in items if item.truth > 0 and item.prediction.value > 0]
-    chosen = st.vega_lite_chart(
-        charts.scatter(drawn),
-        width="stretch",
-        key="scatter",
-        on_select="rerun",
-        alt=f"{len(drawn)} figures, predicted against measured; the dashed line is a perfect prediction.",
-    )
-with right:
-    st.subheader("The ten worst", anchor=False)
-    bad = scoring.worst(items)
-    picked = st.dataframe(
-        pd.DataFrame([scoring.row(item) for item in bad])[["id", "miss", "quantity", "source"]],
-        hide_index=True,
-        width="stretch",
-        key="worst",
-        on_select="rerun",
-        selection_mode="single-row",
-        alt="The ten figures the planner misses most.",
-    )
+st.subheader("The ten worst", anchor=False)
+bad = scoring.worst(items)
+picked = st.dataframe(
+    pd.DataFrame([scoring.row(item) for item in bad])[["id", "miss", "quantity", "said", "source"]],
+    hide_index=True,
+    width="stretch",
+    key="worst",
+    on_select="rerun",
+    selection_mode="single-row",
+    column_config={
+        "said": "measured and predicted",
+        "miss": st.column_config.TextColumn(width="small"),
+    },
+    alt="The ten figures the planner misses most.",
+)
+st.subheader("Predicted against measured", anchor=False)
+drawn = [scoring.row(item) for item in items if item.truth > 0 and item.prediction.value > 0]
+chosen = draw(
+    charts.scatter(drawn),
+    key="scatter",
+    on_select="rerun",
+    alt=f"{len(drawn)} figures, predicted against measured; the dashed line is a perfect prediction.",
+)
 point = chosen.selection.get("row") or []
 name = point[0]["id"] if point else ""
 if picked.selection.rows and picked.selection.rows[0] < len(bad):

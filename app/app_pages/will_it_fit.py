@@ -25,13 +25,10 @@ answer.verdict_card(run, result)
 left, right = st.columns([3, 2], gap="medium")
 with left:
     answer.phases(result)
-with right:
-    answer.lever_buttons(run, result, levers)
-answer.peak_table(result)
-left, right = st.columns(2, gap="medium")
-with left:
     answer.curve(run, result)
 with right:
+    answer.lever_buttons(run, result, levers)
     answer.largest(run, result)
+answer.peak_table(result)
 answer.host(result)
 answer.exports(run)

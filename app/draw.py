@@ -1,0 +1,29 @@
+"""Shows a chart: ink and paper follow the reader's theme, everything else is in the spec."""
+
+from typing import Any
+
+import streamlit as st
+
+from app.charts import Spec
+from app.palette import DARK, LIGHT, RANGE_COLOUR
+
+
+def draw(spec: Spec, *, key: str, alt: str, **options: Any) -> Any:
+    """Show a Vega-Lite spec at full width; `alt` says it in words."""
+    return st.vega_lite_chart(themed(spec), width="stretch", key=key, alt=alt, **options)
+
+
+def themed(spec: Spec) -> Spec:
+    """Return the spec with labels and gaps in the colours of the theme in use."""
+    kind = st.context.theme.type
+    theme = {"light": LIGHT, "dark": DARK}.get(kind or "")
+    ink = theme["textColor"] if theme else RANGE_COLOUR
+    paper = theme["backgroundColor"] if theme else "transparent"
+    config = {
+        "text": {"color": ink},
+        "rule": {"color": ink},
+        "bar": {"stroke": paper, "strokeWidth": 0.8},
+        "rect": {"stroke": paper, "strokeWidth": 0.8},
+        "legend": {"symbolStrokeWidth": 0},
+    }
+    return {**spec, "config": config}
