@@ -11,6 +11,7 @@ from planner.model import ModelSpec
 from planner.plan import Plan, plan
 from planner.recipe import MAX_TOKENS, Method, Recipe, Task
 from planner.resolve import Resolved
+from planner.terms.kv_cache import rollout_sequences
 
 MAX_COMBINATION = 4
 MAX_COUNT = 2**20
@@ -205,6 +206,17 @@ def _engine_changes(r: Resolved) -> list[Change]:
                 5,
             )
         )
+    waves = rollout_sequences(r)
+    if r.task is Task.GRPO and waves > 1 and not r.switch("generates_whole_batch"):
+        for size in sorted({-(-waves // 2), 1}, reverse=True):
+            found.append(
+                Change(
+                    f"engine.max_num_seqs={size}",
+                    {"engine.max_num_seqs": size},
+                    "completions are generated in waves: slower",
+                    2,
+                )
+            )
     if r.task in (Task.GRPO, Task.SERVE) and r.kv_dtype in ("bf16", "fp16", "fp32"):
         found.append(
             Change(

@@ -232,8 +232,9 @@ def _checkpointed(
     inputs = -(-layers // every)
     resident = min(layers, r.keep_layers) if offload else inputs
     # a frozen model's embedding output is made a leaf, which its gradient node holds
-    leaf = one if offload and not settings.full and resident < layers else 0
-    if model.embedding_scale_copy and model.norm != "rmsnorm_gemma" and not settings.full:
+    hooked = not settings.full and r.switch("frozen_embedding_leaf", True)
+    leaf = one if offload and hooked and resident < layers else 0
+    if model.embedding_scale_copy and model.norm != "rmsnorm_gemma" and hooked:
         leaf += one  # scaled outside the embedding module: the first layer's input is a copy
     kept = fixed + resident * one + leaf
     widest = max(costs, key=lambda cost: largest(cost.recompute, tokens).total(tokens))

@@ -85,4 +85,4 @@ def rollout_sequences(r: Resolved) -> int:
         return max(r.sequences, 1)
     if r.switch("generates_whole_batch"):
         return r.sequences * r.grad_accum
-    return max(r.sequences, r.num_generations)
+    return min(max(r.sequences, r.num_generations), r.max_num_seqs)
