@@ -60,9 +60,15 @@ def terminal(recording: Recording) -> Group:
     return Group(*parts)
 
 
+def terms_of(recording: Recording) -> list[str]:
+    """Return the terms that any phase has, in the order of TERMS, what is no term of a plan last."""
+    found = {term for phase in recording.phases for term in phase.terms_bytes}
+    return [*(term for term in TERMS if term in found), *sorted(found - set(TERMS))]
+
+
 def phase_table(recording: Recording) -> Table:
     """Return phases as rows and the terms alive at each phase's peak as columns."""
-    terms = [t for t in TERMS if any(t in phase.terms_bytes for phase in recording.phases)]
+    terms = terms_of(recording)
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("phase")
     for column in ("peak", *terms):
@@ -163,7 +169,7 @@ def phase_figure(recording: Recording) -> Any:
     figure = go.Figure()
     unit, unit_name = _unit(recording)
     names = [phase.name for phase in recording.phases]
-    for term in TERMS:
+    for term in terms_of(recording):
         sizes = [phase.terms_bytes.get(term, 0) / unit for phase in recording.phases]
         if any(sizes):
             labels = [shown(phase.terms_bytes.get(term, 0)) for phase in recording.phases]
@@ -189,7 +195,8 @@ _PAGE = """<!doctype html>
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; color: #222 }}
 h1 {{ font-size: 1.4rem; overflow-wrap: anywhere }} h2 {{ font-size: 1.1rem; margin-top: 2rem }}
 table {{ border-collapse: collapse }} td, th {{ padding: .25rem .8rem; border-bottom: 1px solid #e5e5e5; text-align: left }}
-td.n, th.n {{ text-align: right; font-variant-numeric: tabular-nums }} tr.peak {{ font-weight: 600; background: #fff4e5 }}
+td.n, th.n {{ text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }} tr.peak {{ font-weight: 600; background: #fff4e5 }}
+.wide {{ overflow-x: auto; font-size: 14px }} .wide td, .wide th {{ padding: .25rem .5rem }}
 .note {{ color: #666 }} code {{ overflow-wrap: anywhere }}
 </style></head><body>
 <h1>{title}</h1>
@@ -233,23 +240,24 @@ def _rows_table(rows: list[tuple[str, str]]) -> str:
 
 
 def _phases_html(recording: Recording) -> str:
-    terms = [t for t in TERMS if any(t in phase.terms_bytes for phase in recording.phases)]
-    columns = ("peak", "reserved", "driver", "host", *terms)
-    head = "".join(f'<th class="n">{name}</th>' for name in columns)
+    terms = terms_of(recording)
+    views = {"peak": "peak_bytes", "reserved": "reserved_bytes", "driver": "device_used_bytes"}
+    views["host"] = "host_bytes"
+    # a view that nothing is known of is one "unknown" in the summary, not a column of them
+    views = {
+        name: field
+        for name, field in views.items()
+        if any(getattr(phase, field) is not None for phase in recording.phases)
+    }
+    head = "".join(f'<th class="n">{name}</th>' for name in (*views, *terms))
     lines = []
     for phase in recording.phases:
-        sizes = (
-            phase.peak_bytes,
-            phase.reserved_bytes,
-            phase.device_used_bytes,
-            phase.host_bytes,
-        )
-        cells = [shown(size) for size in sizes]
+        cells = [shown(getattr(phase, field)) for field in views.values()]
         cells += [shown(phase.terms_bytes[t]) if t in phase.terms_bytes else "" for t in terms]
         row = "".join(f'<td class="n">{cell}</td>' for cell in cells)
         mark = ' class="peak"' if phase.name == recording.peak_phase else ""
         lines.append(f"<tr{mark}><th>{html.escape(phase.name)}</th>{row}</tr>")
-    return f"<table><tr><th>phase</th>{head}</tr>{''.join(lines)}</table>"
+    return f'<div class="wide"><table><tr><th>phase</th>{head}</tr>{"".join(lines)}</table></div>'
 
 
 def _largest_html(recording: Recording) -> str:
