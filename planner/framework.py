@@ -28,6 +28,8 @@ class LogitsLaw:
     chunk_rows: int = 0
     chunk_count: int = 0
     """Instead of chunk_rows: the rows are cut into this many chunks."""
+    chunk_ratio: bool = False
+    """Rows are the next power of two of N / ceil(V / H), so that a chunk is as large as hidden."""
     chunk_vocab: int = 0
     """0 = the whole vocabulary."""
     chunk: tuple[tuple[str, str], ...] = ()

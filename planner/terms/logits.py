@@ -97,6 +97,9 @@ def chunk_rows(model: ModelSpec, r: Resolved, law: LogitsLaw, rows: int, act: in
         return min(rows, r.loss_chunk_rows)
     if law.chunk_rows:
         return min(rows, law.chunk_rows)
+    if law.chunk_ratio:
+        part = -(-rows // -(-model.vocab // model.hidden))
+        return min(rows, 1 << max(0, part - 1).bit_length())
     if law.chunk_count:
         return -(-rows // law.chunk_count)
     element = sum(width(dtype, act) for _, dtype in law.chunk)
