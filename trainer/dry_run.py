@@ -131,7 +131,7 @@ class VramwiseStep(HfSft):
         from trainer.checkpointing import checkpoint_layers, decoder_layers
         from trainer.host_store import HostStore
         from trainer.preflight import MLP_TILE_TOKENS
-        from trainer.tiled_mlp import tile_mlps
+        from trainer.tiled_mlp import tile_layers
 
         layers = decoder_layers(policy.base)
         keep = self.recipe.offload_keep_layers
@@ -141,8 +141,8 @@ class VramwiseStep(HfSft):
             every=self.recipe.checkpoint_every,
             store=HostStore(len(layers), keep_last=keep, copies=TracedCopies(tracker)),
         )
-        if self.recipe.tiled_mlp:
-            tile_mlps(policy.base, tile_tokens=MLP_TILE_TOKENS)
+        if self.resolved.tiled_mlp:
+            tile_layers(policy.base, tile_tokens=MLP_TILE_TOKENS, must=False)
 
     def _loss(self, policy: Any, batch: Any) -> torch.Tensor:
         from trainer.losses import LossSettings, policy_loss, sft_loss

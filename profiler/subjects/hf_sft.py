@@ -41,6 +41,9 @@ class HfSft:
         """Return the model on the meta device."""
         model: Any = build(self.options)
         self.vocab = int(model.config.get_text_config().vocab_size)
+        if self.options.shifted_copy:
+            base = model.get_base_model() if hasattr(model, "get_base_model") else model
+            base.loss_function = shifted_loss
         embedding = model.get_input_embeddings().weight
         self.trained_embedding = tuple(embedding.shape) if embedding.requires_grad else ()
         return model
@@ -83,6 +86,16 @@ class HfSft:
         if scaler is not None:
             loss = scaler.scale(loss)
         loss.backward()
+
+
+def shifted_loss(logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """logits [B, T, V], labels [B, T] -> the mean cross-entropy as transformers 4.45 computed it."""
+    logits = logits.float()
+    shifted = logits[..., :-1, :].contiguous()
+    targets = labels[..., 1:].contiguous()
+    return torch.nn.functional.cross_entropy(
+        shifted.view(-1, shifted.shape[-1]), targets.view(-1), ignore_index=-100
+    )
 
 
 def make_state(

@@ -44,6 +44,8 @@ class StepOptions:
     """Hold the model's outputs through backward, as a hand-written loop does."""
     fp32_outputs: bool | None = None
     """accelerate's conversion of the outputs to fp32; None = with autocast, as accelerate does."""
+    shifted_copy: bool = False
+    """The loss of transformers before 4.46: a contiguous shifted copy of the fp32 logits."""
     max_grad_norm: float = 1.0
     """0 = no clipping."""
     compute_capability: int = 8
