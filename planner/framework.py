@@ -134,9 +134,9 @@ _PAIRS = ("forward", "backward", "chunk", "hidden", "head_grad")
 
 
 def _law(row: dict[str, Any]) -> LogitsLaw:
-    values = {key: value for key, value in row.items() if key not in _PAIRS}
-    pairs = {key: tuple(row[key].items()) for key in _PAIRS if key in row}
-    return LogitsLaw(**values, **pairs)
+    values: dict[str, Any] = {key: value for key, value in row.items() if key not in _PAIRS}
+    values |= {key: tuple(row[key].items()) for key in _PAIRS if key in row}
+    return LogitsLaw(**values)
 
 
 def width(dtype: str, act_bytes: int) -> int:
