@@ -169,11 +169,11 @@ def compare_command(
     from planner.plan import plan
     from planner.runfile import load_run_file, machine_of
     from profiler.compare import compare, to_text
-    from profiler.explain import as_measured, explain
+    from profiler.explain import as_measured, as_planned, explain
     from profiler.vllm_log import load_measured
 
     run_file = load_run_file(run)
-    measured = load_measured(recording)
+    measured = as_planned(load_measured(recording))
     machine = machine_of(run_file.machine)
     planned = as_measured(plan(find_model(run_file.model), run_file.recipe, machine), measured)
     result = compare(planned, measured)

@@ -13,14 +13,21 @@ NO_DIFFERENCE = 0.01
 
 
 def as_measured(plan: Plan, recording: Recording) -> Plan:
-    """Return `plan` without what the recording's device does not have.
+    """Return `plan` in the recording's terms.
 
     A CPU run has no cuBLAS workspace and no CUDA context, so the overhead term would only show
-    up as an error of the plan.
+    up as an error of the plan. A recording of totals tells what has an owner from the rest; so
+    the plan's logits, cache and workspace join its activations.
     """
-    if recording.environment.get("gpu") or recording.source == "trace":
+    if recording.source != "torch":
         return plan
-    phases = tuple(_without_overhead(phase) for phase in plan.phases)
+    phases = plan.phases
+    if not recording.environment.get("gpu"):
+        phases = tuple(_without_overhead(phase) for phase in phases)
+    if not recording.largest:
+        phases = tuple(_owned_and_rest(phase) for phase in phases)
+    if phases is plan.phases:
+        return plan
     peak = max(phases, key=lambda phase: phase.total_bytes)
     return replace(plan, phases=phases, peak_phase=peak.name, peak_bytes=peak.total_bytes)
 
@@ -28,6 +35,37 @@ def as_measured(plan: Plan, recording: Recording) -> Plan:
 def _without_overhead(phase: Phase) -> Phase:
     terms = tuple(term for term in phase.terms if term.name != "overhead")
     return replace(phase, terms=terms, total_bytes=sum(term.bytes for term in terms))
+
+
+OWNED = ("weights", "adapters", "gradients", "optimizer")
+
+
+def _owned_and_rest(phase: Phase) -> Phase:
+    terms = tuple(
+        term if term.name in OWNED else replace(term, name="activations") for term in phase.terms
+    )
+    return replace(phase, terms=terms)
+
+
+def as_planned(recording: Recording) -> Recording:
+    """Return `recording` without what is no tensor: the libraries in a CPU process's heap."""
+    if recording.environment.get("gpu") or recording.source != "torch" or recording.largest:
+        return recording
+    phases = tuple(
+        replace(
+            phase,
+            peak_bytes=phase.peak_bytes - phase.terms_bytes.get("overhead", 0),
+            terms_bytes={k: v for k, v in phase.terms_bytes.items() if k != "overhead"},
+        )
+        for phase in recording.phases
+    )
+    top = max(phases, key=lambda phase: phase.peak_bytes, default=None)
+    return replace(
+        recording,
+        phases=phases,
+        peak_bytes=top.peak_bytes if top else recording.peak_bytes,
+        peak_phase=top.name if top else "",
+    )
 
 
 def largest_difference(comparison: Comparison) -> Cell | None:

@@ -24,7 +24,7 @@ from planner.report import text as plan_text
 from planner.units import GiB, format_bytes
 from profiler.calibration import this_machine
 from profiler.compare import Comparison, compare, to_text
-from profiler.explain import as_measured, explain
+from profiler.explain import as_measured, as_planned, explain
 from profiler.live_recipe import Shapes, longest_in_data, model_spec, recipe_of
 from profiler.recording import Recording
 from profiler.torch_recorder import LiveRecording
@@ -105,9 +105,10 @@ class VramwiseCallback(TrainerCallback):
             self._say(f"measured peak {format_bytes(self.recording.peak_bytes)}")
             return
         planned = as_measured(self.plan, self.recording)
-        self.comparison = compare(planned, self.recording)
+        measured = as_planned(self.recording)
+        self.comparison = compare(planned, measured)
         self._say(to_text(self.comparison))
-        self._say("\n".join(explain(self.comparison, planned, self.recording)))
+        self._say("\n".join(explain(self.comparison, planned, measured)))
         found = levers(model_spec(model), self.recipe, self.machine, self.plan)
         for advice in [each for each in found if not each.change.changes_objective][:3]:
             saved = format_bytes(advice.saved_bytes)

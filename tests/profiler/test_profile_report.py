@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from profiler.cli import register
-from profiler.explain import as_measured, explain, largest_difference
+from profiler.explain import as_measured, as_planned, explain, largest_difference
 from profiler.launch import Sample
 from profiler.live import line
 from profiler.recording import LiveTensor, PhaseRecord, Recording
@@ -142,6 +142,29 @@ def test_a_cpu_run_is_not_blamed_for_the_workspace_it_does_not_have(model: Path)
     assert not any(term.name == "overhead" for phase in on_cpu.phases for term in phase.terms)
     assert on_cpu.peak_bytes < plan.peak_bytes
     assert as_measured(plan, recording()) is plan
+
+
+def test_totals_are_compared_as_owned_and_rest(model: Path) -> None:
+    from profiler.compare import compare
+
+    plan = planned(model)
+    totals = recording(largest=(), environment={"gpu": "X"})
+    comparison = compare(as_measured(plan, totals), totals)
+    owned = {"weights", "adapters", "gradients", "optimizer"}
+    assert {cell.term for cell in comparison.cells} <= {*owned, "activations"}
+    rest = sum(term.bytes for term in plan.phase("loss").terms if term.name not in owned)
+    assert comparison.cell("loss", "activations").planned_bytes == rest
+
+
+def test_the_libraries_in_a_cpu_heap_are_left_out_of_a_comparison() -> None:
+    on_cpu = recording(
+        largest=(),
+        environment={"gpu": None},
+        peak_bytes=150 * MIB,
+        phases=(phase("forward", weights=10 * MIB, activations=30 * MIB, overhead=110 * MIB),),
+    )
+    assert as_planned(on_cpu).peak_bytes == 40 * MIB
+    assert as_planned(recording()) == recording()
 
 
 def test_the_largest_difference_is_named_with_formula_and_tensors(model: Path) -> None:
