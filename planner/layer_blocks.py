@@ -6,16 +6,13 @@ Follows transformers 5.x modelling code, operation by operation.
 from collections.abc import Callable
 from dataclasses import replace
 
-from planner.layer_program import Program
-from planner.lora_targets import is_attention, is_mlp
+from planner.layer_channel import channel
+from planner.layer_program import LINEARS, Program
+from planner.lora_targets import is_attention
 from planner.model import LayerSpec, MixerKind, MixerSpec, MlpKind, ModuleKind, ModuleSpec
-from planner.tape import Tape, Value, envelope, largest
+from planner.tape import Value
 
-LINEARS = (ModuleKind.LINEAR, ModuleKind.CONV1D)
 OUT_LEAVES = frozenset({"o_proj", "out_proj", "c_proj", "dense", "wo", "output_proj"})
-DOWN_LEAVES = frozenset(
-    {"down_proj", "fc2", "c_proj", "dense_4h_to_h", "w2", "fc_out", "output_linear"}
-)
 LATENT = "kv_a_proj_with_mqa"
 
 
@@ -24,13 +21,6 @@ def mixer_linears(layer: LayerSpec) -> tuple[list[ModuleSpec], ModuleSpec | None
     found = [m for m in layer.modules if m.kind in LINEARS and is_attention(m, layer)]
     out = next((m for m in reversed(found) if m.leaf in OUT_LEAVES), None)
     return [m for m in found if m is not out], out
-
-
-def mlp_linears(layer: LayerSpec) -> tuple[list[ModuleSpec], ModuleSpec]:
-    """Return the projections into the channel mixer, and the one out of it."""
-    found = [m for m in layer.modules if m.kind in LINEARS and is_mlp(m, layer)]
-    down = next((m for m in reversed(found) if m.leaf in DOWN_LEAVES), found[-1])
-    return [m for m in found if m is not down], down
 
 
 def attention(p: Program, x: Value, layer: LayerSpec, width: int) -> Value:
@@ -121,160 +111,6 @@ def latent_projections(
     return q, k, v
 
 
-def _activation(p: Program, x: Value, size: float, kind: str) -> Value:
-    """Record an activation function; `x` is dropped."""
-    tape = p.tape
-    if kind in ("gelu_new", "gelu_fast", "gelu_python"):
-        # 0.5 * x * (1 + tanh(c * (x + 0.044715 * x**3))) written out: four tensors are saved;
-        # autocast takes the power, and with it all that follows, to fp32
-        half = tape.op((x,), size)
-        base = x
-        if p.s.autocast and p.s.act != 4:
-            size *= 4 / p.s.act
-            base = tape.op((x,), size)
-        cube = tape.op((base,), size, saves=(base,))
-        if base is not x:
-            tape.drop(base)
-        scaled = p.cast(cube, size)
-        inner = tape.op((x, scaled), size)
-        tape.drop(scaled)
-        inner = p.cast(inner, size)
-        tanh = tape.op((inner,), size, saves_out=True)
-        tape.drop(inner)
-        one = p.cast(tanh, size)
-        out = tape.op((half, one), size, saves=(half, one))
-        tape.drop(half, one, x)
-        return out
-    if kind in ("relu", "relu2"):
-        out = tape.op((x,), size, saves_out=True)
-        tape.drop(x)
-        if kind == "relu2":
-            squared = tape.op((out,), size, saves=(out,))
-            tape.drop(out)
-            out = squared
-        return out
-    if kind == "quick_gelu":
-        gate = tape.op((x,), size, saves_out=True)
-        out = tape.op((x, gate), size, saves=(x, gate))
-        tape.drop(gate, x)
-        return out
-    out = tape.op((x,), size, saves=(x,))
-    tape.drop(x)
-    return out
-
-
-def mlp_block(p: Program, x: Value, layer: LayerSpec, width: int) -> Value:
-    """Record a dense MLP."""
-    s, tape, mlp = p.s, p.tape, layer.mlp
-    inner = width if s.quantized else s.act
-    ins, down = mlp_linears(layer)
-    size = mlp.intermediate * inner
-    first = p.linear(x, ins[0], width)
-    if mlp.kind is MlpKind.PLAIN:
-        product = _activation(p, first, size, mlp.activation)
-    elif mlp.fused_gate_up:
-        product = _gated(p, first, size, mlp.activation)
-    elif "swiglu" in s.fused:
-        up = p.linear(x, ins[1], width)
-        product = tape.op((first, up), size, saves=(first, up))
-        tape.drop(first, up)
-    else:
-        activated = _activation(p, first, size, mlp.activation)
-        up = p.linear(x, ins[1], width)
-        product = tape.op((activated, up), size, saves=(activated, up))
-        tape.drop(activated, up)
-    # gelu_new leaves fp32 behind under autocast
-    out = p.linear(product, down, max(inner, round(product.size / mlp.intermediate)))
-    tape.drop(product)
-    return out
-
-
-def _gated(p: Program, both: Value, size: float, kind: str) -> Value:
-    """Record act(gate) * up where both come from one linear; `both` is dropped."""
-    tape = p.tape
-    gate, up = tape.split(both, (size, size))
-    tape.drop(both)
-    if "swiglu" in p.s.fused:
-        product = tape.op((gate, up), size, saves=(gate, up))
-        tape.drop(gate, up)
-        return product
-    activated = _activation(p, gate, size, kind)
-    product = tape.op((up, activated), size, saves=(up, activated))
-    tape.drop(up, activated)
-    return product
-
-
-def moe_block(p: Program, x: Value, layer: LayerSpec, hidden: int, width: int) -> Value:
-    """Record routed experts as transformers' grouped_mm_experts_forward runs them."""
-    s, tape, mlp = p.s, p.tape, layer.mlp
-    logits = p.linear_like(x, mlp.num_experts * s.act, mlp.num_experts * hidden)
-    probs = tape.op((logits,), mlp.num_experts * 4, saves_out=True)
-    indices = tape.value(mlp.top_k * 40, needs_grad=False)  # ids, order, inverse: int64 and fp32
-    weights = tape.op((probs,), mlp.top_k * 4, saves=(indices,))
-    tape.drop(probs)
-    out = _experts(p, x, layer, hidden, weights)
-    tape.drop(weights, indices, logits)
-    if width != s.act:
-        out = p.cast(out, hidden * width)
-    shared = [m for m in layer.modules if m.kind in LINEARS and is_mlp(m, layer)]
-    if len(shared) < 2 or not mlp.shared_intermediate:
-        return out
-    kind = MlpKind.GATED if mlp.expert_gated else MlpKind.PLAIN
-    dense = replace(mlp, kind=kind, intermediate=mlp.shared_intermediate)
-    fed = mlp_block(p, x, replace(layer, mlp=dense), width)
-    total = tape.add(out, fed, hidden * width)
-    tape.drop(out, fed)
-    return total
-
-
-def _experts(p: Program, x: Value, layer: LayerSpec, hidden: int, weights: Value) -> Value:
-    """Record gather, two grouped matmuls, weighting and the sum over a token's experts."""
-    s, tape, mlp = p.s, p.tape, layer.mlp
-    wide, narrow = mlp.top_k * hidden * s.act, mlp.top_k * mlp.intermediate * s.act
-    count = sum(m.weight_parameters for m in layer.modules if m.kind is ModuleKind.EXPERTS)
-    parts = 3 if mlp.expert_gated else 2
-    held: list[Value] = []
-    rows = tape.op((x,), wide)
-    both = _grouped(p, rows, (parts - 1) * narrow, count * (parts - 1) // parts, "in", held)
-    if mlp.expert_gated:
-        product = _gated(p, both, narrow, mlp.activation)
-    else:
-        product = _activation(p, both, narrow, mlp.activation)
-    down = _grouped(p, product, wide, count // parts, "out", held)
-    tape.drop(product)
-    weighted = tape.op((down, weights), wide, saves=(down, weights), scratch=wide)
-    ordered = tape.op((weighted,), wide)
-    tape.drop(weighted)
-    out = tape.op((ordered,), hidden * s.act)
-    tape.drop(ordered, down, rows, *held)
-    return out
-
-
-def _grouped(
-    p: Program, x: Value, per_token: float, count: int, side: str, held: list[Value]
-) -> Value:
-    """Record one grouped matmul over fused expert weights of `count` elements.
-
-    PEFT adapts fused experts by making W + BA whole: a second copy of the weight, cached while the
-    experts run (`held`), and a gradient of its size in backward.
-    """
-    s, tape = p.s, p.tape
-    if not s.expert_adapters:
-        return tape.op(
-            (x,),
-            per_token,
-            saves=(x,) if s.full else (),
-            weight_grad=count * s.grad if s.full else 0,
-        )
-    share = s.expert_adapters * (2 if side == "in" else 1) // 3
-    factors = tape.value(0, share * s.act, needs_grad=False)
-    merged = tape.op((), 0, count * s.act, saves=(factors,), weight_grad=share * s.adapter)
-    out = tape.op((x, merged), per_token, saves=(x, merged))
-    tape.drop(factors)
-    held.append(merged)
-    return out
-
-
 def recurrent(p: Program, x: Value, layer: LayerSpec, width: int) -> Value:
     """Record Mamba or linear attention with its fused kernels (mamba-ssm, flash-linear-attention).
 
@@ -306,7 +142,7 @@ def run_layer(p: Program, x: Value, layer: LayerSpec, hidden: int) -> Value:
         return _single(p, x, layer, hidden, wide)
     before, after = norm_places(layer)
     middle = _block(p, x, layer, hidden, wide, _mix, before=before, after=after)
-    out = _block(p, middle, layer, hidden, wide, _channel, before=before, after=after)
+    out = _block(p, middle, layer, hidden, wide, channel, before=before, after=after)
     p.tape.drop(middle)
     return out
 
@@ -364,7 +200,7 @@ def _dropout(p: Program, x: Value, hidden: int) -> Value:
 
 def _single(p: Program, x: Value, layer: LayerSpec, hidden: int, wide: int) -> Value:
     """Record a layer that is a mixer or an MLP alone (Mamba, Nemotron-H)."""
-    part = _channel if layer.mixer.kind is MixerKind.NONE else _mix
+    part = channel if layer.mixer.kind is MixerKind.NONE else _mix
     return _block(p, x, layer, hidden, wide, part, before=True, after=False)
 
 
@@ -374,7 +210,7 @@ def _parallel(p: Program, x: Value, layer: LayerSpec, hidden: int, wide: int) ->
     normed = p.norm(x, width, hidden)
     mixed = _dropout(p, _mix(p, normed, layer, hidden, wide), hidden)
     second = normed if layer.num_norms < 2 else p.norm(x, width, hidden)
-    fed = _dropout(p, _channel(p, second, layer, hidden, wide), hidden)
+    fed = _dropout(p, channel(p, second, layer, hidden, wide), hidden)
     if second is not normed:
         tape.drop(second)
     tape.drop(normed)
@@ -405,35 +241,3 @@ def _sides(layer: LayerSpec) -> tuple[LayerSpec, LayerSpec]:
     rest = tuple(m for m in layer.modules if m not in recurrent_side)
     main = replace(layer, side_mixer=None, modules=rest)
     return main, replace(main, mixer=layer.side_mixer, modules=recurrent_side)
-
-
-def tiled_mlp(p: Program, x: Value, layer: LayerSpec, hidden: int, width: int) -> Value:
-    """Record an MLP run in tiles of tokens: only its input is kept, one tile works at a time."""
-    inside = p.s._replace(mlp_tile=0, input_grad=True)
-    forward, again = Tape(grad_enabled=False), Tape()
-    size = hidden * width
-    mlp_block(Program(forward, inside), forward.value(size), layer, width)
-    part = again.value(size)
-    out = mlp_block(Program(again, inside), part, layer, width)
-    again.drop(out)
-    again.start_backward(out, out.size)
-    again.run()
-    tokens = p.s.mlp_tile
-    busy = largest(envelope(again.points), tokens)
-    grads = max(point.weight_grads for point in again.points)
-    running = largest(envelope(forward.points), tokens).at(tokens)
-    return p.tape.op(
-        (x,),
-        out.size,
-        saves=(x,),
-        weight_grad=grads,
-        weight_scratch=max(running, busy.at(tokens)),
-    )
-
-
-def _channel(p: Program, x: Value, layer: LayerSpec, hidden: int, width: int) -> Value:
-    if p.s.mlp_tile and layer.mlp.kind is not MlpKind.MOE:
-        return tiled_mlp(p, x, layer, hidden, width)
-    if layer.mlp.kind is MlpKind.MOE:
-        return moe_block(p, x, layer, hidden, width)
-    return mlp_block(p, x, layer, width)

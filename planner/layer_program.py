@@ -6,8 +6,10 @@ tensors each operation saves, which casts make copies, and what its backward all
 
 from typing import NamedTuple
 
-from planner.model import ModuleSpec
+from planner.model import ModuleKind, ModuleSpec
 from planner.tape import Tape, Value
+
+LINEARS = (ModuleKind.LINEAR, ModuleKind.CONV1D)
 
 
 class OpSettings(NamedTuple):
