@@ -12,6 +12,17 @@ from planner.model import ModelSpec
 from planner.plan import Plan, plan
 from planner.recipe import MAX_TOKENS, Method, Recipe, Task
 
+__all__ = [
+    "Advice",
+    "Change",
+    "advise",
+    "apply",
+    "changes",
+    "combination",
+    "largest",
+    "levers",
+    "limits",
+]
 MAX_COMBINATION = 4
 MAX_COUNT = 2**20
 

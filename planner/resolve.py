@@ -124,20 +124,6 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     loss = Loss(_choose(recipe.loss, defaults, "loss", "full"))
     engine = _engine(recipe, defaults)
     beta = _choose(recipe.beta, defaults, "beta", 0.1 if task is Task.DPO else 0.0)
-    adapter = recipe.lora.dtype or framework.switches.get(
-        "adapter_dtype_quantized" if quantization else "adapter_dtype", "fp32"
-    )
-    master = recipe.master_weights
-    if master is None:
-        master = bool(framework.switches.get("master_weights")) and trains
-        if recipe.method is Method.FULL and dtype == "bf16":
-            # our own trainer rounds bf16 weights stochastically instead of keeping a master
-            master = master and bool(framework.switches.get("master_weights_full_bf16", True))
-    gradient = (
-        normal_dtype(recipe.gradient_dtype, field="gradient_dtype")
-        if recipe.gradient_dtype
-        else dtype
-    )
     return Resolved(
         task=task,
         algorithm=recipe.algorithm or task.value,
@@ -148,14 +134,9 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         autocast=autocast if trains else "",
         quantization=quantization,
         double_quant=bool(_choose(recipe.double_quant, defaults, "double_quant", True)),
-        master_weights=master,
-        gradient_dtype=gradient,
-        adapter_dtype=normal_dtype(adapter, field="lora.dtype"),
-        lora_rank=recipe.lora.rank,
-        lora_targets=recipe.lora.targets,
-        modules_to_save=recipe.lora.modules_to_save,
-        dora=recipe.lora.dora,
-        lora_dropout=recipe.lora.dropout,
+        master_weights=_master(recipe, framework, dtype),
+        gradient_dtype=normal_dtype(recipe.gradient_dtype or dtype, field="gradient_dtype"),
+        **_lora_fields(recipe, framework, quantization),
         optimizer=Optimizer(_choose(recipe.optimizer, defaults, "optimizer", "adamw")),
         optimizer_offload=recipe.optimizer_offload,
         optimizer_in_backward=recipe.optimizer_in_backward,
@@ -182,30 +163,67 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         gpus=machine.num_gpus,
         compile=recipe.compile,
         engine=engine,
-        kv_dtype=recipe.engine.kv_dtype
-        or ("fp32" if dtype == "fp32" and engine is EngineKind.TRANSFORMERS else "bf16"),
-        kv_bytes=recipe.engine.kv_bytes or 0,
-        utilization=_choose(
-            recipe.engine.gpu_memory_utilization,
-            defaults,
-            "gpu_memory_utilization",
-            0.0 if trains else 0.92,
-        ),
-        max_num_seqs=_choose(
-            recipe.engine.max_num_seqs,
-            defaults,
-            "max_num_seqs",
-            max(sequences, generations) if trains else 256,
-        ),
-        max_num_batched_tokens=_choose(
-            recipe.engine.max_num_batched_tokens, defaults, "max_num_batched_tokens", 8192
-        ),
-        block_size=recipe.engine.block_size,
-        sleep_level=_choose(recipe.engine.sleep_level, defaults, "sleep_level", 0),
-        cuda_graphs=bool(_choose(recipe.engine.cuda_graphs, defaults, "cuda_graphs", True)),
-        tensor_parallel=recipe.engine.tensor_parallel,
+        **_engine_fields(recipe, defaults, dtype, engine, max(sequences, generations)),
         assumptions=tuple(notes),
     )
+
+
+def _master(recipe: Recipe, framework: Framework, dtype: str) -> bool:
+    """Return whether the optimizer keeps an fp32 copy of what is trained."""
+    if recipe.master_weights is not None:
+        return recipe.master_weights
+    if recipe.task is Task.SERVE or not framework.switches.get("master_weights"):
+        return False
+    if recipe.method is Method.FULL and dtype == "bf16":
+        # our own trainer rounds bf16 weights stochastically instead of keeping a master
+        return bool(framework.switches.get("master_weights_full_bf16", True))
+    return True
+
+
+def _lora_fields(recipe: Recipe, framework: Framework, quantization: str) -> dict[str, Any]:
+    lora = recipe.lora
+    switch = "adapter_dtype_quantized" if quantization else "adapter_dtype"
+    return {
+        "adapter_dtype": normal_dtype(
+            lora.dtype or framework.switches.get(switch, "fp32"), field="lora.dtype"
+        ),
+        "lora_rank": lora.rank,
+        "lora_targets": lora.targets,
+        "modules_to_save": lora.modules_to_save,
+        "dora": lora.dora,
+        "lora_dropout": lora.dropout,
+    }
+
+
+def _engine_fields(
+    recipe: Recipe, defaults: dict[str, Any], dtype: str, engine: EngineKind, most: int
+) -> dict[str, Any]:
+    """Return the engine's settings; `most` sequences are generated at once when nothing is said."""
+    section, serves = recipe.engine, recipe.task is Task.SERVE
+    wide = dtype == "fp32" and engine is EngineKind.TRANSFORMERS
+    fallbacks = {
+        "max_num_seqs": 256 if serves else most,
+        "max_num_batched_tokens": 8192,
+        "sleep_level": 0,
+    }
+    chosen = {
+        key: _choose(getattr(section, key), defaults, key, value)
+        for key, value in fallbacks.items()
+    }
+    return {
+        **chosen,
+        "kv_dtype": section.kv_dtype or ("fp32" if wide else "bf16"),
+        "kv_bytes": section.kv_bytes or 0,
+        "utilization": _choose(
+            section.gpu_memory_utilization,
+            defaults,
+            "gpu_memory_utilization",
+            0.92 if serves else 0.0,
+        ),
+        "block_size": section.block_size,
+        "cuda_graphs": bool(_choose(section.cuda_graphs, defaults, "cuda_graphs", True)),
+        "tensor_parallel": section.tensor_parallel,
+    }
 
 
 def _dtypes(model: ModelSpec, recipe: Recipe, defaults: dict[str, Any]) -> tuple[str, str]:

@@ -239,21 +239,11 @@ def _checkpointed(
     kept = fixed + resident * one + leaf
     widest = max(costs, key=lambda cost: largest(cost.recompute, tokens).total(tokens))
     work = largest(widest.recompute, tokens)
-    segment = 0
-    if every > 1:  # the other layers of the segment keep their graphs meanwhile
-        graphs = [kept_costs(layer, model.hidden, settings).kept for layer in model.layers]
-        segment = (every - 1) * max(graph.at(tokens) for graph in graphs)
-    norm = largest(tail.backward, tokens)
-    cache = 0
-    if settings.full and settings.autocast and settings.weight != settings.act:
-        cache = sum(
-            layer.count * kept_costs(layer, model.hidden, settings).kept.constant
-            for layer in model.layers
-        )
-    waiting = 0
+    segment = _rest_of_segment(model, settings, tokens, every)
     if r.switch("reentrant"):
         # the recomputed output is a Python variable until the layer's backward is done
-        waiting = one
+        segment += one
+    cache = _autocast_cache(model, settings)
     low = work.at(tokens) + one
     if offload and resident < layers:
         # the next layer's input is on its way while this one's is used
@@ -279,13 +269,9 @@ def _checkpointed(
         loss_backward=kept + int(tail.kept_backward * tokens),
         loss_copied=kept + int((tail.kept_forward - width) * tokens),
         backward=(
-            Moment(kept + norm.at(tokens), 0, layers),
-            Moment(
-                kept + segment + waiting + work.at(tokens),
-                work.weight_grads,
-                layers,
-            ),
-            Moment(fixed + segment + waiting + low, work.weight_grads, 1),
+            Moment(kept + largest(tail.backward, tokens).at(tokens), 0, layers),
+            Moment(kept + segment + work.at(tokens), work.weight_grads, layers),
+            Moment(fixed + segment + low, work.weight_grads, 1),
         ),
         autocast_cache=cache,
         host=(layers - resident) * pinned(one, r) if offload else 0,
@@ -295,6 +281,24 @@ def _checkpointed(
             ("embeddings' output", 1, leaf),
         ),
         layer_per_token=work.per_token,
+    )
+
+
+def _rest_of_segment(model: ModelSpec, settings: OpSettings, tokens: int, every: int) -> int:
+    """Return what the other layers of a segment keep while one of them runs backward."""
+    if every == 1:
+        return 0
+    graphs = [kept_costs(layer, model.hidden, settings).kept for layer in model.layers]
+    return (every - 1) * max(graph.at(tokens) for graph in graphs)
+
+
+def _autocast_cache(model: ModelSpec, settings: OpSettings) -> int:
+    """Return the casts of trained fp32 weights that autocast keeps until the forward is over."""
+    if not settings.full or not settings.autocast or settings.weight == settings.act:
+        return 0
+    return sum(
+        layer.count * kept_costs(layer, model.hidden, settings).kept.constant
+        for layer in model.layers
     )
 
 
