@@ -72,12 +72,19 @@ def phase_bars(plan: Plan) -> Spec:
             "said": f"{format_bytes(plan.low_bytes)} to {format_bytes(plan.high_bytes)}",
         }
     ]
+    longest = max(plan.peak_bytes, plan.high_bytes, plan.capacity_bytes)
     bars = {
         "data": {"values": rows},
         "mark": {"type": "bar"},
         "encoding": {
             "y": y,
-            "x": {"field": "gib", "type": "quantitative", "stack": "zero", "axis": GIB_AXIS},
+            "x": {
+                "field": "gib",
+                "type": "quantitative",
+                "stack": "zero",
+                "axis": GIB_AXIS,
+                "scale": {"domain": [0, 1.15 * to_gib(longest)], "nice": False},
+            },
             "color": term_scale(plan_terms),
             "order": {"field": "order", "type": "ordinal"},
             "tooltip": tips("phase", "term", "size", "formula", "source"),

@@ -5,7 +5,7 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from app import charts, finder, inputs, runs, sidebar
+from app import charts, finder, inputs, sidebar
 from app.answer import escape
 from app.draw import draw
 from app.inputs import state
@@ -128,9 +128,7 @@ def open_run(**chosen: Any) -> None:
 
 def model_filters() -> None:
     """Show the model, the run and which GPUs to list."""
-    st.selectbox(
-        "Model", runs.model_options(), key="model", bind="query-params", accept_new_options=True
-    )
+    sidebar.model_widget()
     sidebar.knob("task", {})
     sidebar.knob("context", {})
     sidebar.framework_widget()

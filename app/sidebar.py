@@ -14,6 +14,19 @@ from planner.framework import find_framework
 from planner.machine import MAX_GPUS
 
 
+def model_widget() -> None:
+    """Show the catalogue; a hub id can be written instead."""
+    options, chosen = runs.model_options(), str(state("model") or "")
+    st.selectbox(
+        "Model",
+        options if not chosen or chosen in options else [*options, chosen],
+        key="model",
+        bind="query-params",
+        accept_new_options=True,
+        help="Search the catalogue, or write a Hugging Face id: owner/name.",
+    )
+
+
 def machine_widgets() -> None:
     """Show GPU, count, plain GiB and host RAM."""
     options = runs.gpu_options()
@@ -54,11 +67,7 @@ def show() -> None:
     """Show everything; the values end up in the session under the knobs' keys."""
     uploads.from_file()
     if st.session_state.get(inputs.UPLOADED) is None:
-        st.selectbox(
-            "Model", runs.model_options(), key="model", bind="query-params",
-            accept_new_options=True,
-            help="Search the catalogue, or write a Hugging Face id: owner/name.",
-        )  # fmt: skip
+        model_widget()
     machine_widgets()
     framework_widget()
     left, right = st.columns(2)

@@ -1,0 +1,225 @@
+"""Will it fit?: every control moves the plan, and every figure on the page is the planner's."""
+
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import pytest
+from streamlit.testing.v1 import AppTest
+
+import app.runs
+import planner.hub_remote
+from app.knobs import KNOBS, Kind, Knob, applies
+from app.runs import DEFAULTS, run_of
+from planner.errors import VramwiseError
+from planner.hub import find_model
+from planner.plan import Plan, plan
+from planner.units import format_bytes
+
+MAIN = Path(app.runs.__file__).with_name("main.py")
+
+
+def start(**parameters: str) -> AppTest:
+    at = AppTest.from_file(str(MAIN), default_timeout=60)
+    for name, value in parameters.items():
+        at.query_params[name] = value
+    at.run()
+    assert not at.exception
+    return at
+
+
+def metric(at: AppTest, label: str) -> str:
+    return next(item.value for item in at.metric if item.label == label)
+
+
+def planned(**values: Any) -> Plan:
+    run = run_of({**DEFAULTS, **values})
+    return plan(run.model, run.recipe, run.machine)
+
+
+def test_the_first_page_shows_the_planners_figures() -> None:
+    at = start()
+    result = planned()
+    assert metric(at, "Peak") == format_bytes(result.peak_bytes)
+    assert metric(at, "Capacity") == format_bytes(result.capacity_bytes)
+    assert metric(at, "Headroom") == format_bytes(result.headroom_bytes)
+    assert metric(at, "Host RAM") == format_bytes(result.host_peak_bytes)
+    table = at.table[0].value
+    terms = {term.name: term for term in result.phase(result.peak_phase).terms}
+    assert {name.replace("\\", "") for name in table["term"]} == set(terms)
+    assert set(table["size"]) == {format_bytes(term.bytes) for term in terms.values()}
+
+
+def other_value(knob: Knob) -> Any:
+    """Return a value that is neither the default nor a framework's."""
+    if knob.key == "task":
+        return "sft"
+    if knob.kind in (Kind.CHOICE, Kind.SWITCH):
+        return next(value for value in reversed(knob.options) if value != knob.default)
+    if knob.kind is Kind.TEXT:
+        return {"targets": "attention", "saved_modules": "lm_head", "algorithm": "dapo"}[knob.key]
+    if knob.kind is Kind.NUMBER:
+        return 0.5
+    return {"context": 3000, "prompt": 700, "kv_bytes": 2**30, "keep_layers": 3, "sleep": 1}.get(
+        knob.key, 4
+    )
+
+
+@pytest.fixture(scope="module")
+def shared() -> AppTest:
+    return start()
+
+
+@pytest.mark.parametrize("knob", KNOBS, ids=lambda knob: knob.key)
+def test_every_control_changes_the_plan_as_the_recipe_says(shared: AppTest, knob: Knob) -> None:
+    value = other_value(knob)
+    task = DEFAULTS["task"] if applies(knob, DEFAULTS["task"], DEFAULTS["method"]) else "serve"
+    shared.get_by_key("task").set_value(task).run()
+    before = {"task": task} if task != DEFAULTS["task"] else {}
+    shared.get_by_key(knob.key).set_value(value).run()
+    assert not shared.exception
+    try:
+        expected = format_bytes(planned(**{**before, knob.key: value}).peak_bytes)
+    except VramwiseError as error:
+        assert error.message in shared.error[0].value.replace("\\", "")
+    else:
+        assert metric(shared, "Peak") == expected
+    shared.get_by_key(knob.key).set_value(knob.default).run()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model", "llama-3.2-1b"),
+        ("gpu", "h100-sxm"),
+        ("framework", "trl"),
+        ("gpus", 2),
+        ("ram", 16.0),
+    ],
+)
+def test_model_and_machine_controls(key: str, value: Any) -> None:
+    at = start()
+    at.get_by_key(key).set_value(value).run()
+    assert not at.exception
+    assert metric(at, "Headroom") == format_bytes(planned(**{key: value}).headroom_bytes)
+
+
+def test_plain_gib_instead_of_a_gpu() -> None:
+    at = start(gpu="own size", vram="40")
+    at.get_by_key("vram").set_value(12.0).run()
+    assert metric(at, "Capacity") == format_bytes(planned(gpu="own size", vram=12.0).capacity_bytes)
+
+
+def test_levers_are_the_planners_and_one_click_makes_it_fit() -> None:
+    at = start(framework="trl", method="lora", model="llama-3.1-8b", context="4096", batch="8")
+    assert "Does not fit" in at.subheader[0].value
+    before = metric(at, "Peak")
+    at.button(key="lever_0").click().run()
+    assert metric(at, "Peak") != before
+    at.get_by_key("model").set_value("qwen2.5-3b").run()
+    for _ in range(3):
+        if "Does not fit" not in at.subheader[0].value:
+            break
+        at.button(key="make_it_fit").click().run()
+        assert not at.exception
+    assert "Does not fit" not in at.subheader[0].value
+
+
+@pytest.mark.parametrize("key", ["context", "batch", "generations", "rank"])
+def test_the_largest_that_fits_can_be_used_and_fits(key: str) -> None:
+    at = start(model="qwen2.5-3b")
+    at.button(key=f"use_{key}").click().run()
+    assert "Fits" in at.subheader[0].value
+    assert f"Use {at.session_state[key]:,}" == at.button(key=f"use_{key}").label
+
+
+def test_an_impossible_run_is_one_clear_error() -> None:
+    at = start(method="full", quantization="nf4")
+    assert "cannot be trained in full" in at.error[0].value
+    assert not at.exception
+    assert not at.metric
+
+
+def test_a_model_that_is_not_there() -> None:
+    at = start()
+    at.session_state["model"] = "../../etc/passwd"
+    at.run()
+    assert "not in the catalogue" in at.error[0].value
+
+
+def test_the_hub_is_asked_only_on_a_click(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def fetch(name: str, **_: Any) -> Any:
+        asked.append(name)
+        return find_model("qwen2.5-0.5b")
+
+    monkeypatch.setattr(planner.hub_remote, "fetch_model", fetch)
+    at = start()
+    at.session_state["model"] = "someone/some-model"
+    at.run()
+    assert asked == []
+    assert not at.metric
+    at.button(key="look_up").click().run()
+    assert asked == ["someone/some-model"]
+    assert metric(at, "Peak") == format_bytes(planned(model="qwen2.5-0.5b").peak_bytes)
+
+
+def test_a_hub_that_does_not_answer_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(name: str, **_: Any) -> Any:
+        raise VramwiseError(f"{name}: the hub does not answer")
+
+    monkeypatch.setattr(planner.hub_remote, "fetch_model", fetch)
+    at = start()
+    at.session_state["model"] = "someone/some-model"
+    at.run()
+    at.button(key="look_up").click().run()
+    assert "does not answer" in at.error[0].value
+
+
+def test_placeholders_say_what_the_framework_does() -> None:
+    at = start(framework="trl")
+    box = next(item for item in at.selectbox if item.key == "checkpointing")
+    assert box.proto.placeholder == "full"
+
+
+def shown_link(at: AppTest) -> str:
+    return next(code.value for code in at.code if code.value.startswith("http"))
+
+
+def test_a_link_restores_every_setting() -> None:
+    chosen: dict[str, Any] = {
+        "model": "llama-3.2-1b",
+        "gpu": "h100-sxm",
+        "context": 5000,
+        "batch": 3,
+    }
+    chosen |= {"optimizer": "lion", "beta": 0.25, "packing": "yes", "targets": "q_proj, v_proj"}
+    at = start()
+    for key, value in chosen.items():
+        at.get_by_key(key).set_value(value)
+    at.run()
+    link = shown_link(at)
+    query = dict(parse_qsl(urlsplit(link).query))
+    again = start(**query)
+    assert metric(again, "Peak") == metric(at, "Peak") == format_bytes(planned(**chosen).peak_bytes)
+    assert shown_link(again) == link
+    assert not again.warning
+
+
+def test_other_tools_and_train_settings() -> None:
+    at = start()
+    at.get_by_key("dataset").set_value("gsm8k").run()
+    at.get_by_key("steps").set_value(7).run()
+    assert "name: gsm8k" in at.code[0].value
+    assert "steps: 7" in at.code[0].value
+    for tool in at.get_by_key("tool").options:
+        at.get_by_key("tool").set_value(tool).run()
+        assert not at.exception
+
+
+def test_every_chart_has_a_text_alternative() -> None:
+    at = start()
+    charts = at.get("vega_lite_chart")
+    assert len(charts) == 2
+    assert all(chart.proto.alt for chart in charts)
