@@ -34,7 +34,7 @@ from trainer.model import Policy, load_policy
 from trainer.phase_memory import PhaseMemory
 from trainer.scoring import hidden_rows, log_probs
 from trainer.stepping import Stepper, TokenBudget, make_run_optimizer
-from trainer.tiled_mlp import tile_mlps
+from trainer.tiled_mlp import tile_layers
 
 MLP_TILE_TOKENS = 2048
 
@@ -92,7 +92,7 @@ def prepare(
     if recipe.task is Task.GRPO:
         engine = make_engine(policy, recipe=recipe, plan=planned)
         engine.release()
-    apply_memory_choices(policy, recipe)
+    apply_memory_choices(policy, recipe, must_tile=bool(run.recipe.tiled_mlp))
     memory = PhaseMemory(policy.device)
     tokens = (
         train.micro_batch_tokens or (recipe.micro_batch_size or 1) * planned.resolved.seq_tokens
@@ -161,8 +161,18 @@ def settled(recipe: Recipe) -> Recipe:
         # bf16 weights trained in full are rounded stochastically; fp16 has too little range for that
         trained = dtype if recipe.method is Method.FULL else lora.dtype
         master = trained == "fp16" or (trained == "bf16" and recipe.method is not Method.FULL)
+    tiled = recipe.tiled_mlp
+    if tiled is None:
+        # beside checkpointing it costs no more work than a second pass through the norms
+        tiled = recipe.checkpointing is not Checkpointing.NONE
     return recipe.model_copy(
-        update={"dtype": dtype, "lora": lora, "master_weights": master, "framework": "vramwise"}
+        update={
+            "dtype": dtype,
+            "lora": lora,
+            "master_weights": master,
+            "tiled_mlp": tiled,
+            "framework": "vramwise",
+        }
     )
 
 
@@ -197,8 +207,11 @@ def solve(
     return best
 
 
-def apply_memory_choices(policy: Policy, recipe: Recipe) -> None:
-    """Checkpoint, offload and tile the policy's layers in place as the recipe says."""
+def apply_memory_choices(policy: Policy, recipe: Recipe, *, must_tile: bool = True) -> None:
+    """Checkpoint, offload and tile the policy's layers in place as the recipe says.
+
+    `must_tile`: a model without an MLP that can be tiled is an error when tiles are asked for.
+    """
     mode = recipe.checkpointing or Checkpointing.OFFLOAD
     if mode is not Checkpointing.NONE:
         checkpoint_layers(
@@ -208,7 +221,7 @@ def apply_memory_choices(policy: Policy, recipe: Recipe) -> None:
             keep_last=recipe.offload_keep_layers,
         )
     if recipe.tiled_mlp:
-        tile_mlps(policy.base, tile_tokens=MLP_TILE_TOKENS)
+        tile_layers(policy.base, tile_tokens=MLP_TILE_TOKENS, must=must_tile)
 
 
 def rehearse(ready: Preflight, train: TrainSection) -> Recording:

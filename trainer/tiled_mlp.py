@@ -9,15 +9,17 @@ in all, as it does without tiles. (Where a norm follows the MLP, it runs a third
 is the same up to the order of sums in the weight gradients.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from planner.errors import UsageError
+from trainer.checkpointing import decoder_layers
 
 MLP_NAMES = ("mlp", "feed_forward", "ffn")
+NORM_NAMES = ("norm", "ln_1", "ln_2", "ln_f")
 Forward = Callable[[Tensor], Tensor]
 
 
@@ -110,6 +112,17 @@ class _Tiles(torch.autograd.Function):
         return grad_rows, None, None, None, *sums
 
 
+def tile_layers(model: nn.Module, *, tile_tokens: int, must: bool = True) -> None:
+    """Tile what works on each token alone in a transformers model: MLPs and norms, in place.
+
+    `must`: raise UsageError where there is no MLP to tile.
+    """
+    if must or dense_mlps(model):
+        tile_mlps(model, tile_tokens=tile_tokens)
+    decoder: nn.Module = getattr(model, "get_decoder", lambda: model)()
+    tile_norms([*decoder_layers(model), decoder], tile_tokens=tile_tokens)
+
+
 def tile_mlps(model: nn.Module, *, tile_tokens: int) -> int:
     """Make every dense MLP of `model` run in token tiles, in place; return how many there are.
 
@@ -138,10 +151,28 @@ def dense_mlps(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def _tiled(module: nn.Module, forward: Forward, tile_tokens: int) -> Forward:
-    def tiled(hidden_states: Tensor) -> Tensor:
-        if module.training and any(_drops(part) for part in module.modules()):
-            return forward(hidden_states)  # a second forward would drop other values
+def tile_norms(parents: Sequence[nn.Module], *, tile_tokens: int) -> int:
+    """Make the norms right under `parents` (decoder layers, the decoder) run in token tiles.
+
+    A norm works in fp32: its backward holds 5 tensors of 4 * H bytes per token, and what it saves is
+    another one. In tiles it saves its input, and runs a second time. Returns how many there are.
+    """
+    found = [
+        module
+        for parent in parents
+        for name, module in parent.named_children()
+        if name.endswith(NORM_NAMES)
+    ]
+    for module in found:
+        module.forward = _tiled(module, module.forward, tile_tokens)  # type: ignore[method-assign]
+    return len(found)
+
+
+def _tiled(module: nn.Module, forward: Callable[..., Tensor], tile_tokens: int) -> Forward:
+    def tiled(hidden_states: Tensor, *others: Any, **named: Any) -> Tensor:
+        # more than one input may not be token-wise; a second forward would drop other values
+        if others or named or (module.training and any(_drops(part) for part in module.modules())):
+            return forward(hidden_states, *others, **named)
         trained = tuple(parameter for parameter in module.parameters() if parameter.requires_grad)
         return tiled_forward(forward, hidden_states, tile_tokens, trained=trained)
 

@@ -8,7 +8,7 @@ from planner.errors import UsageError
 from planner.recipe import Checkpointing
 from profiler.storages import StorageTracker
 from trainer.checkpointing import checkpoint_layers, decoder_layers
-from trainer.tiled_mlp import tile_mlps
+from trainer.tiled_mlp import tile_layers, tile_mlps, tile_norms
 
 WIDTH, INNER = 16, 256
 
@@ -44,6 +44,28 @@ def test_same_logits_and_gradients(model, tile_tokens, checkpointing):
     tiled_logits, tiled_grads = step(model)
     torch.testing.assert_close(tiled_logits, logits)
     torch.testing.assert_close(tiled_grads, grads)
+
+
+@pytest.mark.parametrize("checkpointing", [Checkpointing.NONE, Checkpointing.FULL])
+def test_norms_in_tiles_give_the_same(model, checkpointing):
+    logits, grads = step(model)
+    parents = [*decoder_layers(model), model.get_decoder()]
+    assert tile_norms(parents, tile_tokens=7) == 2 * 3 + 1
+    checkpoint_layers(decoder_layers(model), mode=checkpointing)
+    tiled_logits, tiled_grads = step(model)
+    torch.testing.assert_close(tiled_logits, logits)
+    torch.testing.assert_close(tiled_grads, grads)
+
+
+def test_layers_without_an_mlp_have_their_norms_tiled(model):
+    for layer in model.model.layers:
+        layer.shared = layer.mlp
+        del layer.mlp
+    with pytest.raises(UsageError, match="no module named"):
+        tile_layers(model, tile_tokens=7)
+    before = model.model.norm.forward
+    tile_layers(model, tile_tokens=7, must=False)
+    assert model.model.norm.forward != before
 
 
 def peak_of_inner(model):
