@@ -185,7 +185,8 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         """Write fp32 values into their place: exactly, or rounded stochastically to bf16."""
         if target.dtype == torch.bfloat16:
             copy_stochastic_(target, exact, generator=self._generator(exact.device))
-        elif target.data_ptr() != exact.data_ptr():
+        elif (target.dtype, target.device) != (exact.dtype, exact.device):
+            # otherwise `exact` is a view of `target`, updated in place
             target.copy_(exact)
 
     def _generator(self, device: torch.device) -> torch.Generator:
