@@ -61,9 +61,11 @@ class FusedHead(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if trains_head else None
         tile = _tile(hidden, ctx.compute)
         part = _head_part(weight, ctx.compute)
-        del tile, part
+        del part
         result = grad_hidden.to(hidden.dtype)
-        return result, None if grad_weight is None else grad_weight.to(weight.dtype), None
+        trained = None if grad_weight is None else grad_weight.to(weight.dtype)
+        del tile  # TRL's buffer lives until its backward returns
+        return result, trained, None
 
 
 def _tile(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
