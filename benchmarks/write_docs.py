@@ -1,4 +1,4 @@
-"""Write the generated pages: docs/cli.md, docs/tree.md and docs/accuracy.md.
+"""Write the generated pages: docs/cli.md, docs/tree.md, docs/accuracy.md and the README's example.
 
 `python -m benchmarks.write_docs` rewrites them, `--check` fails when one is not as it would be
 written. The README's example output and tree are checked by tests/test_docs.py.
@@ -7,6 +7,7 @@ written. The README's example output and tree are checked by tests/test_docs.py.
 import argparse
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 CLI_PAGE = ROOT / "docs" / "cli.md"
 TREE_PAGE = ROOT / "docs" / "tree.md"
+README = ROOT / "README.md"
+PLAIN = {"COLUMNS": "100", "TERMINAL_WIDTH": "100", "NO_COLOR": "1", "TERM": "dumb"}
 PROFILE_VERBS = ("run", "watch", "snapshot", "compare", "calibrate")
 VERBS: tuple[tuple[str, ...], ...] = (
     ("plan",),
@@ -36,21 +39,7 @@ VERBS: tuple[tuple[str, ...], ...] = (
 
 def help_text(verb: tuple[str, ...]) -> str:
     """Return the plain text of `vramwise VERB --help` at 100 columns."""
-    environment = os.environ | {
-        "COLUMNS": "100",
-        "TERMINAL_WIDTH": "100",
-        "NO_COLOR": "1",
-        "TERM": "dumb",
-    }
-    result = subprocess.run(
-        [sys.executable, "-m", "app.cli", *verb, "--help"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment,
-        check=True,
-    )
-    return "\n".join(line.rstrip() for line in result.stdout.splitlines()).strip()
+    return output([*verb, "--help"])
 
 
 def cli_page() -> str:
@@ -91,12 +80,35 @@ def tree_page() -> str:
     return "\n".join(parts)
 
 
+def readme_page() -> str:
+    """Return the README with the output of its `$ vramwise plan` block as it is now."""
+    text = README.read_text(encoding="utf-8")
+    command = re.search(r"^\$ (vramwise plan .+)$", text, flags=re.MULTILINE)
+    assert command is not None
+    start = command.end() + 1
+    end = text.index("```", start)
+    return text[:start] + output(command.group(1).split()[1:]) + "\n" + text[end:]
+
+
+def output(arguments: list[str]) -> str:
+    """Return what a command prints, at 100 columns without colours."""
+    result = subprocess.run(
+        [sys.executable, "-m", "app.cli", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | PLAIN,
+        check=True,
+    )
+    return "\n".join(line.rstrip() for line in result.stdout.splitlines()).strip()
+
+
 def main() -> int:
     """Write or check the pages; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    pages = {CLI_PAGE: cli_page(), TREE_PAGE: tree_page()}
+    pages = {CLI_PAGE: cli_page(), TREE_PAGE: tree_page(), README: readme_page()}
     if arguments.check:
         stale = [
             path.name
