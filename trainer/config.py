@@ -90,6 +90,8 @@ class TrainSection(Section):
     rewards: tuple[RewardSection, ...] = ()
     steps: Steps = 100
     lr: Positive = 1e-5
+    lora_alpha: Positive | None = None
+    """None = twice the rank: adapters act at a scale of 2."""
     warmup_steps: Annotated[int, Field(ge=0, strict=True)] = 0
     schedule: Schedule = Schedule.CONSTANT
     weight_decay: Annotated[float, Field(ge=0)] = 0.0

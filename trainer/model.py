@@ -100,6 +100,7 @@ def load_policy(
     revision: str | None = None,
     device: str | None = None,
     seed: int = 0,
+    lora_alpha: float | None = None,
 ) -> Policy:
     """Return the policy of `recipe` over the base model at `source` (folder or hub id).
 
@@ -114,11 +115,13 @@ def load_policy(
     tokenizer = load_tokenizer(source, revision=revision)
     model = _load_base(source, recipe=recipe, revision=revision, dtype=dtype, device=place)
     if recipe.method is not Method.FULL:
-        model = _add_adapters(model, recipe.lora, dtype=dtype, device=place, seed=seed)
+        model = _add_adapters(
+            model, recipe.lora, dtype=dtype, device=place, seed=seed, alpha=lora_alpha
+        )
     # dropout would make the ratio of new and old log-probabilities noise
     model.eval()
     if recipe.method is Method.QLORA:
-        _keep_differentiable(model)
+        keep_differentiable(model)
     return Policy(
         model=model,
         tokenizer=tokenizer,
@@ -213,7 +216,13 @@ def _nf4(recipe: Recipe, dtype: torch.dtype) -> Any:
 
 
 def _add_adapters(
-    model: Any, lora: LoraSection, *, dtype: torch.dtype, device: torch.device, seed: int
+    model: Any,
+    lora: LoraSection,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    alpha: float | None,
 ) -> Any:
     """Return PEFT's wrapper with adapters in `lora.dtype` (the base's dtype when it says none)."""
     from peft import LoraConfig, get_peft_model
@@ -224,7 +233,7 @@ def _add_adapters(
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.rank,
-        lora_alpha=2 * lora.rank,
+        lora_alpha=2 * lora.rank if alpha is None else alpha,  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
         modules_to_save=list(lora.modules_to_save) or None,
@@ -263,7 +272,7 @@ def _materialise(wrapped: Any, *, device: torch.device) -> None:
         module.reset_lora_parameters("default", True)
 
 
-def _keep_differentiable(model: Any) -> None:
+def keep_differentiable(model: Any) -> None:
     """Put 4-bit linears in training mode, where they have no dropout anyway.
 
     On a CPU with AVX512-BF16 an eval-mode bitsandbytes 0.50 linear repacks itself for a kernel that has

@@ -86,7 +86,13 @@ def prepare(
     spec = find_model(run.model, revision=run.revision)
     machine = this_machine(run, train)
     recipe, planned = solve(spec, settled(run.recipe), machine, train)
-    policy = load_policy(run.model, recipe=recipe, revision=run.revision, seed=train.seed)
+    policy = load_policy(
+        run.model,
+        recipe=recipe,
+        revision=run.revision,
+        seed=train.seed,
+        lora_alpha=train.lora_alpha,
+    )
     # before anything else is allocated: vllm-shared brings the policy's weights with it
     engine = None
     if recipe.task is Task.GRPO:

@@ -19,7 +19,11 @@ def test_a_run_document_is_read_whole(document, tmp_path):
     ("change", "said", "hint"),
     [
         ({"train": {"step": 3}}, "train: step: unknown key", "steps"),
-        ({"recipe": {"num_generation": 3}}, "recipe.num_generation: unknown key", "num_generations"),
+        (
+            {"recipe": {"num_generation": 3}},
+            "recipe.num_generation: unknown key",
+            "num_generations",
+        ),
         ({"train": {"sampling": {"temperatur": 1}}}, "sampling.temperatur", "temperature"),
         ({"train": {"rewards": [{"name": "exact", "wieght": 1}]}}, "rewards.0.wieght", "weight"),
         ({"train": {"dataset": {"name": "x", "splti": "a"}}}, "dataset.splti", "split"),

@@ -136,7 +136,9 @@ def test_a_hub_name_that_cannot_be_had_is_one_line(tmp_path, monkeypatch):
 
 
 def test_gsm8k_rows_become_a_chat_and_the_final_number():
-    sample = gsm8k.to_sample({"question": "How many? ", "answer": "2*600=<<2*600=1200>>\n#### 1,200"})
+    sample = gsm8k.to_sample(
+        {"question": "How many? ", "answer": "2*600=<<2*600=1200>>\n#### 1,200"}
+    )
     assert sample["answer"] == "1200"
     assert [message["role"] for message in sample["prompt"]] == ["system", "user"]
     assert sample["prompt"][-1]["content"] == "How many?"

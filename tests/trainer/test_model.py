@@ -70,6 +70,13 @@ def test_lora_targets(small_model, targets, expected):
     assert {name.split(".")[-4] for name, _ in policy.trainable()} == expected
 
 
+def test_adapters_act_at_twice_the_rank_unless_told_otherwise(small_model):
+    recipe = Recipe(dtype="fp32", lora={"rank": 4, "targets": ("q_proj",)})
+    for alpha, scale in ((None, 2.0), (4.0, 1.0)):
+        policy = load_policy(str(small_model), recipe=recipe, lora_alpha=alpha)
+        assert policy.base.model.layers[0].self_attn.q_proj.scaling == {"default": scale}
+
+
 def test_the_same_seed_gives_the_same_adapters(small_model):
     first, second = policy_of(small_model), policy_of(small_model)
     for (name, one), (_, other) in zip(first.trainable(), second.trainable(), strict=True):

@@ -59,7 +59,10 @@ def test_length_is_full_inside_and_falls_off_outside():
 
 
 def test_weights_add_up_and_each_reward_is_kept_apart():
-    sections = [RewardSection(name="exact", weight=2), RewardSection(name="length", options={"high": 4})]
+    sections = [
+        RewardSection(name="exact", weight=2),
+        RewardSection(name="length", options={"high": 4}),
+    ]
     result = scored(load_rewards(sections, root=None), ["4", "x", "7"])
     assert result.totals == [3, 1, 3]
     assert result.by_reward == {"exact": [1, 0, 1], "length": [1, 1, 1]}
@@ -139,7 +142,12 @@ def test_what_does_not_load_is_one_line(tmp_path, name, said):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("format", {"pattern": "("}), ("format", {}), ("exact", {"colum": 1}), ("length", {"high": 0})],
+    [
+        ("format", {"pattern": "("}),
+        ("format", {}),
+        ("exact", {"colum": 1}),
+        ("length", {"high": 0}),
+    ],
 )
 def test_bad_options_are_refused(name, options):
     with pytest.raises(UsageError, match=rf"train\.rewards\.{name}\.options"):
