@@ -1,6 +1,6 @@
 """What `profile run` costs: sampling only, hooks, and following every storage, against no profiler.
 
-    python benchmarks/profile_overhead.py [--repeats 5] [--steps 12] [--json FILE]
+    python benchmarks/profile_overhead.py [--repeats 5] [--steps 12] [--mode hooks]... [--json FILE]
 
 A small Llama trains on the CPU in a subprocess, bare and under each mode, the modes taken in turn so
 that a busy machine hurts all alike. Time is CPU time of the training loop (all threads of the
@@ -75,15 +75,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--mode", action="append", choices=[m for m in MODES if m != "bare"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rounds: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
+    chosen = ["bare", *(options.mode or [mode for mode in MODES if mode != "bare"])]
+    rounds: dict[str, list[dict[str, float]]] = {mode: [] for mode in chosen}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         script = folder / "loop.py"
         script.write_text(SCRIPT)
         for _ in range(options.repeats):
-            for mode in MODES:
+            for mode in chosen:
                 rounds[mode].append(run(mode, script, options.steps, folder))
     rows = []
     print(f"{'mode':10} {'cpu s/step':>11} {'overhead':>9} {'best of all':>12}")

@@ -99,11 +99,15 @@ class _MallInfo(ctypes.Structure):
     ]
 
 
+_CREDIT_S = 0.2
+
+
 class CpuMeter:
     """The C heap, where torch keeps CPU tensors: bytes in use since the meter was made.
 
-    glibc walks its free lists to answer, up to tens of milliseconds in a fragmented heap, so
-    asking is held to 1% of the time: between two askings the last answer stands.
+    glibc walks its free lists to answer, up to tens of milliseconds in a fragmented heap. So
+    asking is paid from an account: _CREDIT_S at first, 2% of the time that passes after that.
+    When it is empty the last answer stands.
     Only totals: which tensors they are is for the follower to say.
     """
 
@@ -116,26 +120,31 @@ class CpuMeter:
             self._mallinfo.restype = _MallInfo
         except (AttributeError, OSError):  # not glibc 2.33 or newer
             self._mallinfo = None
-        self._next_s = 0.0
+        self._credit_s, self._cost_s, self._then_s = _CREDIT_S, 0.0, time.perf_counter()
         self._now = self._base = self._peak = 0
         self._base = max(0, (self._ask() or 0) - holding)
         self._peak = self._now = 0
 
-    def read(self):
-        """Return (bytes in use, None): a C heap has no pool of its own to report."""
+    def read(self, keep_s=_CREDIT_S / 2):
+        """Return (bytes in use, None): a C heap has no pool of its own to report.
+
+        Asks only if at least `keep_s` stays in the account, for the changes of phase.
+        """
         if self._mallinfo is None:
             return None, None
         now_s = time.perf_counter()
-        if now_s >= self._next_s:
+        self._credit_s = min(_CREDIT_S, self._credit_s + 0.02 * (now_s - self._then_s))
+        self._then_s = now_s
+        if self._credit_s - self._cost_s >= keep_s:
             self._now = max(0, self._ask() - self._base)
             self._peak = max(self._peak, self._now)
-            cost_s = time.perf_counter() - now_s
-            self._next_s = now_s + (100 * cost_s if cost_s > 2e-4 else 0)
+            self._cost_s = time.perf_counter() - now_s
+            self._credit_s -= self._cost_s
         return self._now, None
 
     def take_peak(self):
         """Return the largest reading since the last call, and start again."""
-        now, _ = self.read()
+        now, _ = self.read(keep_s=0.0)
         if now is None:
             return None, None
         peak, self._peak = max(self._peak, now), now
@@ -158,12 +167,16 @@ def meter_for(torch, models=(), optimizers=()):
     return CpuMeter(torch, holding=sum(static_terms(models, optimizers).values()))
 
 
+_FIRST_ROUNDS = 4
+
+
 class PeakBook:
     """The largest peak of every phase, and who owned the bytes then."""
 
     def __init__(self, meter, tracker):
         self.meter = meter
         self.peaks = {}  # phase -> {"peak", "reserved", "terms"}
+        self._closed = {}  # phase -> how often
         self._tracker = tracker
         self._overhead = None
 
@@ -173,11 +186,16 @@ class PeakBook:
         if peak is None:
             return None, None
         best = self.peaks.get(phase)
-        if best is not None and peak <= best["peak"] * 1.001:
+        self._closed[phase] = self._closed.get(phase, 0) + 1
+        higher = best is None or peak > best["peak"] * 1.001
+        # optimizer state comes with the first step: the first rounds are looked at whatever was read
+        if not higher and self._closed[phase] > _FIRST_ROUNDS:
             return peak, None
         terms = self._terms(peak)
         # what has an owner is there for certain; a sampled CPU peak may have missed it
         peak = max(peak, sum(terms.values()))
+        if best is not None and peak <= best["peak"]:
+            return peak, None
         entry = {"peak": peak, "reserved": reserved, "terms": terms}
         self.peaks[phase] = entry
         return peak, entry
