@@ -1,0 +1,1 @@
+"""What `profile run` puts first on a child's PYTHONPATH; standard library only."""
