@@ -46,7 +46,22 @@ STEPS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("Unsloth's own kernels", {"framework": "unsloth", "loss": None}),
 )
 """What Unsloth changes, one after the other."""
+FRAMEWORKS, MY_RUNS, PUBLISHED = "frameworks", "my runs", "510.8 GB to 54.3 GB"
 MODEL, GPU = "llama-3.1-8b", "h100-sxm"
+
+
+def mode() -> str:
+    """Show what can be compared, and return what is chosen."""
+    chosen = st.segmented_control(
+        "Compare",
+        [FRAMEWORKS, MY_RUNS, PUBLISHED],
+        default=FRAMEWORKS,
+        key="compare",
+        bind="query-params",
+        required=True,
+        label_visibility="collapsed",
+    )
+    return str(chosen)
 
 
 def bars(plans: dict[str, Plan], *, key: str) -> None:

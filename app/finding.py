@@ -13,13 +13,35 @@ from app.knobs import BY_KEY
 from planner.recommend import Recommendation
 from planner.units import format_bytes
 
+MODELS, GPUS = "models for my GPU", "GPUs for my model"
 FEW = 30
 """Models shown before "Show all"."""
 LEAST = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
-def gpu_filters() -> None:
-    """Show what a person has: machine, task, framework, and what to look for."""
+def direction() -> str:
+    """Show which way to look, and return it."""
+    chosen = st.segmented_control(
+        "Look for",
+        [MODELS, GPUS],
+        default=MODELS,
+        key="look_for",
+        bind="query-params",
+        required=True,
+        label_visibility="collapsed",
+    )
+    return str(chosen)
+
+
+def filters(wanted: str) -> None:
+    """Show what is there and what to look for."""
+    if wanted == GPUS:
+        _model_filters()
+    else:
+        _gpu_filters()
+
+
+def _gpu_filters() -> None:
     sidebar.machine_widgets()
     sidebar.knob("task", {})
     sidebar.framework_widget()
@@ -126,8 +148,7 @@ def open_run(**chosen: Any) -> None:
     st.session_state["go"] = {}
 
 
-def model_filters() -> None:
-    """Show the model, the run and which GPUs to list."""
+def _model_filters() -> None:
     sidebar.model_widget()
     sidebar.knob("task", {})
     sidebar.knob("context", {})

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import streamlit as st
 
-from app import links
+from app import links, shared
 
 PAGES = Path(__file__).parent / "app_pages"
 
@@ -58,4 +58,5 @@ if "link_notices" not in st.session_state:
 st.title(page.title, anchor=False)
 for notice in st.session_state["link_notices"]:
     st.warning(notice, icon=":material/link_off:")
+shared.before(page.url_path)
 page.run()

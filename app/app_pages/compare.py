@@ -2,27 +2,16 @@
 
 import streamlit as st
 
-from app import answer, comparing, inputs, pins, runs, sidebar
+from app import answer, comparing, inputs, pins, runs
 from planner.errors import VramwiseError
 
-MODES = ("frameworks", "my runs", "510.8 GB to 54.3 GB")
-mode = st.segmented_control(
-    "Compare",
-    MODES,
-    default=MODES[0],
-    key="compare",
-    bind="query-params",
-    required=True,
-    label_visibility="collapsed",
-)
-if mode == MODES[2]:
+mode = st.session_state["compare"]
+if mode == comparing.PUBLISHED:
     comparing.waterfalls()
     st.stop()
 
-with st.sidebar:
-    sidebar.show()
 named = {}
-if mode == MODES[0]:
+if mode == comparing.FRAMEWORKS:
     st.markdown("The run of the sidebar as each framework would hold it in memory.")
     wanted = st.multiselect(
         "Frameworks",

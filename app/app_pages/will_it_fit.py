@@ -2,13 +2,10 @@
 
 import streamlit as st
 
-from app import answer, inputs, runs, sidebar
+from app import answer, inputs, runs
 from planner import advise
 from planner.errors import VramwiseError
 from planner.plan import plan
-
-with st.sidebar:
-    sidebar.show()
 
 try:
     run = inputs.run_from_state()
