@@ -37,6 +37,7 @@ OLMO = Traits(qkv_bias="attention_bias", out_bias="attention_bias", norm="bare")
 OLMO2 = Traits(
     qkv_bias="attention_bias",
     out_bias="attention_bias",
+    norm="rmsnorm_gemma",  # scales in fp32, then casts, as Gemma does
     qk_norm="full",
     norms=("post_attention_layernorm", "post_feedforward_layernorm"),
 )
