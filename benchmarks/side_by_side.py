@@ -144,14 +144,14 @@ def compare(ours: Run, theirs: Run, *, rounds: int, name: str) -> dict[str, Any]
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the sizes that both benchmarks have."""
     parser.add_argument("--vocab", type=int, default=49152)
-    parser.add_argument("--hidden", type=int, default=384)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--rank", type=int, default=16, help="LoRA, all linear layers")
     parser.add_argument("--micro-batch", type=int, default=4, help="sequences of one forward pass")
-    parser.add_argument("--prompt-tokens", type=int, default=96, help="longest prompt")
-    parser.add_argument("--completion-tokens", type=int, default=160, help="longest completion")
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="longest prompt")
+    parser.add_argument("--completion-tokens", type=int, default=96, help="longest completion")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps of one run")
+    parser.add_argument("--steps", type=int, default=2, help="timed steps of one run")
     parser.add_argument("--rounds", type=int, default=3, help="timed runs of each, alternated")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
