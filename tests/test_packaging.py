@@ -15,7 +15,16 @@ ROOT = Path(__file__).parents[1]
 def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)],
+        [
+            sys.executable,
+            "-m",
+            "build",
+            "--wheel",
+            "--no-isolation",
+            "--outdir",
+            str(folder),
+            str(ROOT),
+        ],
         check=True,
         capture_output=True,
     )
@@ -60,5 +69,8 @@ def test_constraints_pin_every_direct_dependency():
     }
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *extras["app"], *extras["train"], *extras["dev"]]
-    names = {item.split(">")[0].split("=")[0].split("[")[0].strip().lower().replace("_", "-") for item in wanted}
+    names = {
+        item.split(">")[0].split("=")[0].split("[")[0].strip().lower().replace("_", "-")
+        for item in wanted
+    }
     assert not names - pinned
