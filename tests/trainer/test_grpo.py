@@ -9,7 +9,8 @@ from trainer.advantages import group_advantages
 from trainer.batching import Layout
 from trainer.config import parse_run
 from trainer.engines import make_engine
-from trainer.grpo import learn
+from trainer.losses import LossType
+from trainer.policy_update import learn, loss_settings
 from trainer.preflight import prepare
 from trainer.rollout import sample, sampling_settings
 
@@ -44,6 +45,16 @@ def test_the_reward_rises(document, train_run_of, tmp_path, loss, method):
     made["train"]["prompts_per_step"] = 8
     rewards = rewards_of(train_run_of(made))
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_loss_is_the_one_that_was_asked_for(document, tmp_path, loss):
+    _, train = parse_run(document(train={"loss": {"type": loss}}), root=tmp_path)
+    settings = loss_settings(train, beta=0.0, limit=6)
+    # an enum member, for the losses are told apart by identity
+    assert settings.loss_type is LossType(loss)
+    assert settings.per_sequence == (loss in ("grpo", "gspo"))
+    assert settings.upper == (5.0 if loss == "cispo" else 0.2)
 
 
 def test_without_detach_nothing_is_learnt(document, train_run_of, tmp_path):
@@ -131,7 +142,7 @@ def test_any_budget_gives_the_same_gradient(document, tmp_path, loss):
 
 
 def test_equal_rewards_are_not_run_and_change_no_gradient(document, tmp_path, monkeypatch):
-    import trainer.grpo as module
+    import trainer.policy_update as module
 
     ready, section = prepared(document, tmp_path, share_prefix=False)
     rows = []
@@ -142,7 +153,6 @@ def test_equal_rewards_are_not_run_and_change_no_gradient(document, tmp_path, mo
         return whole(rollout, chosen, **options)
 
     monkeypatch.setattr(module, "split", counted)
-    import trainer.grpo
     from trainer.data import Prompt
 
     policy = ready.policy
@@ -153,7 +163,7 @@ def test_equal_rewards_are_not_run_and_change_no_gradient(document, tmp_path, mo
     engine = make_engine(policy, recipe=ready.recipe)
     rollout = sample(engine, [prompt, prompt], settings, tokenizer=policy.tokenizer)
     advantages = group_advantages(torch.tensor([1.0] * 4 + [0, 0, 1, 1]), num_generations=4).values
-    trainer.grpo.learn(0, rollout, advantages, ready=ready, train=section, engine=engine)
+    learn(0, rollout, advantages, ready=ready, train=section, engine=engine)
     assert rows == [4]
 
 
@@ -199,7 +209,7 @@ def test_too_many_bad_steps_stop_the_run_with_its_state_saved(document, train_ru
 
 
 def test_a_nan_weight_skips_the_update_and_leaves_weights_alone(document, tmp_path):
-    ready, section = prepared(document, tmp_path)
+    ready, _ = prepared(document, tmp_path)
     name, broken = ready.policy.trainable()[0]
     with torch.no_grad():
         broken.view(-1)[0] = math.nan
@@ -239,7 +249,28 @@ def test_what_a_step_logs(document, train_run_of, tmp_path):
     )
     result = train_run_of(made)
     step = result.metrics[0]
-    for key in ["reward", "reward_std", "frac_reward_zero_std", "loss", "kl", "entropy", "grad_norm", "lr", "tokens_per_second", "clip_ratio/low", "clip_ratio/high", "completions/mean_length", "completions/truncated_frac", "rewards/reward/mean", "rewards/reward/std", "rewards/reward/seconds", "rewards/length/mean", "memory/rollout/resident_bytes", "memory/forward/planned_bytes", "memory/backward/planned_bytes"]:
+    for key in [
+        "reward",
+        "reward_std",
+        "frac_reward_zero_std",
+        "loss",
+        "kl",
+        "entropy",
+        "grad_norm",
+        "lr",
+        "tokens_per_second",
+        "clip_ratio/low",
+        "clip_ratio/high",
+        "completions/mean_length",
+        "completions/truncated_frac",
+        "rewards/reward/mean",
+        "rewards/reward/std",
+        "rewards/reward/seconds",
+        "rewards/length/mean",
+        "memory/rollout/resident_bytes",
+        "memory/forward/planned_bytes",
+        "memory/backward/planned_bytes",
+    ]:
         assert key in step, key
     assert step["entropy"] == pytest.approx(math.log(88), rel=0.2)
     assert (result.output / "completions" / "step-00000000.parquet").exists()

@@ -1,0 +1,50 @@
+"""What a GRPO step says about itself: its metrics, its line, its completions."""
+
+from typing import Any
+
+from torch import Tensor
+
+from trainer import metrics as report
+from trainer.rewards import Scores
+from trainer.rollout import Rollout
+from trainer.session import Session
+
+
+def rollout_metrics(rollout: Rollout, scores: Scores) -> dict[str, Any]:
+    """Return what a rollout and its rewards say."""
+    finished = [completion.finished for completion in rollout.completions]
+    logged: dict[str, Any] = report.length_metrics(rollout.lengths, finished)
+    logged |= report.reward_metrics(scores.by_reward, scores.seconds)
+    if scores.failures:
+        logged["reward_failures"] = len(scores.failures)
+        first = scores.failures[0]
+        logged["reward_failure"] = f"{first.reward} on completion {first.index}: {first.error}"
+    return logged
+
+
+def step_line(logged: dict[str, Any]) -> str:
+    """Return the step's figures for the progress line."""
+    parts = [f"reward {logged['reward']:.3f}", f"length {logged['completions/mean_length']:.1f}"]
+    if "entropy" in logged:
+        parts += [f"entropy {logged['entropy']:.2f}", f"grad {logged['grad_norm']:.2f}"]
+    if logged.get("nothing_to_learn"):
+        parts.append("all rewards of every group are equal: nothing to learn")
+    if "reward_failure" in logged:
+        parts.append(f"{logged['reward_failures']} reward failures: {logged['reward_failure']}")
+    return "  ".join([*parts, f"{logged['seconds']:.1f} s"])
+
+
+def show_completions(
+    session: Session, step: int, rollout: Rollout, scores: Scores, advantages: Tensor, rows: int
+) -> None:
+    """Write the step's completions to Parquet, and show the first `rows` on a terminal."""
+    columns: dict[str, list[Any]] = {
+        "prompt": [prompt.text for prompt in rollout.prompts],
+        "completion": rollout.texts,
+        **{f"reward {name}": list(values) for name, values in scores.by_reward.items()},
+        "reward": scores.totals,
+        "advantage": advantages.tolist(),
+    }
+    report.save_completions(session.output, step, columns)
+    if session.progress.console.is_terminal:
+        session.progress.say(report.completions_table(columns, rows=rows))

@@ -1,0 +1,200 @@
+"""The learning half of a GRPO step: reference and old log-probabilities, the loss, the updates.
+
+Shapes: N scored tokens of a micro-batch, S completions of the rollout.
+"""
+
+import itertools
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.batching import MicroBatch
+from trainer.config import TrainSection
+from trainer.engines.protocol import Engine
+from trainer.losses import (
+    KlEstimator,
+    LossSettings,
+    LossStats,
+    LossType,
+    loss_normaliser,
+    policy_loss,
+)
+from trainer.preflight import Preflight
+from trainer.rollout import Rollout, SamplerGap, importance_weights, sampler_log_probs, split
+from trainer.scoring import hidden_rows, log_probs
+from trainer.stepping import Update
+
+
+class PolicyUpdate:
+    """Everything that the loss of one rollout's completions needs."""
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        advantages: Tensor,
+        *,
+        ready: Preflight,
+        train: TrainSection,
+        engine: Engine,
+    ) -> None:
+        self.settings = loss_settings(
+            train, beta=ready.recipe.beta or 0.0, limit=ready.completion_tokens
+        )
+        self.rollout = rollout
+        self.advantages = advantages.to(ready.policy.device)
+        self.gap = SamplerGap()
+        usable = rollout.usable(mask_truncated=train.loss.mask_truncated)
+        self.counted = [index for index, use in enumerate(usable) if use]
+        # an advantage of 0 and no KL term: no gradient, so no forward; the normaliser counts it
+        self.teaching = [
+            index for index in self.counted if self.settings.beta or float(advantages[index])
+        ]
+        self._ready = ready
+        self._train = train
+        # the policy's own samples need no correction
+        self._corrects = engine.name != "transformers"
+        self._old: dict[int, Tensor] | None = None
+        self._reference: dict[int, Tensor] | None = None
+
+    def score(self) -> None:
+        """Score the completions under the reference, and before several updates under the policy.
+
+        One update of a rollout needs no old log-probabilities: they are the new ones, detached.
+        """
+        if self._train.updates_per_rollout * self._train.num_iterations > 1:
+            self._old = self._score_tokens()
+        if self.settings.beta:
+            with self._ready.policy.reference():
+                self._reference = self._score_tokens()
+
+    def micro_batches(self, part: Sequence[int], budget: int) -> list[MicroBatch]:
+        """Return the completions `part` in micro-batches of at most `budget` tokens."""
+        return split(
+            self.rollout,
+            part,
+            policy=self._ready.policy,
+            budget_tokens=budget,
+            layout=self._ready.layout,
+            share_prefix=self._train.share_prefix,
+        )
+
+    def loss(self, batch: MicroBatch, normaliser: float) -> tuple[Tensor, LossStats]:
+        """Return a micro-batch's share of the loss, and its statistics."""
+        with self._ready.memory("forward"):
+            hidden = hidden_rows(self._ready.policy, batch)
+        with self._ready.memory("loss"):
+            scored = log_probs(self._ready.policy, batch, hidden, entropy=True, **self._ready.shape)
+            old = None if self._old is None else _gather(self._old, batch)
+            return policy_loss(
+                scored.logp,
+                advantages=self.advantages[list(batch.indices)],
+                sequence_ids=batch.sequence_ids,
+                normaliser=normaliser,
+                settings=self.settings,
+                old_logp=old,
+                ref_logp=None if self._reference is None else _gather(self._reference, batch),
+                token_weights=self._correction(scored.logp.detach() if old is None else old, batch),
+                entropy=scored.entropy,
+            )
+
+    def _correction(self, basis: Tensor, batch: MicroBatch) -> Tensor | None:
+        """Return token weights [N] for what another engine's kernels sampled differently."""
+        sampler = sampler_log_probs(self.rollout, batch) if self._corrects else None
+        if sampler is None:
+            return None
+        self.gap.add(basis, sampler, cap=self._train.loss.is_cap)
+        return importance_weights(basis, sampler, batch.sequence_ids, section=self._train.loss)
+
+    @torch.no_grad()
+    def _score_tokens(self) -> dict[int, Tensor]:
+        """Return completion -> log-probabilities [tokens] under the policy as it is now."""
+        ready = self._ready
+        scored: dict[int, Tensor] = {}
+        for batch in self.micro_batches(self.teaching, ready.stepper.budget.tokens):
+            hidden = hidden_rows(ready.policy, batch)
+            logp = log_probs(ready.policy, batch, hidden, **ready.shape).logp
+            for place, index in enumerate(batch.indices):
+                scored[index] = logp[batch.sequence_ids == place]
+        return scored
+
+
+def learn(
+    step: int,
+    rollout: Rollout,
+    advantages: Tensor,
+    *,
+    ready: Preflight,
+    train: TrainSection,
+    engine: Engine,
+) -> tuple[int, dict[str, Any]]:
+    """Make the updates of one rollout; return (updates that were made, what to log).
+
+    advantages [S], one a completion of the rollout.
+    """
+    update = PolicyUpdate(rollout, advantages, ready=ready, train=train, engine=engine)
+    with ready.memory("score") if needs_scores(update, train) else nullcontext():
+        update.score()
+    teaching = set(update.teaching)
+    made = 0
+    last: Update[LossStats] | None = None
+    total: LossStats | None = None
+    for _ in range(train.num_iterations):
+        for counted in _parts(update.counted, train.updates_per_rollout):
+            normaliser = loss_normaliser(
+                update.settings,
+                num_sequences=len(counted),
+                num_tokens=sum(rollout.lengths[index] for index in counted),
+            )
+            part = [index for index in counted if index in teaching]
+            if not part:
+                continue
+            last = ready.stepper.run(
+                step,
+                micro_batches=partial(update.micro_batches, part),
+                loss=partial(update.loss, normaliser=normaliser),
+                longest=max(len(rollout.sequence(index).token_ids) for index in part),
+            )
+            made += not last.skipped
+            for stats in last.stats:
+                total = stats if total is None else total + stats
+    if last is None or total is None:
+        return 1, {"loss": 0.0, "grad_norm": 0.0, "nothing_to_learn": True}
+    logged = total.summary() | {"grad_norm": last.grad_norm, "lr": last.lr}
+    logged |= {"train_tokens": last.num_tokens, "micro_batches": len(last.stats)}
+    logged |= {"budget_tokens": ready.stepper.budget.tokens}
+    return made, logged | update.gap.summary()
+
+
+def needs_scores(update: PolicyUpdate, train: TrainSection) -> bool:
+    """Return whether a rollout has a scoring phase at all."""
+    return bool(update.settings.beta) or train.updates_per_rollout * train.num_iterations > 1
+
+
+def loss_settings(train: TrainSection, *, beta: float, limit: int) -> LossSettings:
+    """Return the loss of the run; `limit` is the completion length that dr_grpo divides by."""
+    return LossSettings(
+        loss_type=LossType(train.loss.type),
+        epsilon=train.loss.epsilon,
+        epsilon_high=train.loss.epsilon_high,
+        delta=train.loss.delta,
+        beta=beta,
+        kl=KlEstimator(train.loss.kl),
+        max_completion_length=limit,
+        detach_old=train.loss.detach,
+    )
+
+
+def _gather(scored: dict[int, Tensor], batch: MicroBatch) -> Tensor:
+    """Return log-probabilities [N] in the order of the batch."""
+    return torch.cat([scored[index] for index in batch.indices])
+
+
+def _parts(chosen: Sequence[int], count: int) -> list[list[int]]:
+    """Split completions into `count` runs of about the same size; none is empty."""
+    bounds = [round(number * len(chosen) / count) for number in range(count + 1)]
+    parts = [list(chosen[low:high]) for low, high in itertools.pairwise(bounds)]
+    return [part for part in parts if part]
