@@ -52,6 +52,8 @@ def predict(row: Row) -> Prediction:
     resolved = resolve(model, recipe_of(row, model), machine_named(row["gpu"]))
     if not resolved.framework.name.startswith(FRAMEWORKS):
         raise NotCovered(f"framework {resolved.framework.name} has no reference step")
+    if resolved.switch("linear_experts") and any(layer.mlp.num_experts for layer in model.layers):
+        raise NotCovered("experts as separate linears: the installed transformers fuses them")
     options = _options(resolved, entry["config"])
     return around(QUANTITY, peak_bytes(options, model), *INTERVAL)
 
