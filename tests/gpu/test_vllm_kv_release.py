@@ -1,15 +1,9 @@
 """On a GPU: KV memory is given back while training, and the shared weights stay where they are."""
 
-import pytest
-import torch
-
-pytestmark = pytest.mark.gpu
-if not torch.cuda.is_available():
-    pytest.skip("no CUDA device", allow_module_level=True)
-pytest.importorskip("vllm", reason="vLLM is not installed")
-
 from types import SimpleNamespace
 
+import pytest
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from planner.recipe import Method, Recipe
@@ -17,6 +11,11 @@ from planner.units import GiB
 from trainer.engines.protocol import SamplingSettings
 from trainer.engines.vllm_shared import VllmSharedEngine
 from trainer.model import Policy
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 KV_BYTES = 2 * GiB
 
