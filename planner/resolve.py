@@ -106,6 +106,14 @@ def _choose(value: Any, defaults: dict[str, Any], key: str, fallback: Any) -> An
     return value if value is not None else defaults.get(key, fallback)
 
 
+def _tiled(recipe: Recipe, framework: Framework, defaults: dict[str, Any]) -> bool:
+    """Return whether layers run in tiles of tokens; some frameworks do beside checkpointing."""
+    if recipe.tiled_mlp is not None:
+        return recipe.tiled_mlp
+    checkpointing = _choose(recipe.checkpointing, defaults, "checkpointing", "none")
+    return bool(framework.switches.get("tiles_by_default")) and checkpointing != "none"
+
+
 def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     """Return the recipe with the framework's defaults filled in.
 
@@ -136,7 +144,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         double_quant=bool(_choose(recipe.double_quant, defaults, "double_quant", True)),
         master_weights=_master(recipe, framework, dtype),
         gradient_dtype=normal_dtype(recipe.gradient_dtype or dtype, field="gradient_dtype"),
-        **_lora_fields(recipe, framework, quantization),
+        **_lora_fields(recipe, framework, quantization, dtype),
         optimizer=Optimizer(_choose(recipe.optimizer, defaults, "optimizer", "adamw")),
         optimizer_offload=recipe.optimizer_offload,
         optimizer_in_backward=recipe.optimizer_in_backward,
@@ -156,7 +164,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         loss=loss,
         law=_law(framework, task, loss, autocast),
         loss_chunk_rows=recipe.loss_chunk_rows or 0,
-        tiled_mlp=bool(recipe.tiled_mlp),
+        tiled_mlp=_tiled(recipe, framework, defaults),
         beta=float(beta),
         reference=_reference(recipe, task, float(beta)),
         sharding=recipe.sharding,
@@ -180,12 +188,16 @@ def _master(recipe: Recipe, framework: Framework, dtype: str) -> bool:
     return True
 
 
-def _lora_fields(recipe: Recipe, framework: Framework, quantization: str) -> dict[str, Any]:
+def _lora_fields(
+    recipe: Recipe, framework: Framework, quantization: str, dtype: str
+) -> dict[str, Any]:
     lora = recipe.lora
     switch = "adapter_dtype_quantized" if quantization else "adapter_dtype"
+    adapter = lora.dtype or framework.switches.get(switch, "fp32")
     return {
+        # "weights": adapters in the dtype of the base (our own trainer)
         "adapter_dtype": normal_dtype(
-            lora.dtype or framework.switches.get(switch, "fp32"), field="lora.dtype"
+            dtype if adapter == "weights" else adapter, field="lora.dtype"
         ),
         "lora_rank": lora.rank,
         "lora_targets": lora.targets,
