@@ -66,6 +66,11 @@ def _is_size(text: str) -> bool:
         return False
 
 
+def refused_keys(parameters: Mapping[str, str]) -> list[str]:
+    """Return the settings of a link whose text is not allowed."""
+    return [key for key, text in parameters.items() if key in DEFAULTS and _problem(key, text)]
+
+
 def check_link(parameters: Mapping[str, str]) -> list[str]:
     """Return a sentence for every query parameter that is not taken, at most ten."""
     notices = []

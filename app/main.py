@@ -5,6 +5,7 @@ from pathlib import Path
 import streamlit as st
 
 from app import links, shared
+from app.runs import DEFAULTS
 
 PAGES = Path(__file__).parent / "app_pages"
 
@@ -54,7 +55,10 @@ page = st.navigation(
     position="top",
 )
 if "link_notices" not in st.session_state:
-    st.session_state["link_notices"] = links.check_link(st.query_params.to_dict())
+    parameters = st.query_params.to_dict()
+    st.session_state["link_notices"] = links.check_link(parameters)
+    for key in links.refused_keys(parameters):  # before a widget takes the link's word for it
+        st.session_state[key] = DEFAULTS[key]
 st.title(page.title, anchor=False)
 for notice in st.session_state["link_notices"]:
     st.warning(notice, icon=":material/link_off:")

@@ -8,6 +8,8 @@ from app import inputs, links, runs
 from app.runs import Run
 
 PARAMETER = "pin"
+KEY = "pinned_runs"
+"""Session key of the query strings."""
 MAX_PINS = 6
 MAX_LENGTH = 1500
 
@@ -16,22 +18,22 @@ def add() -> None:
     """Keep the run of "Will it fit?"."""
     text = urlencode(links.link_parameters(inputs.values()))
     kept = [pin for pin in pinned() if pin != text]
-    st.session_state[PARAMETER] = [*kept, text][-MAX_PINS:]
+    st.session_state[KEY] = [*kept, text][-MAX_PINS:]
     st.toast("Added: open Compare to see it beside others.", icon=":material/keep:")
 
 
 def remove(index: int) -> None:
     """Drop one run."""
     kept = pinned()
-    st.session_state[PARAMETER] = kept[:index] + kept[index + 1 :]
+    st.session_state[KEY] = kept[:index] + kept[index + 1 :]
 
 
 def pinned() -> list[str]:
     """Return the query strings of the runs that are kept; a link's the first time."""
-    if PARAMETER not in st.session_state:
+    if KEY not in st.session_state:
         texts = st.query_params.get_all(PARAMETER)
-        st.session_state[PARAMETER] = [t for t in texts if len(t) <= MAX_LENGTH][:MAX_PINS]
-    kept: list[str] = st.session_state[PARAMETER]
+        st.session_state[KEY] = [t for t in texts if len(t) <= MAX_LENGTH][:MAX_PINS]
+    kept: list[str] = st.session_state[KEY]
     return kept
 
 

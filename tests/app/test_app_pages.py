@@ -8,7 +8,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 import app.runs
-from app import finder, finding, pins, scoring
+from app import finder, pins, scoring
 from planner.accuracy.score import measurement_files, score_files
 from planner.machine import make_machine
 from planner.plan import plan
@@ -250,4 +250,3 @@ def test_accuracy_filters_by_source_and_quantity() -> None:
 def test_facts_of_a_row_name_its_source() -> None:
     item = scoring.accuracy().scored[0]
     assert scoring.facts(item)["id"] == item.row.id
-    assert finding.FEW > 0
