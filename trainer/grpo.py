@@ -51,6 +51,7 @@ def train_grpo(
     output = prepare_output(run, train, resume=resume)
 
     ready = prepare(run, train, say=say)
+    ready.save(output)
     on_ready(ready)
     policy, engine = ready.policy, ready.engine
     assert engine is not None

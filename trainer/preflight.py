@@ -8,6 +8,7 @@ import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -37,6 +38,7 @@ from trainer.stepping import Stepper, TokenBudget, make_run_optimizer
 from trainer.tiled_mlp import tile_layers
 
 MLP_TILE_TOKENS = 2048
+PREFLIGHT_FILE = "preflight.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,11 @@ class Preflight:
             phase.name: sum(term.bytes for term in phase.terms if on_gpu or term.name != "overhead")
             for phase in self.plan.phases
         }
+
+    def save(self, output: Path) -> None:
+        """Write the rehearsal where `vramwise profile compare` finds it."""
+        if self.measured is not None:
+            self.measured.save(output / PREFLIGHT_FILE)
 
     @property
     def measured_bytes(self) -> dict[str, int]:

@@ -19,7 +19,14 @@ from trainer.stepping import Stepper
 RUN_FILE = "run.yaml"
 Say = Callable[[str], None]
 """Where prose goes: stderr for a command, nowhere by default."""
-OWN_NAMES = (checkpoints.FOLDER, COMPLETIONS_FOLDER, METRICS_FILE, RUN_FILE, "tensorboard", "final")
+OWN_NAMES = (
+    checkpoints.FOLDER,
+    COMPLETIONS_FOLDER,
+    METRICS_FILE,
+    RUN_FILE,
+    "tensorboard",
+    "preflight.json",
+)
 
 
 def silent(_text: str) -> None:

@@ -27,6 +27,7 @@ def train_sft(
     check_columns(samples, train.dataset, task="sft")
     output = prepare_output(run, train, resume=resume)
     ready = prepare(run, train, say=say)
+    ready.save(output)
     order = Order(size=len(samples), seed=train.seed, shuffle=train.dataset.shuffle)
     session = Session(train, output=output, policy=ready.policy, stepper=ready.stepper, order=order)
     if resume:
