@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from planner.layer_program import LINEARS, Program
+from planner.layer_program import LINEARS, Program, in_tiles
 from planner.lora_targets import is_mlp
 from planner.model import LayerSpec, MlpKind, ModuleKind, ModuleSpec
-from planner.tape import Tape, Value, envelope, largest
+from planner.tape import Value
 
 DOWN_LEAVES = frozenset(
     {"down_proj", "fc2", "c_proj", "dense_4h_to_h", "w2", "fc_out", "output_linear"}
@@ -173,33 +173,9 @@ def _grouped(
     return out
 
 
-def tiled_mlp(p: Program, x: Value, layer: LayerSpec, hidden: int, width: int) -> Value:
-    """Record an MLP run in tiles of tokens: only its input is kept, one tile works at a time."""
-    inside = p.s._replace(mlp_tile=0, input_grad=True)
-    forward, again = Tape(grad_enabled=False), Tape()
-    size = hidden * width
-    mlp_block(Program(forward, inside), forward.value(size), layer, width)
-    part = again.value(size)
-    out = mlp_block(Program(again, inside), part, layer, width)
-    again.drop(out)
-    again.start_backward(out, out.size)
-    again.run()
-    tokens = p.s.mlp_tile
-    busy = largest(envelope(again.points), tokens)
-    grads = max(point.weight_grads for point in again.points)
-    running = largest(envelope(forward.points), tokens).at(tokens)
-    return p.tape.op(
-        (x,),
-        out.size,
-        saves=(x,),
-        weight_grad=grads,
-        weight_scratch=max(running, busy.at(tokens)),
-    )
-
-
 def channel(p: Program, x: Value, layer: LayerSpec, hidden: int, width: int) -> Value:
     if p.s.mlp_tile and layer.mlp.kind is not MlpKind.MOE:
-        return tiled_mlp(p, x, layer, hidden, width)
+        return in_tiles(p, x, p.s.mlp_tile, lambda q, part: mlp_block(q, part, layer, width))
     if layer.mlp.kind is MlpKind.MOE:
         return moe_block(p, x, layer, hidden, width)
     return mlp_block(p, x, layer, width)

@@ -4,10 +4,11 @@ Follows transformers 5.x modelling code, PEFT's LoRA layers and bitsandbytes' Li
 tensors each operation saves, which casts make copies, and what its backward allocates.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from planner.model import ModuleKind, ModuleSpec
-from planner.tape import Tape, Value
+from planner.tape import Tape, Value, envelope, largest
 
 LINEARS = (ModuleKind.LINEAR, ModuleKind.CONV1D)
 
@@ -56,6 +57,8 @@ class OpSettings(NamedTuple):
     """Fused kernels: rmsnorm, swiglu, rope, lora, moe."""
     mlp_tile: int = 0
     """Tokens of one tile of the MLP, recomputed tile by tile in backward; 0 = whole."""
+    norm_tile: int = 0
+    """The same of the norms of the hidden stream."""
     input_grad: bool = True
     """The layer's input needs a gradient; not the first layer's of a frozen model, unless asked."""
     accumulate: bool = False
@@ -184,6 +187,8 @@ class Program:
     def norm(self, x: Value, width: int, features: int) -> Value:
         """Record a norm over `features` elements of `width` bytes."""
         s, tape = self.s, self.tape
+        if s.norm_tile:
+            return in_tiles(self, x, s.norm_tile, lambda q, part: q.norm(part, width, features))
         weight_grad = features * s.grad if s.full else 0
         if s.norm == "layernorm":
             # native layer norm, in fp32 under autocast: saves its input and two statistics
@@ -236,7 +241,8 @@ class Program:
 
     def normed(self, x: Value, width: int, features: int) -> Value:
         """Record a norm whose input is dropped."""
-        out = self.norm(x, width, features)
+        whole = Program(self.tape, self.s._replace(norm_tile=0))
+        out = whole.norm(x, width, features)
         self.tape.drop(x)
         return out
 
@@ -291,3 +297,23 @@ class Program:
         out = tape.op((narrow, v), out_size, saves=(narrow, v))
         tape.drop(narrow, q, k, v)
         return self.cast(out, out_size)
+
+
+def in_tiles(p: Program, x: Value, tokens: int, run: Callable[[Program, Value], Value]) -> Value:
+    """Record run(p, x) in tiles of `tokens` tokens: only `x` is kept, one tile works at a time."""
+    inside = p.s._replace(mlp_tile=0, norm_tile=0, input_grad=True)
+    forward, again = Tape(grad_enabled=False), Tape()
+    run(Program(forward, inside), forward.value(x.size))
+    part = again.value(x.size)
+    out = run(Program(again, inside), part)
+    again.drop(out)
+    again.start_backward(out, out.size)
+    again.run()
+    return p.tape.op(
+        (x,),
+        out.size,
+        saves=(x,),
+        weight_grad=max(point.weight_grads for point in again.points),
+        weight_scratch=largest(envelope(again.points), tokens).at(tokens),
+        forward_constant=largest(envelope(forward.points), tokens).at(tokens),
+    )

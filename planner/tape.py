@@ -145,15 +145,19 @@ class Tape:
         forward_scratch: float = 0,
         weight_grad: int = 0,
         weight_scratch: int = 0,
+        forward_constant: int | None = None,
         view_grad: bool = False,
     ) -> Value:
         """Record an operation with a new output of `per_token` bytes (and `constant` ones).
 
-        `saves` are kept for backward; `scratch` is what its backward needs in passing.
+        `saves` are kept for backward; `scratch` is what its backward needs in passing, and
+        `weight_scratch` constant bytes that both passes need (the forward `forward_constant`, if given).
         """
         before = len(self.points)
-        if forward_scratch or weight_scratch:
-            self.spike(per_token + forward_scratch, weight_scratch)
+        if forward_constant is None:
+            forward_constant = weight_scratch
+        if forward_scratch or forward_constant:
+            self.spike(per_token + forward_scratch, forward_constant)
         needs = self.grad_enabled and (bool(weight_grad) or any(v.needs_grad for v in inputs))
         storage = self.alloc(per_token, constant)
         out = Value(storage, needs_grad=needs, size=per_token, constant=constant)

@@ -78,6 +78,7 @@ def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
         width = element_bytes(r.autocast)  # units are gathered in the compute dtype
     eager = r.attention.value == "eager"
     lora = r.trains and not full
+    tile = MLP_TILE_TOKENS if r.tiled_mlp and r.tokens > MLP_TILE_TOKENS else 0
     return OpSettings(
         full=full,
         adapted=adapters(model, r).leaves if lora else frozenset(),
@@ -102,7 +103,8 @@ def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
         rope=model.model_type not in NO_ROPE,
         hidden_dropout=model.hidden_dropout > 0,
         fused=frozenset(r.switch("fused", ())),
-        mlp_tile=min(MLP_TILE_TOKENS, r.tokens) if r.tiled_mlp else 0,
+        mlp_tile=tile,
+        norm_tile=tile if r.switch("tiled_norms") else 0,
         accumulate=r.grad_accum > 1,
     )
 
