@@ -88,8 +88,7 @@ def save(
         document = json.dumps({"step": step, **state}, indent=1)
         (partial / "state.json").write_text(document, encoding="utf-8")
         _flush(partial)
-        if final.exists():
-            shutil.rmtree(final)
+        _drop(final)
         partial.rename(final)
         _flush_folder(folder)
     except Exception as error:
@@ -98,7 +97,7 @@ def save(
             raise _not_written(output, step, error) from None
         raise
     for old in checkpoints(output)[:-keep]:
-        shutil.rmtree(old.path, ignore_errors=True)
+        _drop(old.path)
     return Checkpoint(path=final, step=step)
 
 
@@ -187,6 +186,14 @@ class StopSignal:
             # asked twice: the user doesn't want to wait for the step
             raise KeyboardInterrupt
         self.received = number
+
+
+def _drop(path: Path) -> None:
+    """Delete a checkpoint; first it loses its name, for a kill must not leave half of one."""
+    if path.exists():
+        doomed = path.with_name(f"{PARTIAL}{path.name}")
+        path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _sweep(folder: Path) -> None:
