@@ -182,7 +182,7 @@ def parse(knob: Knob, text: str) -> Any:
     except ValueError:
         raise ValueError("a number") from None
     if not knob.low <= value <= knob.high:
-        raise ValueError(f"{knob.low:,g} to {knob.high:,g}")
+        raise ValueError(f"{knob.low:,} to {knob.high:,}")
     return value
 
 

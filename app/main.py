@@ -5,7 +5,6 @@ from pathlib import Path
 import streamlit as st
 
 from app import links, shared
-from app.runs import DEFAULTS
 
 PAGES = Path(__file__).parent / "app_pages"
 
@@ -57,8 +56,10 @@ page = st.navigation(
 if "link_notices" not in st.session_state:
     parameters = st.query_params.to_dict()
     st.session_state["link_notices"] = links.check_link(parameters)
-    for key in links.refused_keys(parameters):  # before a widget takes the link's word for it
-        st.session_state[key] = DEFAULTS[key]
+    refused = links.refused_keys(parameters)
+    if refused:  # start again without them, before a widget takes the link's word for it
+        kept = [key for key in parameters if key not in refused]
+        st.switch_page(page, query_params={key: st.query_params.get_all(key) for key in kept})
 st.title(page.title, anchor=False)
 for notice in st.session_state["link_notices"]:
     st.warning(notice, icon=":material/link_off:")
