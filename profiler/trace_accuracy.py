@@ -60,11 +60,7 @@ def predict(row: Row) -> Prediction:
 
 def _options(resolved: Resolved, config: dict[str, Any]) -> StepOptions:
     options = step_options(resolved, config, steps=1)
-    return replace(
-        options,
-        warm_optimizer=True,
-        shifted_copy="-2024" in resolved.framework.name,
-    )
+    return replace(options, warm_optimizer=True)
 
 
 def peak_bytes(options: StepOptions, model: ModelSpec) -> int:

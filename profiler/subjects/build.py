@@ -9,6 +9,7 @@ import torch
 from planner.errors import UnsupportedError, UsageError
 from planner.recipe import Attention, Checkpointing, Method
 from profiler.cuda_attention import flash_attention_2
+from profiler.subjects.older_versions import cast_all_but_norms
 from profiler.subjects.options import StepOptions
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -36,7 +37,7 @@ def build(options: StepOptions) -> torch.nn.Module:
         if options.method is not Method.FULL:
             model = add_adapters(model, options)
     if options.checkpointing is not Checkpointing.NONE:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": options.reentrant})
         if options.method is not Method.FULL:
             model.enable_input_require_grads()
     model.train()
@@ -173,6 +174,8 @@ def add_adapters(model: Any, options: StepOptions) -> Any:
 
     if options.method is Method.QLORA and options.prepare_kbit:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+        if options.kbit_norms_only:
+            cast_all_but_norms(model)
     targets = options.lora_targets
     try:
         adapted = get_peft_model(

@@ -18,6 +18,7 @@ from profiler.storages import StorageTracker
 from profiler.subjects.autocast import FakeScaler, autocast
 from profiler.subjects.build import build
 from profiler.subjects.offload import OffloadedCheckpoints
+from profiler.subjects.older_versions import matmul_keeps_input, use_loss_of
 from profiler.subjects.optimizers import make_optimizer, tag_states
 from profiler.subjects.options import StepOptions
 
@@ -41,9 +42,7 @@ class HfSft:
         """Return the model on the meta device."""
         model: Any = build(self.options)
         self.vocab = int(model.config.get_text_config().vocab_size)
-        if self.options.shifted_copy:
-            base = model.get_base_model() if hasattr(model, "get_base_model") else model
-            base.loss_function = shifted_loss
+        use_loss_of(model, self.options)
         embedding = model.get_input_embeddings().weight
         self.trained_embedding = tuple(embedding.shape) if embedding.requires_grad else ()
         return model
@@ -58,7 +57,8 @@ class HfSft:
         scaler = FakeScaler() if options.autocast == "fp16" else None
         if options.warm_optimizer:
             make_state(trained, optimizer, tracker)
-        with loss_phase(model, tracker):
+        kept = matmul_keeps_input(on=options.keeps_matmul_input)
+        with loss_phase(model, tracker), kept:
             for _ in range(options.steps):
                 for _ in range(options.gradient_accumulation):
                     self.micro_step(model, tracker, scaler)
@@ -86,16 +86,6 @@ class HfSft:
         if scaler is not None:
             loss = scaler.scale(loss)
         loss.backward()
-
-
-def shifted_loss(logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """logits [B, T, V], labels [B, T] -> the mean cross-entropy as transformers 4.45 computed it."""
-    logits = logits.float()
-    shifted = logits[..., :-1, :].contiguous()
-    targets = labels[..., 1:].contiguous()
-    return torch.nn.functional.cross_entropy(
-        shifted.view(-1, shifted.shape[-1]), targets.view(-1), ignore_index=-100
-    )
 
 
 def make_state(

@@ -25,6 +25,12 @@ class StepOptions:
     double_quant: bool = True
     prepare_kbit: bool = True
     """QLoRA: prepare_model_for_kbit_training upcasts what stays in 16 bits to fp32."""
+    kbit_norms_only: bool = False
+    """After that, embeddings and head go back to bf16, as SFTTrainer before TRL 0.20 did."""
+    keeps_matmul_input: bool = False
+    """4-bit matmuls hold their input until the graph is freed, as bitsandbytes before 0.49 did."""
+    reentrant: bool = False
+    """Checkpointing with use_reentrant, the default of transformers before 5."""
     checkpointing: Checkpointing = Checkpointing.FULL
     attention: Attention = Attention.SDPA
     optimizer: Optimizer = Optimizer.ADAMW
@@ -44,8 +50,8 @@ class StepOptions:
     """Hold the model's outputs through backward, as a hand-written loop does."""
     fp32_outputs: bool | None = None
     """accelerate's conversion of the outputs to fp32; None = with autocast, as accelerate does."""
-    shifted_copy: bool = False
-    """The loss of transformers before 4.46: a contiguous shifted copy of the fp32 logits."""
+    transformers: str = ""
+    """Release whose causal loss is used ("4.45"); empty = the installed one."""
     max_grad_norm: float = 1.0
     """0 = no clipping."""
     compute_capability: int = 8
