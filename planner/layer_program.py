@@ -44,7 +44,9 @@ class OpSettings(NamedTuple):
     """LoRA elements on the fused experts of one layer."""
     attention: str = "sdpa"
     seq: int = 0
-    """Tokens per sequence; only eager attention needs it."""
+    """Tokens per sequence; only attention with scores in full needs it."""
+    undeclared_groups: bool = False
+    """The model hands SDPA fewer key heads than query heads without enable_gqa (Falcon-7B)."""
     repeat_kv: bool = False
     """The flash path of old code repeats keys and values for every query head."""
     masked: bool = False
@@ -265,9 +267,13 @@ class Program:
         out_size = heads * v_dim * width
         if s.attention == "eager":
             return self._eager(q, k, v, heads, out_size, width)
-        if (s.repeat_kv or (s.masked and s.attention == "sdpa")) and k.size != q.size:
+        masked = s.masked and s.attention == "sdpa" and not s.undeclared_groups
+        if (s.repeat_kv or masked) and k.size != q.size:
             k = self.cast(k, q.size)
             v = self.cast(v, out_size)
+        grouped = s.attention == "sdpa" and k.size != q.size
+        if grouped and (s.undeclared_groups or width == 4):
+            return self._math(q, k, v, heads, out_size, width)
         lse = tape.value(heads * 4, needs_grad=False)
         # the backward kernel accumulates dq in fp32
         out = tape.op(
@@ -279,6 +285,43 @@ class Program:
         )
         tape.drop(q, k, v, lse)
         return out
+
+    def _math(self, q: Value, k: Value, v: Value, heads: int, out_size: float, width: int) -> Value:
+        """Record SDPA's math kernel: fp32 scores in full; no fused kernel takes grouped fp32 keys.
+
+        aten/src/ATen/native/transformers/attention.cpp, _scaled_dot_product_attention_math.
+        """
+        tape, declared = self.tape, not self.s.undeclared_groups
+        row, full, wide = heads * self.s.seq * 4, q.size * 4 / width, 4 / width
+        held = [q, k, v]
+        if width != 4:
+            q, k, v = (tape.op((part,), part.size * wide) for part in (q, k, v))
+            held += [q, k, v]
+        scaled = tape.op((q,), full)
+        mask = tape.value(0, 4 * self.s.seq**2, needs_grad=False)
+        held += [scaled, mask]
+        if declared:
+            k = tape.op((k,), full)
+            v = tape.op((v,), out_size * wide)
+            held += [k, v]
+        key = tape.op((k,), k.size)
+        query = tape.op((scaled,), full)  # heads are not in front in memory: matmul copies
+        if not declared:
+            key = self.cast(key, full)
+        scores = tape.op((query, key), row, saves=(query, key))
+        tape.drop(query, key)
+        # the safe softmax: scores, softmax, a boolean mask and the result
+        soft = tape.op((scores,), row, saves_out=True, forward_scratch=row * 5 / 4)
+        tape.drop(scores)
+        narrow = tape.value(row / wide if width != 4 else 0, needs_grad=False)
+        if not declared:
+            v = tape.op((v,), out_size * wide)
+            held.append(v)
+        out = tape.op((soft, v), out_size * wide, saves=(soft, v))
+        if width != 4:
+            out = self.cast(out, out_size)
+        tape.drop(soft, narrow, *held)
+        return self.cast(out, out_size)
 
     def _eager(
         self, q: Value, k: Value, v: Value, heads: int, out_size: float, width: int

@@ -10,7 +10,10 @@ Shapes from torch 2.13 (aten/src/ATen/native/transformers/cuda): `attention.cu` 
 * memory-efficient (any dtype, masks; no grouped queries): saves q, k, v, mask, output and a
   log-sum-exp padded to 32 rows. A boolean mask becomes an additive one in q's dtype, padded to 16
   columns. Backward: dq, dk, dv, delta [b, h, s] fp32, and an fp32 dq accumulator for half inputs.
-* math (grouped queries in fp32, ...): torch's own composite, run as it is.
+* math (grouped queries in fp32, or not declared by `enable_gqa`): torch's composite in fp32. On CUDA
+  autocast casts q, k and v once and is off inside; the mask is added in place (under a fake tensor
+  mode the C++ composite would copy), and the safe softmax holds scores, softmax, a boolean mask and
+  its result.
 
 flash-attn's own package (attn_implementation "flash_attention_2") allocates what torch's flash does.
 """
@@ -18,6 +21,8 @@ flash-attn's own package (attn_implementation "flash_attention_2") allocates wha
 from typing import Any
 
 import torch
+
+from planner.errors import UnsupportedError
 
 MAX_FLASH_HEAD_DIM = 256
 _HALF = (torch.bfloat16, torch.float16)
@@ -107,6 +112,58 @@ def additive_mask(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return mask
 
 
+class SafeSoftmax(torch.autograd.Function):
+    """aten::_safe_softmax with the temporaries its kernel has: scores [..., s, s] -> the same."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: torch.Tensor) -> torch.Tensor:
+        """Take the softmax; rows that are masked altogether become zero. The result is saved."""
+        out = torch.softmax(scores, -1)
+        masked = scores.eq(float("-inf"))
+        result = torch.where(masked.all(-1, keepdim=True), 0.0, out)
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        """Allocate one gradient of the scores' size."""
+        (result,) = ctx.saved_tensors
+        return torch.ops.aten._softmax_backward_data(grads[0], result, -1, result.dtype)
+
+
+def math_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """Run attention [b, h, s, d] as _scaled_dot_product_attention_math does: in fp32, step by step."""
+    with torch.autocast("cpu", enabled=False):
+        query_acc, key_acc, value_acc = (part.float() for part in (query, key, value))
+        factor = (scale if scale is not None else query.shape[-1] ** -0.5) ** 0.5
+        scaled = query_acc * factor
+        if is_causal:
+            mask = query.new_ones((query.shape[-2], key.shape[-2]), dtype=torch.bool).tril()
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.where(mask, 0.0, float("-inf"))
+        if enable_gqa:
+            groups = query.shape[1] // key.shape[1]
+            key_acc = key_acc.repeat_interleave(groups, 1)
+            value_acc = value_acc.repeat_interleave(groups, 1)
+        weights = scaled @ (key_acc.transpose(-2, -1) * factor)
+        if mask is not None:
+            weights.add_(mask)
+        weights = SafeSoftmax.apply(weights)
+        narrow = weights.to(query.dtype)  # the composite's second result
+        out = (weights @ value_acc).to(query.dtype)
+        del narrow
+        return out
+
+
 def attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -124,9 +181,11 @@ def attention(
         if attn_mask is not None and attn_mask.dtype.is_floating_point:
             attn_mask = attn_mask.to(target)
     grouped = query.shape[1] != key.shape[1]
+    fused = enable_gqa or not grouped  # keys that would have to broadcast rule the kernels out
     square = query.shape[-1] == value.shape[-1]
     if (
-        attn_mask is None
+        fused
+        and attn_mask is None
         and query.dtype in _HALF
         and query.shape[-1] <= MAX_FLASH_HEAD_DIM
         and square
@@ -141,17 +200,17 @@ def attention(
     if not grouped and query.shape[-1] % 4 == 0:
         mask = None if attn_mask is None else additive_mask(attn_mask, query)
         return EfficientAttention.apply(query, key, value, mask)
-    out, _ = torch.ops.aten._scaled_dot_product_attention_math(
+    if dropout_p:
+        raise UnsupportedError("attention dropout with SDPA's math kernel is not traced")
+    return math_attention(
         query,
         key,
         value,
         attn_mask,
-        dropout_p,
-        is_causal,
+        is_causal=is_causal,
         scale=scale,
         enable_gqa=enable_gqa,
     )
-    return out
 
 
 def flash_attention_2(

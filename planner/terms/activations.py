@@ -17,6 +17,8 @@ NO_ROPE = frozenset(
     {"gpt2", "opt", "bloom", "gpt_bigcode", "gpt_neo", "mpt", "jamba", "nemotron_h", "mamba2"}
 )
 """Families with learned or ALiBi positions, or none at all."""
+UNDECLARED_GROUPS = frozenset({"falcon"})
+"""Families that call SDPA with one key head for all queries and no enable_gqa."""
 
 
 MLP_TILE_TOKENS = 2048
@@ -76,7 +78,7 @@ def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
     sharded = r.sharding in SHARDED and r.gpus > 1
     if sharded and r.autocast:
         width = element_bytes(r.autocast)  # units are gathered in the compute dtype
-    eager = r.attention.value == "eager"
+    scores = r.attention.value == "eager" or _math_sdpa(model, r, upcast=upcast)
     lora = r.trains and not full
     tile = MLP_TILE_TOKENS if r.tiled_mlp and r.tokens > MLP_TILE_TOKENS else 0
     return OpSettings(
@@ -96,7 +98,8 @@ def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
         dropout=r.lora_dropout > 0,
         dora=r.dora,
         attention=r.attention.value,
-        seq=r.seq_tokens if eager else 0,
+        seq=r.seq_tokens if scores else 0,
+        undeclared_groups=model.model_type in UNDECLARED_GROUPS,
         masked=r.padded,
         repeat_kv=model.model_type in r.switch("repeat_kv", ()),
         norm=model.norm,
@@ -107,6 +110,15 @@ def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
         norm_tile=tile if r.switch("tiled_norms") else 0,
         accumulate=r.grad_accum > 1,
     )
+
+
+def _math_sdpa(model: ModelSpec, r: Resolved, *, upcast: bool) -> bool:
+    """Return whether SDPA may have only its math kernel: fp32, or groups it is not told of."""
+    if r.attention.value != "sdpa":
+        return False
+    if model.model_type in UNDECLARED_GROUPS:
+        return True
+    return not r.autocast and (upcast or element_bytes(r.compute_dtype) == 4)
 
 
 _TAILS: dict[tuple[int, OpSettings], Tail] = {}
