@@ -1,30 +1,41 @@
 """`vramwise accuracy --tier trace`: published single-GPU runs against the trace of the same step.
 
-A row is scored when one of the reference steps expresses it: the HF Trainer's SFT step without
-fused kernels, on one GPU, at a stated length. Two depths are traced and every phase is
-extrapolated: decoder layers of one kind add the same bytes each.
+A row is scored when a reference step expresses it: the HF Trainer's SFT step without fused kernels
+or TRL's GRPO step with full logits, on one GPU, at a stated length, in the releases that the run
+used. Two depths are traced and every phase is extrapolated: decoder layers of one kind add the same
+bytes each.
 """
 
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
-from planner.accuracy.names import machine_named, model_named
+from planner.accuracy.names import machine_named, measured_config, model_named
 from planner.accuracy.prediction import NotCovered, Prediction, around
+from planner.accuracy.rl_recipe import rl_recipe
 from planner.accuracy.rows import Layout, Row
 from planner.accuracy.score import Accuracy, score_files
 from planner.accuracy.sft_recipe import recipe_of
+from planner.errors import UnsupportedError
 from planner.hub import load_catalogue
 from planner.model import ModelSpec
+from planner.recipe import Recipe, Task
 from planner.resolve import Resolved, resolve
 from profiler.subjects.from_recipe import step_options
 from profiler.subjects.hf_sft import HfSft
 from profiler.subjects.options import StepOptions
-from profiler.trace import trace
+from profiler.subjects.trl_grpo import Temperature, TrlGrpo
+from profiler.trace import Subject, trace
 
-FRAMEWORKS = ("hf-trainer", "peft-loop", "fms-hf-tuning")
+SFT_FRAMEWORKS = ("hf-trainer", "peft-loop", "fms-hf-tuning")
+GRPO_TEMPERATURE = {
+    "trl-0.15": Temperature.NONE,
+    "trl-1.9": Temperature.IN_PLACE,
+    "trl-1.12": Temperature.COPY,
+}
+FUSED = ("foak", "liger", "unsloth", "scattermoe", "fused")
 INTERVAL = (0.97, 1.03)
 QUANTITY = "peak_allocated"
 
@@ -36,50 +47,70 @@ def score(files: Iterable[Path]) -> Accuracy:
 
 def predict(row: Row) -> Prediction:
     """Return what the trace says about `row`; raises NotCovered with the reason."""
-    if row.layout is not Layout.SFT or row.quantity != QUANTITY:
-        raise NotCovered("the trace states peak_allocated of fine-tuning steps")
-    if row.integer("n_gpus") != 1:
-        raise NotCovered("the trace runs one GPU")
-    if row.integer("seq_len") is None:
-        raise NotCovered("the run's length is not stated")
-    kernels = row["kernels"].lower()
-    if any(word in kernels for word in ("foak", "liger", "unsloth", "scattermoe", "fused")):
-        raise NotCovered("fused kernels have no reference step")
+    if row.quantity != QUANTITY:
+        raise NotCovered("the trace tier scores peak_allocated")
     model = model_named(row["model"])
-    entry = load_catalogue().get(model.name)
-    if entry is None:
-        raise NotCovered("the model's config is not in the catalogue")
-    resolved = resolve(model, recipe_of(row, model), machine_named(row["gpu"]))
-    if not resolved.framework.name.startswith(FRAMEWORKS):
-        raise NotCovered(f"framework {resolved.framework.name} has no reference step")
+    resolved = resolve(model, _recipe(row, model), machine_named(row["gpu"]))
     if resolved.switch("linear_experts") and any(layer.mlp.num_experts for layer in model.layers):
         raise NotCovered("experts as separate linears: the installed transformers fuses them")
-    options = _options(resolved, entry["config"])
-    return around(QUANTITY, peak_bytes(options, model), *INTERVAL)
+    entry = load_catalogue().get(model.name)
+    config = measured_config(model.name) if entry is None else dict(entry["config"])
+    if not config:
+        raise NotCovered("the model's config is not known")
+    try:
+        options = replace(step_options(resolved, config, steps=1), warm_optimizer=True)
+    except UnsupportedError as error:
+        raise NotCovered(str(error)) from error
+    return around(QUANTITY, peak_bytes(options, model, resolved=resolved), *INTERVAL)
 
 
-def _options(resolved: Resolved, config: dict[str, Any]) -> StepOptions:
-    options = step_options(resolved, config, steps=1)
-    return replace(options, warm_optimizer=True)
+def _recipe(row: Row, model: ModelSpec) -> Recipe:
+    """Return the recipe of a row that a reference step expresses."""
+    if (row.integer("n_gpus") or row.integer("num_gpus")) != 1:
+        raise NotCovered("the trace runs one GPU")
+    if row.layout is Layout.RL:
+        recipe = rl_recipe(row, model)
+        if recipe.task is not Task.GRPO or recipe.framework not in GRPO_TEMPERATURE:
+            raise NotCovered(f"{recipe.task} of {recipe.framework} has no reference step")
+        return recipe
+    if any(word in row["kernels"].lower() for word in FUSED):
+        raise NotCovered("fused kernels have no reference step")
+    if row.integer("seq_len") is None:
+        raise NotCovered("the run's length is not stated")
+    recipe = recipe_of(row, model)
+    if not str(recipe.framework).startswith(SFT_FRAMEWORKS):
+        raise NotCovered(f"framework {recipe.framework} has no reference step")
+    return recipe
 
 
-def peak_bytes(options: StepOptions, model: ModelSpec) -> int:
+def peak_bytes(options: StepOptions, model: ModelSpec, *, resolved: Resolved | None = None) -> int:
     """Return the peak at the model's full depth, from two traces of a few layers."""
+    name = "" if resolved is None else resolved.framework.name
+    temperature = GRPO_TEMPERATURE.get(name)
     period = len(model.layers)
     few, more = 2 * period, 4 * period
     if more >= model.num_layers:
-        return max(_phases(_Frozen(options)).values())
-    low, high = (_phases(_Frozen(replace(options, layers=count))) for count in (few, more))
+        return max(_phases(_Frozen(options, temperature)).values())
+    low, high = (
+        _phases(_Frozen(replace(options, layers=count), temperature)) for count in (few, more)
+    )
     steps = (model.num_layers - few) / (more - few)
     return max(int(low[name] + (high[name] - low[name]) * steps) for name in low)
 
 
 class _Frozen:
-    """Options as a cache key: the config inside is a dict."""
+    """A step as a cache key: the config inside is a dict."""
 
-    def __init__(self, options: StepOptions) -> None:
+    def __init__(self, options: StepOptions, temperature: Temperature | None) -> None:
         self.options = options
-        self._key = repr(options)
+        self.temperature = temperature
+        self._key = repr((options, temperature))
+
+    def subject(self) -> Subject:
+        """Return the step to trace."""
+        if self.temperature is None:
+            return HfSft(self.options)
+        return TrlGrpo(self.options, fused=False, temperature=self.temperature)
 
     def __hash__(self) -> int:
         return hash(self._key)
@@ -90,5 +121,16 @@ class _Frozen:
 
 @lru_cache(maxsize=256)
 def _phases(frozen: _Frozen) -> dict[str, int]:
-    recording = trace(HfSft(frozen.options))
+    options = frozen.options
+    _say(
+        f"tracing {options.config.get('model_type')} {options.method}, {options.layers or 'all'} "
+        f"layers, {options.micro_batch} x {options.length} tokens"
+    )
+    recording = trace(frozen.subject())
     return {phase.name: phase.peak_bytes for phase in recording.phases}
+
+
+def _say(text: str) -> None:
+    """Print progress where somebody watches."""
+    if sys.stderr.isatty():
+        print(text, file=sys.stderr)

@@ -104,6 +104,11 @@ def _measured() -> dict[str, dict[str, Any]]:
     return {entry["name"]: entry for entry in map(json.loads, text.splitlines())}
 
 
+def measured_config(name: str) -> dict[str, Any]:
+    """Return the config of a model that only published rows use; empty when none is known."""
+    return dict(_measured().get(name, {}).get("config") or {})
+
+
 @cache
 def _index() -> dict[str, tuple[str, bool]]:
     """Folded spelling -> (short name, whether it is in the catalogue)."""

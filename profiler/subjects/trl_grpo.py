@@ -1,10 +1,11 @@
-"""The GRPO step of TRL's GRPOTrainer, full logits (0.14-0.17) or fused head (1.x).
+"""The GRPO step of TRL's GRPOTrainer, full logits (until 1.12) or fused head (later 1.x).
 
 One micro-batch of completions: an optional score pass without gradients (reference or old
 log-probabilities), then forward, loss, backward and, at the end, the optimizer step. Generation is
 not traced. Rows are as long as the longest of the batch, as TRL pads them; here all are.
 """
 
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -19,12 +20,31 @@ from profiler.subjects.options import StepOptions
 CLIP = 0.2
 
 
-class TrlGrpo(HfSft):
-    """GRPO as TRL runs it; `fused` picks the head of TRL 1.x."""
+class Temperature(StrEnum):
+    """How full logits are divided by the sampling temperature."""
 
-    def __init__(self, options: StepOptions, *, fused: bool, score: bool = False) -> None:
+    NONE = "none"
+    """TRL 0.14 and 0.15 did not."""
+    IN_PLACE = "in-place"
+    """Until 1.11: `div_` on a slice, whose CopySlices node copies the gradient of all logits."""
+    COPY = "copy"
+    """From 1.12 on (pull 6554): out of place."""
+
+
+class TrlGrpo(HfSft):
+    """GRPO as TRL runs it; `fused` picks the fused head."""
+
+    def __init__(
+        self,
+        options: StepOptions,
+        *,
+        fused: bool,
+        score: bool = False,
+        temperature: Temperature = Temperature.NONE,
+    ) -> None:
         super().__init__(options)
-        self.name = "trl-grpo" if fused else "trl-0.15-grpo"
+        self.name = "trl-grpo" if fused else "trl-full-logits-grpo"
+        self.temperature = temperature
         self.notes = ("generation and its engine are not traced",)
         self.fused = fused
         self.score = score
@@ -64,6 +84,10 @@ class TrlGrpo(HfSft):
             logits = logits.float()
         del outputs
         logits = logits[:, :-1, :][:, -self.completion :]
+        if self.temperature is Temperature.IN_PLACE:
+            logits.div_(0.9)
+        elif self.temperature is Temperature.COPY:
+            logits = logits / 0.9
         return selective_log_softmax(logits, targets)
 
     def _fused(self, model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
