@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import combinations
 from typing import Any
 
@@ -25,6 +26,8 @@ __all__ = [
 ]
 MAX_COMBINATION = 4
 MAX_COUNT = 2**20
+FITS, FITS_SAFELY = frozenset({"fits", "tight"}), frozenset({"fits"})
+"""Verdicts that will do: tensors fit, or the allocator's slack too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,20 +96,11 @@ def combination(
     return None
 
 
-def largest(
-    make: Callable[[int], Recipe], model: ModelSpec, machine: Machine, *, limit: int, safe: bool
-) -> int:
-    """Return the largest n for which the recipe fits, exact to one; 0 = not even 1.
-
-    `safe` asks for room for the allocator's slack too (verdict "fits").
-    """
+def largest(verdict: Callable[[int], str], *, limit: int, accepted: frozenset[str]) -> int:
+    """Return the largest n whose verdict is accepted, exact to one; 0 = not even 1."""
 
     def fits(count: int) -> bool:
-        try:
-            result = plan(model, make(count), machine)
-        except UsageError:
-            return False
-        return result.verdict == "fits" if safe else result.fits
+        return verdict(count) in accepted
 
     if not fits(1):
         return 0
@@ -121,6 +115,13 @@ def largest(
         else:
             high = middle
     return low
+
+
+def _verdict(model: ModelSpec, machine: Machine, make: Callable[[int], Recipe], count: int) -> str:
+    try:
+        return plan(model, make(count), machine).verdict
+    except UsageError:
+        return "does not fit"
 
 
 def limits(model: ModelSpec, recipe: Recipe, machine: Machine, base: Plan) -> dict[str, int]:
@@ -155,8 +156,9 @@ def limits(model: ModelSpec, recipe: Recipe, machine: Machine, base: Plan) -> di
         )
     found = {}
     for name, (make, limit) in makers.items():
-        found[name] = largest(make, model, machine, limit=limit, safe=False)
-        found[f"{name}_safe"] = largest(make, model, machine, limit=limit, safe=True)
+        verdict = cache(partial(_verdict, model, machine, make))  # both searches ask the same
+        found[name] = largest(verdict, limit=limit, accepted=FITS)
+        found[f"{name}_safe"] = largest(verdict, limit=found[name], accepted=FITS_SAFELY)
     return found
 
 
