@@ -48,7 +48,6 @@ class Row:
 LORA: dict[str, Any] = {"method": "lora", "dtype": "bf16"}
 ROWS = (
     Row("vramwise, bf16 LoRA", "vramwise", 1, LORA),
-    Row("vramwise, bf16 LoRA", "vramwise", 8, LORA),
     Row("vramwise, QLoRA", "vramwise", 1, {"method": "qlora", "dtype": "bf16"}),
     Row("TRL 1.16, fused head", "trl", 1, LORA),
     Row("TRL 1.16, fused head", "trl", 8, LORA),
