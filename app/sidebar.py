@@ -78,12 +78,22 @@ def show() -> None:
         with right:
             knob("method", defaults)
     _pairs([k.key for k in _shown(Group.FIRST)], defaults)
-    with st.expander("More settings", key="more"):
-        for group in MORE:
-            shown = _shown(group)
-            if shown:
-                st.caption(group.value)
-                _pairs([k.key for k in shown], defaults)
+    more = st.expander("More settings", key="more", on_change="rerun")
+    if more.open or _more_is_set():  # thirty widgets that nobody looks at would cost every answer
+        with more:
+            _more(defaults)
+
+
+def _more_is_set() -> bool:
+    keys = [k.key for k in KNOBS if k.group in MORE]
+    return any(state(key) is not None or key in st.query_params for key in keys)
+
+
+def _more(defaults: Mapping[str, Any]) -> None:
+    for group in MORE:
+        if shown := _shown(group):
+            st.caption(group.value)
+            _pairs([k.key for k in shown], defaults)
 
 
 def _defaults(framework: str | None, task: str) -> dict[str, Any]:

@@ -81,7 +81,13 @@ def other_value(knob: Knob) -> Any:
 
 @pytest.fixture(scope="module")
 def shared() -> AppTest:
-    return start()
+    return with_more_open()
+
+
+def with_more_open() -> AppTest:
+    at = AppTest.from_file(str(MAIN), default_timeout=60)
+    at.session_state["more"] = True
+    return at.run()
 
 
 @pytest.mark.parametrize("knob", KNOBS, ids=lambda knob: knob.key)
@@ -199,7 +205,7 @@ def test_a_link_restores_every_setting() -> None:
         "batch": 3,
     }
     chosen |= {"optimizer": "lion", "beta": 0.25, "packing": "yes", "targets": "q_proj, v_proj"}
-    at = start()
+    at = with_more_open()
     for key, value in chosen.items():
         at.get_by_key(key).set_value(value)
     at.run()
@@ -209,6 +215,14 @@ def test_a_link_restores_every_setting() -> None:
     assert metric(again, "Peak") == metric(at, "Peak") == format_bytes(planned(**chosen).peak_bytes)
     assert shown_link(again) == link
     assert not again.warning
+
+
+def test_more_settings_are_made_when_they_are_looked_at_or_set() -> None:
+    closed = start()
+    assert "optimizer" not in {box.key for box in closed.selectbox}
+    set_by_link = start(optimizer="lion")
+    assert set_by_link.selectbox(key="optimizer").value == "lion"
+    assert metric(set_by_link, "Peak") == format_bytes(planned(optimizer="lion").peak_bytes)
 
 
 def test_other_tools_and_train_settings() -> None:

@@ -51,7 +51,7 @@ def prepare(page: Any, name: str, recording: Path) -> None:
         page.locator('[data-testid="stMetric"]').first.wait_for()
     elif name == "explain":
         page.locator(".st-key-example button").first.click()
-        page.get_by_text("What to change").wait_for()
+        page.get_by_role("heading", name="What to change").wait_for()
     settle(page)
 
 
