@@ -18,7 +18,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 def test_every_verb_is_documented():
     from app.cli import app
 
-    names = {command.name for command in app.registered_commands}
+    names = {command.name or command.callback.__name__ for command in app.registered_commands}
     names |= {group.name for group in app.registered_groups}
     assert names == {verb[0] for verb in VERBS}
 
