@@ -51,7 +51,8 @@ docs: $(STAMP) ## rewrite the generated pages (docs/accuracy.md, docs/cli.md)
 	$(BIN)/python -m benchmarks.write_docs
 
 bench: $(STAMP) ## the benchmarks that back the README's claims
-	@for script in plan_speed trace_speed logprob_head grpo_table; do $(BIN)/python benchmarks/$$script.py; done
+	@for script in plan_speed trace_speed logprob_head kv_tokens doctor profile_overhead app_load trainer_vs_trl sft_vs_hf grpo_table; do \
+	  echo "== $$script"; OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$script.py; done
 
 screenshots: $(STAMP) ## pictures of every page of the app
 	$(BIN)/python tests/browser/screenshots.py docs/screenshots
