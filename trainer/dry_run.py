@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from planner.errors import UnsupportedError
-from planner.recipe import Checkpointing, Method, Recipe, Task
+from planner.recipe import Checkpointing, Loss, Method, Recipe, Task
 from planner.resolve import Resolved
 from profiler.storages import StorageTracker
 from profiler.subjects.from_recipe import step_options
@@ -20,7 +20,13 @@ from profiler.subjects.trl_grpo import TrlGrpo
 from profiler.subjects.trl_sft import TrlSft
 from profiler.trace import Subject
 
-REFERENCES = "hf-trainer, peft-loop, trl, trl-0.15, fms-hf-tuning, vramwise"
+HF_STEPS = ("hf-trainer", "peft-loop", "fms-hf-tuning", "fms-hf-tuning-kbit")
+HF_TRAINERS = ("axolotl", "llamafactory", "ms-swift")
+"""Tools whose SFT is a subclass of the HF Trainer with the full-logits loss unless told otherwise."""
+REFERENCES = (
+    "hf-trainer, peft-loop, trl, trl-0.15, fms-hf-tuning, vramwise; sft with full logits also of "
+    "axolotl, llamafactory and ms-swift"
+)
 
 
 def subject_for(
@@ -46,8 +52,12 @@ def subject_for(
         if grpo:
             return TrlGrpo(options, fused=fused, score=resolved.beta > 0)
         return TrlSft(options) if fused else HfSft(options)
-    if not grpo and name in ("hf-trainer", "peft-loop", "fms-hf-tuning", "fms-hf-tuning-kbit"):
+    if not grpo and name in HF_STEPS:
         return HfSft(options)
+    if not grpo and name in HF_TRAINERS and resolved.loss is Loss.FULL:
+        return HfSft(
+            options
+        )  # the HF Trainer's own step; fused losses of theirs are not ours to run
     raise UnsupportedError(
         f"framework {name}: its {resolved.task} step cannot be traced",
         hint=f"frameworks with steps: {REFERENCES}",
