@@ -5,7 +5,7 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from app import charts, finder, inputs, sidebar
+from app import finder, inputs, maps, sidebar
 from app.answer import escape
 from app.draw import draw
 from app.inputs import state
@@ -87,7 +87,7 @@ def _heat_map(shown: list[Recommendation], names: list[str]) -> None:
     methods = list(dict.fromkeys(row.method for row in shown))
     columns = list(finder.METHODS) if set(methods) <= set(finder.METHODS) else methods
     draw(
-        charts.heat_map(finder.heat_rows(shown), columns=columns, models=names),
+        maps.heat_map(finder.heat_rows(shown), columns=columns, models=names),
         key="heat",
         on_select=_open_cell,
         alt=f"Longest context for {len(names)} models and {', '.join(columns)}; the table below has the same.",
@@ -180,7 +180,7 @@ def gpus() -> None:
         return
     st.session_state["gpu_rows"] = [(cell["gpu"], cell["method"]) for cell in kept]
     draw(
-        charts.verdict_map(kept),
+        maps.verdict_map(kept),
         key="gpu_heat",
         on_select=_open_gpu_cell,
         alt=f"Which GPUs take {model.name}; the table below has the same.",
