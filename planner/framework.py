@@ -19,7 +19,7 @@ class LogitsLaw:
     """What one implementation of the loss keeps per (token x vocabulary) element, or its tiles."""
 
     kind: str
-    """full or chunked."""
+    """full, chunked (whole rows of the vocabulary) or tiled (rows by columns, never a whole row)."""
     forward: tuple[tuple[str, str], ...] = ()
     """(tensor, dtype) alive when the forward of the loss is at its largest; see `width`."""
     backward: tuple[tuple[str, str], ...] = ()
@@ -42,6 +42,11 @@ class LogitsLaw:
     """The rows are copied, so the norm's output is free again before the head runs."""
     max_chunk_bytes: int = 0
     """Chunk rows are chosen so that one chunk stays below this."""
+    min_chunk_bytes: int = 0
+    head_share: int = 0
+    """tiled: a tile may take the head's 16-bit weight over this, between min and max_chunk_bytes."""
+    tile_rows: int = 0
+    """tiled: rows of one tile at most; its columns are what the budget leaves."""
     source: str = ""
 
 

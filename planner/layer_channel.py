@@ -30,7 +30,8 @@ def _activation(p: Program, x: Value, size: float, kind: str) -> Value:
         if p.s.autocast and p.s.act != 4:
             size *= 4 / p.s.act
             base = tape.op((x,), size)
-        cube = tape.op((base,), size, saves=(base,))
+        # pow's backward: 3 * x**2, two temporaries
+        cube = tape.op((base,), size, saves=(base,), scratch=2 * size)
         if base is not x:
             tape.drop(base)
         scaled = p.cast(cube, size)
@@ -40,7 +41,12 @@ def _activation(p: Program, x: Value, size: float, kind: str) -> Value:
         tanh = tape.op((inner,), size, saves_out=True)
         tape.drop(inner)
         one = p.cast(tanh, size)
-        out = tape.op((half, one), size, saves=(half, one))
+        # the half's gradient is made as wide as the product, then cast: with what the node saved
+        # still there, unless a checkpoint gave it back
+        widened = size if half.size != size else 0
+        if widened and tape.recomputed:
+            widened -= half.size
+        out = tape.op((half, one), size, saves=(half, one), scratch=widened)
         tape.drop(half, one, x)
         return out
     if kind in ("relu", "relu2"):

@@ -229,6 +229,7 @@ class ModelSpec:
     """Copies of the residual stream between layers (DeepSeek-V4's hyper-connections)."""
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
+    embedding_dropout: float = 0.0
     source: str = ""
     """Where the config came from: catalogue, file path, hub id and revision."""
 

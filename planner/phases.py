@@ -78,10 +78,10 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     phases.append(
         _phase("forward", *fixed, held, whole, _acts("forward", acts.forward, acts), resident)
     )
-    loss = _loss(r, acts, head)
-    phases.append(
-        _phase("loss", *fixed, held, root, _acts("loss", loss[0], acts), loss[1], resident)
-    )
+    kept, logit, made = _loss(r, acts, head)
+    if not held.bytes and made:
+        held = Term("gradients", made, "the head's {0:,} B", (made,), grads.source)
+    phases.append(_phase("loss", *fixed, held, root, _acts("loss", kept, acts), logit, resident))
     phases.append(_phase("backward", *fixed, whole, *_backward(model, r, acts, grads), resident))
     step = Term(
         "optimizer",
@@ -106,15 +106,21 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     return Budget(tuple(phases), tuple(host), running.problem)
 
 
-def _loss(r: Resolved, acts: Activations, head: Logits) -> tuple[int, Term]:
-    """Return activations and logits where the loss, forward or backward, is largest."""
+def _loss(r: Resolved, acts: Activations, head: Logits) -> tuple[int, Term, int]:
+    """Return activations, logits and the head's gradient where the loss is largest.
+
+    That is in its forward, in its backward, or where the head's own backward has made a gradient.
+    """
     if r.law.drops_hidden:
-        return acts.loss_copied, head.forward  # largest in its backward: autocast's cache is gone
-    return max(
-        (acts.loss_forward + acts.autocast_cache, head.forward),
-        (acts.loss_backward, head.backward),
-        key=lambda pair: pair[0] + pair[1].bytes,
-    )
+        # largest in its backward: autocast's cache is gone
+        return acts.loss_copied, head.forward, head.weight_grad
+    moments = [
+        (acts.loss_forward + acts.autocast_cache, head.forward, 0),
+        (acts.loss_backward, head.backward, 0),
+    ]
+    if head.ending.bytes:
+        moments.append((acts.loss_backward, head.ending, head.weight_grad))
+    return max(moments, key=lambda moment: moment[0] + moment[1].bytes + moment[2])
 
 
 class _Parts(NamedTuple):

@@ -7,7 +7,7 @@ from planner.dtypes import QUANTIZATIONS, TRAIN_DTYPES, normal_dtype
 from planner.errors import UnsupportedError, UsageError
 from planner.framework import Framework, LogitsLaw, find_framework
 from planner.machine import Machine
-from planner.model import ModelSpec
+from planner.model import MixerKind, ModelSpec
 from planner.recipe import (
     Attention,
     Checkpointing,
@@ -132,6 +132,8 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     loss = Loss(_choose(recipe.loss, defaults, "loss", "full"))
     engine = _engine(recipe, defaults)
     beta = _choose(recipe.beta, defaults, "beta", 0.1 if task is Task.DPO else 0.0)
+    if trains:
+        notes.extend(_kernel_notes(model))
     return Resolved(
         task=task,
         algorithm=recipe.algorithm or task.value,
@@ -174,6 +176,23 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         **_engine_fields(recipe, defaults, dtype, engine, max(sequences, generations)),
         assumptions=tuple(notes),
     )
+
+
+RECURRENT_KERNELS = {
+    MixerKind.MAMBA: "mamba-ssm and causal-conv1d",
+    MixerKind.LINEAR: "flash-linear-attention and causal-conv1d",
+}
+
+
+def _kernel_notes(model: ModelSpec) -> list[str]:
+    """Return what the plan takes for granted of recurrent layers, and which way it errs if not."""
+    kinds = {mixer.kind for layer in model.layers for mixer in layer.mixers}
+    return [
+        f"recurrent layers run with the fused kernels of {packages}; without them the reference "
+        "code keeps several times the activations, and this plan is too low"
+        for kind, packages in RECURRENT_KERNELS.items()
+        if kind in kinds
+    ]
 
 
 def _master(recipe: Recipe, framework: Framework, dtype: str) -> bool:

@@ -86,8 +86,17 @@ class Node(NamedTuple):
 class Tape:
     """Runs forward code on sizes and then its backward."""
 
-    def __init__(self, *, grad_enabled: bool = True, keep_weight_grads: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        grad_enabled: bool = True,
+        keep_weight_grads: bool = True,
+        recomputed: bool = False,
+    ) -> None:
         self.grad_enabled = grad_enabled
+        self.recomputed = recomputed
+        """A checkpoint hands saved tensors back: they die with a node's work, before its gradients
+        are cast to what they belong to."""
         self.keep_weight_grads = keep_weight_grads
         self.live: float = 0
         self.live_constant = 0

@@ -98,6 +98,13 @@ TRAITS = {
 }
 
 
+DROPOUTS = {
+    "starcoder2": ("residual_dropout", "embedding_dropout"),
+    "phi": ("resid_pdrop", "embd_pdrop"),
+}
+"""Dense families whose blocks and embeddings drop out: the config's fields."""
+
+
 def build(fields: ConfigFields) -> ModelSpec:
     """Return the ModelSpec of a dense decoder."""
     traits = TRAITS[fields.model_type]
@@ -107,5 +114,12 @@ def build(fields: ConfigFields) -> ModelSpec:
             spec,
             logit_scale=fields.number("logits_scaling"),
             embedding_scale_copy=fields.number("embedding_multiplier") != 1.0,
+        )
+    if fields.model_type in DROPOUTS:
+        residual, embedding = DROPOUTS[fields.model_type]
+        return replace(
+            spec,
+            hidden_dropout=fields.number(residual, 0.0),
+            embedding_dropout=fields.number(embedding, 0.0),
         )
     return spec

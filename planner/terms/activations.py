@@ -99,9 +99,9 @@ def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
         dora=r.dora,
         attention=r.attention.value,
         seq=r.seq_tokens if scores else 0,
-        undeclared_groups=model.model_type in UNDECLARED_GROUPS,
+        undeclared_groups=_undeclared_groups(model),
         masked=r.padded,
-        repeat_kv=model.model_type in r.switch("repeat_kv", ()),
+        repeat_kv=model.model_type in r.switch("repeat_kv", ()) or _repeats_heads(model),
         norm=model.norm,
         rope=model.model_type not in NO_ROPE,
         hidden_dropout=model.hidden_dropout > 0,
@@ -112,11 +112,21 @@ def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
     )
 
 
+def _undeclared_groups(model: ModelSpec) -> bool:
+    """Return whether SDPA meets one key head; Falcon with several repeats them itself."""
+    one = model.layers[0].mixer.num_kv_heads == 1
+    return one and model.model_type in UNDECLARED_GROUPS
+
+
+def _repeats_heads(model: ModelSpec) -> bool:
+    return model.model_type in UNDECLARED_GROUPS and not _undeclared_groups(model)
+
+
 def _math_sdpa(model: ModelSpec, r: Resolved, *, upcast: bool) -> bool:
     """Return whether SDPA may have only its math kernel: fp32, or groups it is not told of."""
     if r.attention.value != "sdpa":
         return False
-    if model.model_type in UNDECLARED_GROUPS:
+    if _undeclared_groups(model):
         return True
     return not r.autocast and (upcast or element_bytes(r.compute_dtype) == 4)
 
@@ -179,7 +189,8 @@ def _everything(
 ) -> Activations:
     """Without checkpointing: every layer keeps all it saved."""
     costs = [kept_costs(layer, model.hidden, settings) for layer in model.layers]
-    kept = fixed
+    mask = model.hidden * tokens if model.embedding_dropout and settings.full else 0
+    kept = fixed + mask
     for layer, cost in zip(model.layers, costs, strict=True):
         kept += layer.count * cost.kept.at(tokens)
     width = model.hidden * settings.residual
@@ -204,6 +215,8 @@ def _everything(
     )
     if not bottom.keeps_input:  # the model's forward holds the embeddings' output
         forward += width * tokens
+    if mask:  # and before it was dropped out
+        forward += width * tokens
     return Activations(
         kept=kept,
         forward=forward,
@@ -214,14 +227,15 @@ def _everything(
         backward=(
             Moment(kept + norm.at(tokens), 0, model.num_layers),
             Moment(before_last + top.at(tokens), top.weight_grads, model.num_layers),
-            Moment(fixed + low.at(tokens), low.weight_grads, 1),
+            Moment(fixed + mask + low.at(tokens), low.weight_grads, 1),
         ),
         autocast_cache=0,
         host=0,
         parts=(
             ("cosines and sines", 1, fixed),
             ("autocast's copies of weights", 1, copies),
-            ("layers' saved tensors", tokens, (kept - fixed - copies) / max(tokens, 1)),
+            ("embedding dropout's mask", 1, mask),
+            ("layers' saved tensors", tokens, (kept - fixed - mask - copies) / max(tokens, 1)),
         ),
         layer_per_token=top.per_token,
     )
@@ -250,7 +264,11 @@ def _checkpointed(
     leaf = one if offload and hooked and resident < layers else 0
     if model.embedding_scale_copy and model.norm != "rmsnorm_gemma" and hooked:
         leaf += one  # scaled outside the embedding module: the first layer's input is a copy
-    kept = fixed + resident * one + leaf
+    mask = 0
+    if model.embedding_dropout and (settings.full or hooked):
+        mask = model.hidden * tokens  # one byte an element; a leaf is what was not dropped out yet
+        leaf = one if hooked else 0
+    kept = fixed + mask + resident * one + leaf
     widest = max(costs, key=lambda cost: largest(cost.recompute, tokens).total(tokens))
     work = largest(widest.recompute, tokens)
     segment = _rest_of_segment(model, settings, tokens, every)
@@ -258,10 +276,10 @@ def _checkpointed(
         # the recomputed output is a Python variable until the layer's backward is done
         segment += one
     cache = _autocast_cache(model, settings)
-    low = work.at(tokens) + one
+    low = mask + work.at(tokens) + one
     if offload and resident < layers:
         # the next layer's input is on its way while this one's is used
-        low = largest(widest.recompute_fetched, tokens).at(tokens) + leaf
+        low = mask + largest(widest.recompute_fetched, tokens).at(tokens) + leaf
         low += one if layers - resident > 1 else 0
     frozen = not settings.full and r.sharding is Sharding.FSDP and r.gpus > 1
     if frozen and r.checkpointing is Checkpointing.FULL:
@@ -275,8 +293,8 @@ def _checkpointed(
             kept + plain - (one if resident else 0),
             kept + largest(tail.forward, tokens).at(tokens),
         )
-        # the model's forward holds the embeddings' output, offloaded or not
-        + (one if offload and not leaf and resident < layers else 0)
+        # the model's forward holds the embeddings' output, offloaded or dropped out or not
+        + (one if not leaf and (mask or (offload and resident < layers)) else 0)
         + cache,
         no_grad=fixed + plain,
         loss_forward=kept + int(tail.kept_forward * tokens),
@@ -291,6 +309,7 @@ def _checkpointed(
         host=(layers - resident) * pinned(one, r) if offload else 0,
         parts=(
             ("cosines and sines", 1, fixed),
+            ("embedding dropout's mask", 1, mask),
             ("layer inputs", resident, one),
             ("embeddings' output", 1, leaf),
         ),

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from planner.dtypes import element_bytes
 from planner.framework import LogitsLaw, width
 from planner.model import ModelSpec
-from planner.recipe import Method
+from planner.recipe import Method, Sharding
 from planner.resolve import Resolved
 from planner.terms.gradients import gradient_width
 from planner.terms.term import Term
@@ -18,6 +18,10 @@ class Logits(NamedTuple):
     forward: Term
     backward: Term
     score: Term
+    ending: Term
+    """While the trained head's gradient is made: the logits' own gradient. Empty if frozen."""
+    weight_grad: int
+    """Bytes of the head's gradient if it is new, then."""
 
 
 def scored_rows(r: Resolved, law: LogitsLaw) -> int:
@@ -30,16 +34,42 @@ def scored_rows(r: Resolved, law: LogitsLaw) -> int:
 def logits(model: ModelSpec, r: Resolved) -> Logits:
     """Return the loss head's bytes for one micro-batch."""
     law, act = r.law, element_bytes(r.compute_dtype)
-    rows = scored_rows(r, law)
+    rows, none = scored_rows(r, law), Term("logits", 0)
+    made = _new_head_gradient(model, r)
     if law.kind == "full":
         extra, cap = _casts(model, r, rows, act), bool(model.softcap)
         return Logits(
             _full(rows, model.vocab, law.forward, act, law.source, extra, cap),
             _full(rows, model.vocab, law.backward, act, law.source, extra, cap),
             _full(rows, model.vocab, law.forward, act, law.source, extra, cap),
+            _ending(model, r, rows, act, extra) if made else none,
+            made,
         )
+    if law.kind == "tiled":
+        work = _tiled(model, r, law, rows, act)
+        return Logits(work, work, _tiled(model, r, law, rows, act, scoring=True), none, made)
     term = _chunked(model, r, law, rows, act)
-    return Logits(term, term, term)
+    return Logits(term, term, term, none, 0)
+
+
+def _new_head_gradient(model: ModelSpec, r: Resolved) -> int:
+    """Return bytes of the head's gradient when a micro-batch makes it anew and whole."""
+    whole = r.gpus == 1 or r.sharding is Sharding.NONE
+    if r.method is not Method.FULL or not r.trains or r.grad_accum > 1 or not whole:
+        return 0
+    return model.vocab * model.hidden * gradient_width(r)
+
+
+def _ending(model: ModelSpec, r: Resolved, rows: int, act: int, extra: int) -> Term:
+    """Return the logits' gradient, that of the head's input and, under autocast, casts of both."""
+    cast = model.vocab * model.hidden * act if head_width(r) != act else 0
+    return Term(
+        "logits",
+        rows * (model.vocab + model.hidden) * act + extra + cast,
+        "{0:,} rows x ({1:,} vocabulary + hidden {2:,}) x {3} B + casts {4:,} B",
+        (rows, model.vocab, model.hidden, act, extra + cast),
+        "autograd of the head's linear",
+    )
 
 
 def head_width(r: Resolved) -> int:
@@ -130,5 +160,53 @@ def _chunked(model: ModelSpec, r: Resolved, law: LogitsLaw, rows: int, act: int)
         "{0:,} rows: {1:,} B kept + head {2:,} B + the larger of a tile {3:,} x {4:,} x {5} B (+ cast "
         "{6:,} B) and the last casts {7:,} B",
         (rows, kept, head, chunk, vocab, element, cast, ended),
+        law.source,
+    )
+
+
+COLUMN_STEP = 64
+"""Columns of a tile are a multiple of this."""
+TILE_ELEMENT = 6
+"""Bytes the tile budget counts per element: fp32 logits and their 16-bit copy."""
+
+
+def tile_shape(model: ModelSpec, r: Resolved, law: LogitsLaw, rows: int) -> tuple[int, int]:
+    """Return rows and columns of one tile (trainer/vocab_tiles.py cuts the same)."""
+    share = 2 * model.vocab * model.hidden // law.head_share
+    allowed = min(law.max_chunk_bytes, max(law.min_chunk_bytes, share))
+    whole_rows = r.loss_chunk_rows or max(1, allowed // (TILE_ELEMENT * model.vocab))
+    tall = max(1, min(rows, law.tile_rows))
+    columns = max(1, min(model.vocab, whole_rows * model.vocab // tall))
+    return tall, columns - columns % COLUMN_STEP if columns > COLUMN_STEP else columns
+
+
+def _tiled(
+    model: ModelSpec, r: Resolved, law: LogitsLaw, rows: int, act: int, *, scoring: bool = False
+) -> Term:
+    """Return rows kept in full, a tile at work and its fp32 accumulators [tile rows, hidden]."""
+    tall, columns = tile_shape(model, r, law, rows)
+    narrow = act if act < 4 else 0  # the matrix product's copy of the fp32 tile
+    cast = 0 if head_width(r) == act else columns * model.hidden * act
+    one = tall * model.hidden  # elements of an accumulator
+    tile = tall * columns * (4 + narrow + (4 if model.softcap else 0))
+    kept = rows * model.hidden * sum(width(dtype, act) for _, dtype in law.hidden)
+    if scoring:
+        kept, tile = rows * model.hidden * act, tall * columns * 4
+        work = tile + cast
+    elif r.method is Method.FULL:
+        # kept: the rows and their gradient. A tile; or, it being gone, a product beside its sum
+        product = 4 * max(one, columns * model.hidden)
+        work = one * (narrow + 4) + cast + max(tile, tall * columns * (narrow or 4) + product)
+    else:
+        # sum and product; at the end the target's rows of W, as they are and in fp32
+        work = max(tile + cast + 8 * one, one * (8 + head_width(r)))
+        if rows > tall:
+            work += 4 * one  # the last block's U until this one's is there
+    return Term(
+        "logits",
+        kept + work,
+        "{0:,} rows: {1:,} B kept + a tile of {2:,} x {3:,}: {4:,} B, with its fp32 sums of "
+        "{2:,} x hidden {5:,} B",
+        (rows, kept, tall, columns, tile, work),
         law.source,
     )
