@@ -7,7 +7,7 @@ from planner.doctor.sizes import LARGE_SEGMENT
 from planner.units import GiB, MiB, format_bytes
 
 FRAGMENT_SHARE = 0.04
-"""Reserved but unallocated memory below this share of the card is ordinary (oom-guide rule 7)."""
+"""Reserved but unallocated memory below this share of the card is ordinary."""
 CONTEXT_LIMIT = 3 * GiB + 512 * MiB
 """More than any CUDA context with NCCL and graphs seen in complete messages (0.1-3.1 GiB)."""
 

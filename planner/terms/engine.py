@@ -145,14 +145,14 @@ def engine_costs(model: ModelSpec, r: Resolved, machine: Machine, weights: int) 
         max(pool, 0),
         "{0}: {1:.1f} sequences of {2:,} tokens x {3:,} B",
         (how, pool / each if each else 0.0, r.seq_tokens, each),
-        "vLLM start-up profile and KV pages, trainer-facts 4.4 and 4.5",
+        "vLLM start-up profile and KV pages, vLLM 0.32 v1/worker and v1/core/kv_cache_utils",
     )
     busy = Term(
         "engine",
         copy + fixed + work,
         "own weights {0:,} B + adapter slot, graphs, outside torch {1:,} B + largest step {2:,} B",
         (copy, fixed, work),
-        "vLLM start-up profile, trainer-facts 4.4",
+        "vLLM 0.32 v1/worker: start-up profile",
     )
     return EngineCosts(kv, busy, _resident(r, copy, fixed, pool), _slept(r, copy), problem)
 
@@ -166,7 +166,7 @@ def _dense_cache(model: ModelSpec, r: Resolved) -> Term:
         count * each,
         "{0:,} sequences x {1:,} B ({2:,} tokens, {3})",
         (count, each, r.seq_tokens, r.kv_dtype),
-        "trainer-facts 4.5; exact per architecture",
+        "the shapes that transformers caches, per architecture",
     )
 
 

@@ -22,6 +22,6 @@ def workspace(machine: Machine) -> Term:
 def slack(r: Resolved) -> tuple[float, float, float]:
     """Return reserved / allocated: low, typical and high.
 
-    Measured runs: 1.07-1.46, mostly 1.08-1.17 (memory-laws 2.12).
+    Measured runs: 1.07-1.46, mostly 1.08-1.17 (data/measurements).
     """
     return 1.0, 1.08, 1.17

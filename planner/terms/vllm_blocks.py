@@ -3,7 +3,7 @@
 Layers of one kind share a block table. Where kinds differ (sliding windows, mamba, linear
 attention), vLLM splits them into groups of equally many layers, makes all pages the same size, and
 lets every group draw block numbers from one pool. So one block costs group_size x page bytes, and a
-sequence costs the sum of all groups' blocks. Source: trainer-facts 4.5, checked against vLLM 0.32's
+sequence costs the sum of all groups' blocks. Source: vLLM's v1/core/kv_cache_utils, checked against vLLM 0.32's
 own token counts in benchmarks/kv_tokens.py.
 """
 

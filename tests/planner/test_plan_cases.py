@@ -209,7 +209,7 @@ def test_a_large_vocabulary_moves_the_peak_into_the_loss() -> None:
     ],
 )
 def test_one_layer_keeps_what_was_counted(fields: dict[str, object], per_token: float) -> None:
-    # trainer-facts 5.3, in bytes per token and hidden unit; Llama-8B shapes
+    # traced on CPU, in bytes per token and hidden unit; Llama-8B shapes
     model = catalogue_model("llama-3.1-8b")
     result = planned(
         "llama-3.1-8b", framework="hf-trainer", context=2048, checkpointing="none", **fields
