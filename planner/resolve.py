@@ -134,6 +134,11 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     beta = _choose(recipe.beta, defaults, "beta", 0.1 if task is Task.DPO else 0.0)
     if trains:
         notes.extend(_kernel_notes(model))
+        if quantization in ("nf4", "fp4", "int8") and model.model_type in OWN_LINEAR:
+            notes.append(
+                f"{model.model_type}: counted as quantised; transformers 5 quantises nn.Linear only, "
+                "not this model's own class, and then keeps these weights at full width"
+            )
     return Resolved(
         task=task,
         algorithm=recipe.algorithm or task.value,
@@ -178,6 +183,8 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     )
 
 
+OWN_LINEAR = frozenset({"falcon"})
+"""Families whose linears are a subclass: integrations/bitsandbytes.py compares the exact type."""
 RECURRENT_KERNELS = {
     MixerKind.MAMBA: "mamba-ssm and causal-conv1d",
     MixerKind.LINEAR: "flash-linear-attention and causal-conv1d",
