@@ -20,8 +20,6 @@ from trainer.run import quiet
 from trainer.session import Result, Say
 
 SCHEMA_VERSION = 1
-STEPS = 40
-PROMPTS = 8
 GENERATIONS = 8
 MICRO_BATCH = 16
 """Sequences at full length in one forward, and completions under way at once."""
@@ -35,11 +33,15 @@ def run_demo(*, output: Path, steps: int | None, seed: int, model: str, say: Say
     """Run the demo and return its figures. Raises VramwiseError."""
     quiet()
     chosen = find_demo_model(model, say=say)
-    document = demo_document(chosen, output=output.resolve(), steps=steps or STEPS, seed=seed)
+    document = demo_document(
+        chosen, output=output.resolve(), steps=steps or chosen.steps, seed=seed
+    )
     run, train = parse_run(document, root=Path.cwd())
     traced = _trace(run, train, say=say)
     prepared: list[Preflight] = []
-    say(f"GRPO with LoRA on one-digit sums: {chosen.name}, {train.steps} steps, seed {seed}")
+    say(
+        f"GRPO ({chosen.method}) on one-digit sums: {chosen.name}, {train.steps} steps, seed {seed}"
+    )
     result = train_grpo(run, train, root=Path.cwd(), say=say, on_ready=prepared.append)
     report = _report(chosen, result, prepared[0], traced)
     say(_table(report["phases"]))
@@ -57,8 +59,7 @@ def demo_document(chosen: DemoModel, *, output: Path, steps: int, seed: int) -> 
         "model": str(chosen.path),
         "recipe": {
             "task": "grpo",
-            "method": "lora",
-            "lora": {"rank": chosen.lora_rank},
+            "method": chosen.method,
             # bf16 matrix products are slow on most CPUs
             "dtype": "bf16" if torch.cuda.is_available() else "fp32",
             "num_generations": GENERATIONS,
@@ -72,12 +73,17 @@ def demo_document(chosen: DemoModel, *, output: Path, steps: int, seed: int) -> 
             "overwrite": True,
             "dataset": {
                 "name": "arithmetic",
-                "options": {"operations": ["add"], "digits": 1, "examples": 3, "seed": seed},
+                "options": {
+                    "operations": ["add"],
+                    "digits": 1,
+                    "examples": chosen.examples,
+                    "seed": seed,
+                },
             },
             "rewards": ["exact"],
-            "sampling": {"stop": ["\n"]},
+            "sampling": {"stop": ["\n"], "temperature": chosen.temperature},
             "loss": {"type": "grpo"},
-            "prompts_per_step": PROMPTS,
+            "prompts_per_step": chosen.prompts,
             "steps": steps,
             "lr": chosen.lr,
             "warmup_steps": min(WINDOW, steps - 1),

@@ -13,9 +13,8 @@ from trainer.sft import train_sft
 from trainer.small_model import make_small_model
 from trainer.tasks.arithmetic import ArithmeticTask
 
-SFT_STEPS = 220
+SFT_STEPS = 250
 SFT_BATCH = 64
-EXAMPLES = 3
 DATA_FILE = "sums.jsonl"
 
 
@@ -25,13 +24,7 @@ def teach_small_model(folder: Path, *, say: Say, steps: int = SFT_STEPS) -> None
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         root = Path(scratch)
         make_small_model(root / "base", hidden=128, layers=3, heads=4, intermediate=256)
-        task = ArithmeticTask(digits=1, examples=EXAMPLES, size=steps * SFT_BATCH, seed=1)
-        rows = (task[index] for index in range(len(task)))
-        lines = [
-            json.dumps({"prompt": row["prompt"], "completion": f" {row['answer']}\n"})
-            for row in rows
-        ]
-        (root / DATA_FILE).write_text("\n".join(lines), encoding="utf-8")
+        (root / DATA_FILE).write_text("\n".join(_lines(steps * SFT_BATCH)), encoding="utf-8")
         run, train = parse_run(_document(root, steps), root=root)
         say(f"teaching a small model one-digit sums: {steps} SFT steps")
         result = train_sft(run, train, root=root)
@@ -41,6 +34,15 @@ def teach_small_model(folder: Path, *, say: Say, steps: int = SFT_STEPS) -> None
         if folder.exists():
             shutil.rmtree(folder)
         taught.rename(folder)
+
+
+def _lines(count: int) -> list[str]:
+    """Return bare sums with their answers, as JSON lines."""
+    task = ArithmeticTask(digits=1, examples=0, size=count, seed=1)
+    rows = (task[index] for index in range(count))
+    return [
+        json.dumps({"prompt": row["prompt"], "completion": f" {row['answer']}\n"}) for row in rows
+    ]
 
 
 def _document(root: Path, steps: int) -> dict[str, Any]:

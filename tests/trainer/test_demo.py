@@ -16,15 +16,16 @@ def test_the_demo_on_a_model_made_on_the_spot_earns_its_reward(tmp_path, monkeyp
     assert report["gain"] >= 0.15
     assert report["first_mean"] > 0.2, "GRPO needs some right answers to begin with"
     text = "\n".join(said)
-    for word in ("planned", "traced", "measured", "backward", "steps 1-4", "####"):
+    for word in ("planned", "traced", "measured", "backward", "steps 1-15", "####"):
         assert word in text
     phases = {phase["name"]: phase for phase in report["phases"]}
     for name in ("forward", "backward"):
         planned, traced, measured = (
             phases[name][f"{source}_bytes"] for source in ("planned", "traced", "measured")
         )
-        assert measured == pytest.approx(planned, rel=0.1)
-        assert traced == pytest.approx(measured, rel=0.1)
+        # plan and trace are of CUDA's kernels; this CPU's keep 10 % less in full training
+        assert traced == pytest.approx(planned, rel=0.03)
+        assert measured == pytest.approx(planned, rel=0.13)
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["rewards/exact/mean"] for line in lines] == report["rewards"]
     assert demo_model.find_demo_model("small", say=said.append).path.is_dir(), "cached"
