@@ -19,7 +19,7 @@ from profiler.subjects.autocast import FakeScaler, autocast
 from profiler.subjects.build import build
 from profiler.subjects.offload import OffloadedCheckpoints
 from profiler.subjects.older_versions import matmul_keeps_input, use_loss_of
-from profiler.subjects.optimizers import make_optimizer, tag_states
+from profiler.subjects.optimizers import keep_embeddings_in_32_bit, make_optimizer, tag_states
 from profiler.subjects.options import StepOptions
 
 
@@ -52,6 +52,7 @@ class HfSft:
         options = self.options
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = make_optimizer(options.optimizer, trained, tracker)
+        keep_embeddings_in_32_bit(model, optimizer)
         if options.checkpointing is Checkpointing.OFFLOAD:
             OffloadedCheckpoints(model)
         scaler = FakeScaler() if options.autocast == "fp16" else None

@@ -1,5 +1,6 @@
 """The optimizers of a recipe, with the implementation CUDA uses by default."""
 
+import copy
 from typing import Any
 
 import torch
@@ -58,6 +59,27 @@ def _bitsandbytes(
                 return super().get_state_buffer(p, dtype=dtype)
 
     return Paged(parameters, lr=1e-4)
+
+
+def keep_embeddings_in_32_bit(model: torch.nn.Module, optimizer: Any) -> None:
+    """Give embeddings 32-bit state, as the HF Trainer does for 8-bit bitsandbytes optimizers.
+
+    Source: transformers 5.19, trainer.py, create_optimizer: register_module_override(optim_bits=32).
+    """
+    if getattr(getattr(optimizer, "args", None), "optim_bits", 32) != 8:
+        return
+    embeddings = {
+        id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)
+    }
+    # bitsandbytes keeps overrides in one manager of the process: this trace gets its own
+    manager = copy.copy(optimizer.mng)
+    manager.index2config = {
+        (group, place): {"optim_bits": 32}
+        for group, settings in enumerate(optimizer.param_groups)
+        for place, parameter in enumerate(settings["params"])
+        if id(parameter) in embeddings
+    }
+    optimizer.mng = manager
 
 
 def tag_states(optimizer: torch.optim.Optimizer, tracker: StorageTracker) -> None:
