@@ -121,13 +121,21 @@ def run_subject(
 
 @contextmanager
 def _collected_by_hand() -> Iterator[None]:
-    """Keep Python's cycle collector from freeing tensors at moments of its own choice."""
+    """Keep Python's cycle collector from freeing tensors at moments of its own choice.
+
+    What exists already is frozen: collections by hand then look at the trace's own objects only.
+    """
     gc.collect()
+    freezes = gc.get_freeze_count() == 0
+    if freezes:
+        gc.freeze()
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
+        if freezes:
+            gc.unfreeze()
 
 
 def watch_gradients(model: torch.nn.Module, tracker: StorageTracker) -> None:

@@ -22,7 +22,7 @@ from planner.errors import UnsupportedError
 from planner.hub import load_catalogue
 from planner.model import ModelSpec
 from planner.recipe import Recipe, Task
-from planner.resolve import Resolved, resolve
+from planner.resolve import resolve
 from profiler.subjects.from_recipe import step_options
 from profiler.subjects.hf_sft import HfSft
 from profiler.subjects.options import StepOptions
@@ -47,6 +47,17 @@ def score(files: Iterable[Path]) -> Accuracy:
 
 def predict(row: Row) -> Prediction:
     """Return what the trace says about `row`; raises NotCovered with the reason."""
+    options, model, framework = _step(row)
+    return around(QUANTITY, peak_bytes(options, model, framework=framework), *INTERVAL)
+
+
+def subject_of(row: Row) -> Subject:
+    """Return the step of `row` at full depth; raises NotCovered with the reason."""
+    options, _, framework = _step(row)
+    return _Frozen(options, GRPO_TEMPERATURE.get(framework)).subject()
+
+
+def _step(row: Row) -> tuple[StepOptions, ModelSpec, str]:
     if row.quantity != QUANTITY:
         raise NotCovered("the trace tier scores peak_allocated")
     model = model_named(row["model"])
@@ -61,7 +72,7 @@ def predict(row: Row) -> Prediction:
         options = replace(step_options(resolved, config, steps=1), warm_optimizer=True)
     except UnsupportedError as error:
         raise NotCovered(str(error)) from error
-    return around(QUANTITY, peak_bytes(options, model, resolved=resolved), *INTERVAL)
+    return options, model, resolved.framework.name
 
 
 def _recipe(row: Row, model: ModelSpec) -> Recipe:
@@ -83,10 +94,9 @@ def _recipe(row: Row, model: ModelSpec) -> Recipe:
     return recipe
 
 
-def peak_bytes(options: StepOptions, model: ModelSpec, *, resolved: Resolved | None = None) -> int:
+def peak_bytes(options: StepOptions, model: ModelSpec, *, framework: str = "") -> int:
     """Return the peak at the model's full depth, from two traces of a few layers."""
-    name = "" if resolved is None else resolved.framework.name
-    temperature = GRPO_TEMPERATURE.get(name)
+    temperature = GRPO_TEMPERATURE.get(framework)
     period = len(model.layers)
     few, more = 2 * period, 4 * period
     if more >= model.num_layers:

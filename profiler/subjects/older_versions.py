@@ -86,7 +86,8 @@ def matmul_keeps_input(*, on: bool) -> Iterator[None]:
         return
     from bitsandbytes.autograd._functions import MatMul4Bit
 
-    plain = MatMul4Bit.forward
+    function: Any = MatMul4Bit
+    plain = function.forward
 
     def keeping(ctx: Any, inputs: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
         result: torch.Tensor = plain(ctx, inputs, *arguments, **named)
@@ -94,8 +95,8 @@ def matmul_keeps_input(*, on: bool) -> Iterator[None]:
             ctx.kept_input = inputs
         return result
 
-    MatMul4Bit.forward = staticmethod(keeping)
+    function.forward = staticmethod(keeping)
     try:
         yield
     finally:
-        MatMul4Bit.forward = staticmethod(plain)
+        function.forward = staticmethod(plain)

@@ -1,5 +1,8 @@
 """The analytic plan against the trace: families x methods x checkpointing x shapes."""
 
+import gc
+from collections.abc import Iterator
+
 import pytest
 
 from planner.recipe import Method
@@ -11,6 +14,17 @@ from profiler.trace_matrix import (
     disagreements,
     run_case,
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def modules_are_not_searched() -> Iterator[None]:
+    """Each trace collects cycles by hand: only its own objects are worth looking at."""
+    import profiler.trace  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def test_the_matrix_is_wide() -> None:
