@@ -6,6 +6,7 @@ written. The README's example output and tree are checked by tests/test_docs.py.
 
 import argparse
 import ast
+import json
 import os
 import re
 import subprocess
@@ -87,7 +88,28 @@ def readme_page() -> str:
     assert command is not None
     start = command.end() + 1
     end = text.index("```", start)
-    return text[:start] + output(command.group(1).split()[1:]) + "\n" + text[end:]
+    text = text[:start] + output(command.group(1).split()[1:]) + "\n" + text[end:]
+    start, end = text.index("Scored against"), text.index("[every row and every miss]")
+    return text[:start] + accuracy_sentence() + text[end:]
+
+
+def accuracy_sentence() -> str:
+    """Return the README's claim from the score of today."""
+    found = json.loads(output(["accuracy", "--json"]))
+
+    def median(quantity: str, digits: int = 1) -> tuple[str, int]:
+        figures = found["by_quantity"][quantity]
+        return f"{figures['median_abs_error']:.{digits}%}", figures["n"]
+
+    allocated, runs = median("peak_allocated")
+    smi, smi_runs = median("nvidia_smi_used_peak")
+    weights, logs = median("model_weights")
+    tokens, pools = median("kv_cache_tokens_printed", digits=2)
+    return (
+        f"Scored against {found['scored']:,} published measurements: peak allocated memory within\n"
+        f"{allocated} (median of {runs} runs), nvidia-smi within {smi} ({smi_runs}), vLLM's weights within "
+        f"{weights} ({logs} logs) and\nits KV tokens within {tokens} ({pools}); "
+    )
 
 
 def output(arguments: list[str]) -> str:

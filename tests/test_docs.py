@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from app.cli import main
-from benchmarks.write_docs import TREE_PAGE, VERBS, cli_page, tree_page
+from benchmarks.write_docs import TREE_PAGE, VERBS, accuracy_sentence, cli_page, tree_page
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -51,6 +51,10 @@ def test_readme_output_is_real(capsys, monkeypatch):
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert shown[: len(printed)] == printed[: len(shown)]
     assert len(shown) > 10
+
+
+def test_readme_claims_the_accuracy_of_today():
+    assert accuracy_sentence() in README, "run: make docs"
 
 
 def test_readme_python_gives_what_it_shows():
