@@ -103,6 +103,23 @@ def disagreements(comparison: Comparison) -> list[Cell]:
     return [cell for cell in wrong if cell.phase != "load"]
 
 
+def worst(comparison: Comparison, *, terms: bool) -> float:
+    """Return the largest error of the totals, or of the terms that count, as a fraction."""
+    peak = comparison.peak.measured_bytes or 1
+    cells = comparison.cells if terms else (*comparison.totals, comparison.peak)
+    return max(
+        (
+            abs(cell.error)
+            for cell in cells
+            if cell.error is not None
+            and cell.phase != "load"
+            and max(cell.planned_bytes or 0, cell.measured_bytes or 0)
+            > (TERM_SHARE * peak if terms else 0)
+        ),
+        default=0.0,
+    )
+
+
 def _off(cell: Cell, tolerance: float, *, peak: int) -> bool:
     if cell.planned_bytes is None or cell.measured_bytes is None:
         return False

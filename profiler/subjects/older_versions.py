@@ -8,8 +8,8 @@ Read in their sources; `StepOptions.transformers` and its neighbours switch them
   loss upcasts, shifts and copies: 14 bytes a logit. 4.49 shifts the labels instead (pull 35646).
 * GPTBigCode < 4.49 computes its own loss: a shifted copy in the logits' dtype, no upcast.
 * transformers < 5 checkpoints reentrantly: no early stop in the recomputation.
-* bitsandbytes < 0.49, `MatMul4Bit`: the input waits on the node until the graph is freed.
-* TRL < 0.20, `peft_module_casting_to_bf16`: only norms stay in fp32 after k-bit preparation.
+* bitsandbytes 0.43, `MatMul4Bit`: the input waits on the node until the graph is freed.
+* TRL 0.11 to 0.13, `peft_module_casting_to_bf16`: only norms stay in fp32 after k-bit preparation.
 """
 
 import contextlib
@@ -80,7 +80,7 @@ def cast_all_but_norms(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def matmul_keeps_input(*, on: bool) -> Iterator[None]:
-    """Let 4-bit matmuls hold their input on the node, as bitsandbytes before 0.49 did."""
+    """Let 4-bit matmuls hold their input on the node, as bitsandbytes 0.43 did."""
     if not on:
         yield
         return

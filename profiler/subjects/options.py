@@ -26,9 +26,9 @@ class StepOptions:
     prepare_kbit: bool = True
     """QLoRA: prepare_model_for_kbit_training upcasts what stays in 16 bits to fp32."""
     kbit_norms_only: bool = False
-    """After that, embeddings and head go back to bf16, as SFTTrainer before TRL 0.20 did."""
+    """After that, embeddings and head go back to bf16, as SFTTrainer of TRL 0.13 did."""
     keeps_matmul_input: bool = False
-    """4-bit matmuls hold their input until the graph is freed, as bitsandbytes before 0.49 did."""
+    """4-bit matmuls hold their input until the graph is freed, as bitsandbytes 0.43 did."""
     reentrant: bool = False
     """Checkpointing with use_reentrant, the default of transformers before 5."""
     checkpointing: Checkpointing = Checkpointing.FULL

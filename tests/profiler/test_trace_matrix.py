@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +31,8 @@ def modules_are_not_searched() -> Iterator[None]:
 def test_the_matrix_is_wide() -> None:
     assert len(FAMILIES) >= 12
     assert len(METHODS) == 3
+    page = (Path(__file__).parents[2] / "docs" / "trace.md").read_text(encoding="utf-8")
+    assert [family for family in FAMILIES if family not in page] == []
     assert len(cases(FAMILIES[0], Method.FULL)) == 6
 
 
