@@ -16,9 +16,10 @@ from profiler.storages import StorageTracker
 from profiler.subjects.from_recipe import step_options
 from profiler.subjects.hf_sft import HfSft, loss_phase
 from profiler.subjects.options import StepOptions
-from profiler.subjects.trl_grpo import TrlGrpo
+from profiler.subjects.trl_grpo import Temperature, TrlGrpo
 from profiler.subjects.trl_sft import TrlSft
 from profiler.trace import Subject
+from profiler.trace_accuracy import GRPO_TEMPERATURE
 
 HF_STEPS = ("hf-trainer", "peft-loop", "fms-hf-tuning", "fms-hf-tuning-kbit")
 HF_TRAINERS = ("axolotl", "llamafactory", "ms-swift")
@@ -47,10 +48,11 @@ def subject_for(
     grpo = resolved.task is Task.GRPO
     if name == "vramwise":
         return VramwiseStep(options, resolved=resolved, recipe=recipe)
-    if name in ("trl", "trl-0.15"):
+    if name == "trl" or name in GRPO_TEMPERATURE:
         fused = name == "trl"
         if grpo:
-            return TrlGrpo(options, fused=fused, score=resolved.beta > 0)
+            way = GRPO_TEMPERATURE.get(name, Temperature.NONE)
+            return TrlGrpo(options, fused=fused, score=resolved.beta > 0, temperature=way)
         return TrlSft(options) if fused else HfSft(options)
     if not grpo and name in HF_STEPS:
         return HfSft(options)
