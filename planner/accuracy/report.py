@@ -31,7 +31,7 @@ No constant is tuned until rows match; a difference stays until an allocation ex
 * **Old bitsandbytes and auto-gptq** keep the input of every quantised matmul as an attribute of the autograd node, freed with the graph: +(I + H)
   elements per token at the peak of a recomputed layer.
 * **`prepare_model_for_kbit_training`** makes the residual stream fp32 (norms in fp32; `Linear4bit` returns its input's dtype).
-* **Loss heads**: 12 bytes per logit when the Trainer drops the outputs, 14 when the loop holds them, 18 with fp32 outputs held, 8 with
+* **Loss heads**: 12 bytes per logit in the backward of transformers since 4.46, 14 in the forward of releases that copied shifted logits, 18 with fp32 outputs held, 8 with
   fused cross-entropy on fp32 logits; LitGPT 8 (Fabric converts outputs to fp32); torchtune's compiled chunks 2.
 * **GRPO with full logits**: 16 bytes per logit while TRL divides by the temperature first (1.0 to 1.11), 12 in 1.12: both groups of the 21 public runs within 0.5%.
 * **Reserved against allocated**: freed blocks of vocabulary width, of a layer and of the step serve no other size, so the pools add up (nvidia-smi: median

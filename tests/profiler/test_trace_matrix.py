@@ -37,7 +37,7 @@ def test_the_matrix_is_wide() -> None:
 
 
 OPEN = {
-    "pythia-160m": "GPT-NeoX: forward or backward activations up to 8.5 % high, totals within 0.2 %",
+    "pythia-160m": "GPT-NeoX: forward or backward activations up to 8.5 % high, totals within 2.3 %",
     "qwen3-30b-a3b": "grouped experts: forward activations up to 8 % low, totals within 0.2 %",
     "olmoe-1b-7b": "grouped experts, as qwen3-30b-a3b",
 }
