@@ -8,6 +8,7 @@ optimizer step, so micro-batches of any size give the same gradient. `trainer.lo
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -66,10 +67,9 @@ def train_grpo(
         max_new_tokens=ready.completion_tokens,
     )
     grpo = Grpo(train, samples, order, rewards, ready, engine, settings, session)
-    with session, ready.device:
+    with session, ready.device, closing(engine):
         for step in session.steps():
             grpo.step(step)
-    engine.close()
     return session.result()
 
 
