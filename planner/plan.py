@@ -132,7 +132,11 @@ def plan_resolved(model: ModelSpec, resolved: Resolved, machine: Machine) -> Pla
     """Return the plan of a recipe whose choices are all made."""
     result = budget(model, resolved, machine)
     peak = max(result.phases, key=lambda phase: phase.total_bytes)
-    capacity = max(0, machine.vram_bytes - machine.context_bytes)
+    host_bytes = sum(term.bytes for term in result.host)
+    unified = machine.gpu is not None and machine.gpu.unified
+    # unified memory: what is "offloaded" to the host stays in the same memory
+    shared = host_bytes if unified else 0
+    capacity = max(0, machine.vram_bytes - machine.context_bytes - shared)
     pool = reserved(result.phases, resolved, model.vocab, capacity)
     outside = machine.context_bytes + communication_bytes(resolved)
     return Plan(
@@ -147,18 +151,23 @@ def plan_resolved(model: ModelSpec, resolved: Resolved, machine: Machine) -> Pla
         reserved_peak_bytes=pool.typical,
         device_used_bytes=pool.typical + outside,
         capacity_bytes=capacity,
-        host_peak_bytes=sum(term.bytes for term in result.host),
+        host_peak_bytes=host_bytes,
         host_terms=result.host,
-        assumptions=_assumptions(resolved, machine),
+        assumptions=_assumptions(resolved, machine, shared),
         not_modeled=_not_modeled(resolved),
         problem=result.problem,
     )
 
 
-def _assumptions(resolved: Resolved, machine: Machine) -> tuple[str, ...]:
-    if not machine.calibration:
-        return resolved.assumptions
-    return (*resolved.assumptions, f"CUDA context {machine.calibration}")
+def _assumptions(resolved: Resolved, machine: Machine, shared: int) -> tuple[str, ...]:
+    notes = list(resolved.assumptions)
+    if machine.calibration:
+        notes.append(f"CUDA context {machine.calibration}")
+    if shared:
+        notes.append(
+            f"unified memory: the {format_bytes(shared)} of host terms are taken off the capacity"
+        )
+    return tuple(notes)
 
 
 def _not_modeled(r: Resolved) -> tuple[str, ...]:

@@ -3,7 +3,10 @@
 import pytest
 
 from planner.errors import UnknownNameError, UsageError
+from planner.hub import find_model
 from planner.machine import find_gpu, gpu_catalogue, make_machine
+from planner.plan import plan
+from planner.recipe import Recipe
 from planner.units import GiB, MiB, format_bytes, parse_bytes
 
 
@@ -116,3 +119,13 @@ def test_mig_slices_are_cards_of_their_own():
     assert slice_.kind == "mig"
     assert slice_.parent in gpu_catalogue()
     assert slice_.torch_total_bytes < 11 * GiB
+
+
+def test_offloading_frees_nothing_in_unified_memory():
+    model = find_model("qwen3-8b")
+    machine = make_machine("gb10-dgx-spark")
+    kept = plan(model, Recipe(task="sft", context=8192, checkpointing="full"), machine)
+    moved = plan(model, Recipe(task="sft", context=8192, checkpointing="offload"), machine)
+    assert moved.host_peak_bytes > GiB
+    assert moved.capacity_bytes == kept.capacity_bytes - moved.host_peak_bytes
+    assert any("unified memory" in note for note in moved.assumptions)
