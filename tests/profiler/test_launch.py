@@ -297,6 +297,8 @@ def test_a_signal_ends_the_command_and_keeps_its_recording(tmp_path: Path, numbe
         cwd=ROOT,
         start_new_session=True,
         stderr=subprocess.DEVNULL,
+        # a test run in the background ignores SIGINT, and children inherit that
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 60
     while not ready.exists() and time.monotonic() < deadline:

@@ -212,7 +212,9 @@ def test_8bit_states_and_paged_states() -> None:
     eight = run(replace(OPTIONS, method=Method.FULL, dtype="fp32", optimizer=Optimizer.ADAMW_8BIT))
     states = eight.phases[1].terms_bytes["optimizer"]
     trained = plain.phases[1].terms_bytes["optimizer"] / 8
-    assert states / trained == pytest.approx(2.03, rel=0.03)
+    # the HF Trainer keeps embeddings in 32 bit; the rest has two bytes and the block constants
+    embedding = TINY["vocab_size"] * TINY["hidden_size"]
+    assert states == pytest.approx(8 * embedding + 2.03 * (trained - embedding), rel=0.03)
     paged = run(
         replace(OPTIONS, method=Method.FULL, dtype="fp32", optimizer=Optimizer.PAGED_ADAMW_8BIT)
     )
