@@ -31,6 +31,7 @@ FAMILIES = (
     "olmo-2-1b",
     "glm-4-9b-0414",
     "smollm3-3b",
+    "starcoder2-3b",
     "pythia-160m",
     "qwen3-30b-a3b",
     "olmoe-1b-7b",
