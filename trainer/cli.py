@@ -42,7 +42,9 @@ def demo(
     output: Annotated[Path, typer.Option(help="folder for logs and checkpoints")] = Path(
         "runs/demo"
     ),
-    steps: Annotated[int, typer.Option(min=20, help="GRPO steps")] = 0,
+    steps: Annotated[
+        int | None, typer.Option(min=20, help="GRPO steps; the model's own number unless said")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     model: Annotated[
         str,
@@ -54,7 +56,7 @@ def demo(
     from trainer.demo import run_demo
 
     _print(
-        run_demo(output=output, steps=steps or None, seed=seed, model=model, say=_say),
+        run_demo(output=output, steps=steps, seed=seed, model=model, say=_say),
         as_json=json_output,
     )
 
