@@ -72,13 +72,7 @@ def start_app(
 def _register_verbs() -> None:
     """Add the verbs of planner, profiler and trainer; none of them imports torch to do so."""
     for name in VERB_MODULES:
-        try:
-            module = importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name != name:
-                raise
-            continue
-        module.register(app)
+        importlib.import_module(name).register(app)
     planner.families.outside_builder = _from_module_tree
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from planner.errors import UsageError, VramwiseError
+from planner.terms.engine import SLOT_RANKS
 from planner.units import format_bytes
 from trainer.engines.protocol import Completion, SamplingSettings
 from trainer.engines.vllm_settings import VllmSettings, installed_version
@@ -81,7 +82,7 @@ def start_llm(settings: VllmSettings) -> Any:
 
 def _allowed_rank(rank: int) -> int:
     """vLLM takes only these adapter ranks: the next one up."""
-    for allowed in (1, 8, 16, 32, 64, 128, 256, 320, 512):
+    for allowed in SLOT_RANKS:
         if rank <= allowed:
             return allowed
     raise UsageError(f"lora.rank: vLLM serves adapters up to rank 512, not {rank}")
