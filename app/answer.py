@@ -8,12 +8,12 @@ import streamlit as st
 from app import charts, export, inputs, knobs, links, pins
 from app.draw import draw
 from app.runs import Run
-from planner import advise
-from planner.advise import Advice, Change
+from planner.answers import advise
+from planner.answers.advise import Advice, Change
 from planner.errors import UnknownNameError, VramwiseError
-from planner.framework import frameworks
+from planner.run.framework import frameworks
 from planner.plan import Plan, plan
-from planner.recipe import Task
+from planner.run.recipe import Task
 from planner.report import summary
 from planner.terms.term import Term
 from planner.units import format_bytes

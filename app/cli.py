@@ -16,12 +16,12 @@ import typer
 
 import planner.families
 from planner.errors import VramwiseError
-from planner.model import ModelSpec
+from planner.models.spec import ModelSpec
 
 VERB_MODULES = (
-    "planner.cli",
-    "planner.accuracy_cli",
-    "planner.doctor_cli",
+    "planner.verbs.plan",
+    "planner.verbs.accuracy",
+    "planner.verbs.explain",
     "trainer.trace_cli",
     "profiler.cli",
     "trainer.cli",

@@ -9,11 +9,11 @@ from app import charts
 from app.answer import MARKS, escape
 from app.draw import draw
 from planner.errors import VramwiseError
-from planner.hub import find_model
-from planner.machine import make_machine
+from planner.models.hub import find_model
+from planner.machines.machine import make_machine
 from planner.plan import Plan, plan
-from planner.published import published
-from planner.runfile import make_recipe
+from planner.answers.published import published
+from planner.run.runfile import make_recipe
 from planner.terms.term import TERM_NAMES
 from planner.units import format_bytes, to_gib
 
@@ -38,7 +38,7 @@ START: dict[str, Any] = {
     "beta": 0.0,
     "engine": {"kind": "vllm-push", "sleep_level": 1},
 }
-"""The run of the published table; `planner.published` plans the same one."""
+"""The run of the published table; `planner.answers.published` plans the same one."""
 STEPS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("one copy of the weights", {"engine": {"kind": "vllm-shared", "sleep_level": 1}}),
     ("loss in chunks", {"loss": "chunked"}),

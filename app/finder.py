@@ -5,13 +5,13 @@ from typing import Any
 import streamlit as st
 
 from planner.errors import VramwiseError
-from planner.hub import load_catalogue
-from planner.machine import GpuSpec, gpu_catalogue, make_machine
-from planner.model import ModelSpec
+from planner.models.hub import load_catalogue
+from planner.machines.machine import GpuSpec, gpu_catalogue, make_machine
+from planner.models.spec import ModelSpec
 from planner.plan import plan
-from planner.recipe import MachineSection
-from planner.recommend import Recommendation, recommend
-from planner.runfile import machine_of, make_recipe
+from planner.run.recipe import MachineSection
+from planner.answers.recommend import Recommendation, recommend
+from planner.run.runfile import machine_of, make_recipe
 from planner.units import format_bytes
 
 MAX_CACHED = 64

@@ -10,7 +10,7 @@ from app.answer import escape
 from app.draw import draw
 from app.inputs import state
 from app.knobs import BY_KEY
-from planner.recommend import Recommendation
+from planner.answers.recommend import Recommendation
 from planner.units import format_bytes
 
 MODELS, GPUS = "models for my GPU", "GPUs for my model"

@@ -13,11 +13,11 @@ from app import knobs, runs
 from app.knobs import KNOBS, Kind, Knob
 from app.runs import DEFAULTS, OWN_SIZE, Run
 from planner.errors import VramwiseError
-from planner.machine import Machine, find_gpu
-from planner.model import ModelSpec
-from planner.recipe import MachineSection, Recipe
-from planner.resolve import resolve
-from planner.runfile import machine_of
+from planner.machines.machine import Machine, find_gpu
+from planner.models.spec import ModelSpec
+from planner.run.recipe import MachineSection, Recipe
+from planner.run.resolve import resolve
+from planner.run.runfile import machine_of
 from planner.units import parse_bytes, to_gib
 
 UPLOADED = "uploaded_model"
@@ -58,7 +58,7 @@ def named(name: str) -> tuple[str, ModelSpec]:
 
 def look_up(name: str) -> None:
     """Fetch a hub model's config because a person asked; keep it for this session."""
-    from planner.hub_remote import fetch_model
+    from planner.models.hub_remote import fetch_model
 
     found = dict(st.session_state.get(FOUND, {}))
     try:

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from planner.dtypes import QUANTIZATIONS, TRAIN_DTYPES
-from planner.recipe import (
+from planner.run.recipe import (
     MAX_TOKENS,
     Attention,
     Checkpointing,

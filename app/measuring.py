@@ -11,8 +11,8 @@ from app.draw import draw
 from app.recordings import Measured
 from planner.errors import VramwiseError
 from planner.plan import Plan, plan
-from planner.recipe import RunFile
-from planner.runfile import machine_of, parse_yaml, validate
+from planner.run.recipe import RunFile
+from planner.run.runfile import machine_of, parse_yaml, validate
 from planner.terms.term import TERM_NAMES
 from planner.units import format_bytes, to_gib
 from profiler.compare import Cell, compare

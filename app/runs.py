@@ -12,12 +12,12 @@ from typing import Any
 from app import knobs
 from app.knobs import KNOBS
 from planner.errors import UsageError
-from planner.framework import frameworks
-from planner.hub import catalogue_names, find_model, load_catalogue
-from planner.machine import Machine, gpu_catalogue
-from planner.model import ModelSpec
-from planner.recipe import MachineSection, Recipe, RunFile
-from planner.runfile import machine_of, make_recipe
+from planner.run.framework import frameworks
+from planner.models.hub import catalogue_names, find_model, load_catalogue
+from planner.machines.machine import Machine, gpu_catalogue
+from planner.models.spec import ModelSpec
+from planner.run.recipe import MachineSection, Recipe, RunFile
+from planner.run.runfile import machine_of, make_recipe
 
 Values = Mapping[str, Any]
 DEFAULT_MODEL = "qwen2.5-7b"

@@ -11,7 +11,7 @@ import streamlit as st
 
 from app import inputs, runs
 from planner.errors import UsageError, VramwiseError
-from planner.recipe import RunFile
+from planner.run.recipe import RunFile
 
 MAX_CONFIG_MIB = 4
 CONFIG_TYPES = ("json", "yaml", "yml", "sh", "py", "ipynb", "txt")
@@ -112,7 +112,7 @@ def _take_model(name: str, document: dict[str, Any]) -> Report:
 
 def _run_file(text: str) -> RunFile | None:
     """Return a run file of ours, or None when the YAML is another tool's."""
-    from planner.runfile import parse_yaml, validate
+    from planner.run.runfile import parse_yaml, validate
 
     try:
         document = parse_yaml(text, label="run.yaml")

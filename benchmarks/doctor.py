@@ -17,7 +17,7 @@ from planner.doctor.diagnose import Diagnosis, diagnose
 from planner.errors import VramwiseError
 from planner.importers import import_config
 from planner.importers.names import resolve_model
-from planner.machine import Machine, find_gpu
+from planner.machines.machine import Machine, find_gpu
 from planner.plan import Plan, plan
 from planner.units import GiB
 

@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.gpu_check import Case
 from planner.errors import VramwiseError
 from planner.plan import Plan, plan
-from planner.runfile import make_recipe
+from planner.run.runfile import make_recipe
 from profiler.calibration import this_machine
 from profiler.explain import as_measured
 from profiler.recording import Recording
@@ -19,8 +19,8 @@ def run_vramwise(
     case: Case, config: dict[str, Any], folder: Path, *, cpu: bool
 ) -> tuple[Plan, Recording, int | None]:
     """Train `case` and return its plan, its recording and the traced peak."""
-    from planner.hub import find_model
-    from planner.machine import make_machine
+    from planner.models.hub import find_model
+    from planner.machines.machine import make_machine
     from trainer.dry_run import subject_for
     from trainer.run import train_run
 

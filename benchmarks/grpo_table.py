@@ -19,10 +19,10 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from planner.hub import catalogue_model, load_catalogue
-from planner.machine import make_machine
-from planner.resolve import resolve
-from planner.runfile import make_recipe
+from planner.models.hub import catalogue_model, load_catalogue
+from planner.machines.machine import make_machine
+from planner.run.resolve import resolve
+from planner.run.runfile import make_recipe
 from planner.units import GiB
 from profiler.trace import trace
 from trainer.dry_run import subject_for

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from planner.advise import advise
-from planner.hub import catalogue_model, catalogue_names
-from planner.machine import make_machine
+from planner.answers.advise import advise
+from planner.models.hub import catalogue_model, catalogue_names
+from planner.machines.machine import make_machine
 from planner.plan import plan
-from planner.recommend import recommend
-from planner.runfile import make_recipe
+from planner.answers.recommend import recommend
+from planner.run.runfile import make_recipe
 
 PLAN_TARGET_S = 200e-6
 RECOMMEND_TARGET_S = 2.0

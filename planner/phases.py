@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from planner.dtypes import element_bytes
-from planner.machine import Machine
-from planner.model import ModelSpec
-from planner.recipe import EngineKind, Method, Reference, Sharding, Task
-from planner.resolve import Resolved
+from planner.machines.machine import Machine
+from planner.models.spec import ModelSpec
+from planner.run.recipe import EngineKind, Method, Reference, Sharding, Task
+from planner.run.resolve import Resolved
 from planner.terms.activations import Activations, activations, dequantized
 from planner.terms.adapters import lora
 from planner.terms.engine import EngineCosts, engine_costs
@@ -152,7 +152,7 @@ RUNNING = {
 
 def _acts(phase: str, size: int, acts: Activations) -> Term:
     parts = _Parts(acts, size, RUNNING[phase])
-    source = "operation by operation: planner/layer_blocks.py"
+    source = "operation by operation: planner/layer/blocks.py"
     return Term("activations", size, "{0}", (parts,), source)
 
 

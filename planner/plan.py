@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from planner.machine import Machine
-from planner.model import ModelSpec
+from planner.machines.machine import Machine
+from planner.models.spec import ModelSpec
 from planner.phases import Phase, budget
-from planner.recipe import Recipe, Sharding
+from planner.run.recipe import Recipe, Sharding
 from planner.reserved import communication_bytes, reserved
-from planner.resolve import Resolved, resolve
+from planner.run.resolve import Resolved, resolve
 from planner.terms.term import Term
 from planner.units import format_bytes
 

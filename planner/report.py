@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from planner.units import format_bytes
 
 if TYPE_CHECKING:
-    from planner.advise import Advice
+    from planner.answers.advise import Advice
     from planner.plan import Plan
 
 BAR_WIDTH = 40

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from planner.dtypes import element_bytes
 from planner.phases import Phase
-from planner.recipe import Method, Sharding
-from planner.resolve import Resolved
+from planner.run.recipe import Method, Sharding
+from planner.run.resolve import Resolved
 from planner.terms.engine import VLLM
 from planner.terms.logits import scored_rows
 

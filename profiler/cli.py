@@ -165,9 +165,9 @@ def compare_command(
     json_output: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
 ) -> None:
     """Put plan and recording side by side, phase by phase, and explain the largest error."""
-    from planner.hub import find_model
+    from planner.models.hub import find_model
     from planner.plan import plan
-    from planner.runfile import load_run_file, machine_of
+    from planner.run.runfile import load_run_file, machine_of
     from profiler.compare import compare, to_text
     from profiler.explain import as_measured, as_planned, explain
     from profiler.vllm_log import load_measured

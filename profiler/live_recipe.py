@@ -11,9 +11,9 @@ from typing import Any
 
 from planner.errors import UnsupportedError
 from planner.families import model_spec_from_config
-from planner.model import ModelSpec
-from planner.recipe import Recipe
-from planner.runfile import make_recipe
+from planner.models.spec import ModelSpec
+from planner.run.recipe import Recipe
+from planner.run.runfile import make_recipe
 
 _DTYPES = {
     "torch.float32": "fp32",

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from planner.errors import MissingExtraError, UnknownNameError, UnsupportedError, UsageError
 from planner.families.blocks import group_layers
-from planner.hub import read_config
-from planner.model import (
+from planner.models.hub import read_config
+from planner.models.spec import (
     LayerSpec,
     MixerKind,
     MixerSpec,

@@ -19,10 +19,10 @@ from planner.accuracy.rows import Layout, Row
 from planner.accuracy.score import Accuracy, score_files
 from planner.accuracy.sft_recipe import recipe_of
 from planner.errors import UnsupportedError
-from planner.hub import load_catalogue
-from planner.model import ModelSpec
-from planner.recipe import Recipe, Task
-from planner.resolve import resolve
+from planner.models.hub import load_catalogue
+from planner.models.spec import ModelSpec
+from planner.run.recipe import Recipe, Task
+from planner.run.resolve import resolve
 from profiler.subjects.from_recipe import step_options
 from profiler.subjects.hf_sft import HfSft
 from profiler.subjects.options import StepOptions

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from planner.families import model_spec_from_config
-from planner.hub import load_catalogue
-from planner.machine import Machine
+from planner.models.hub import load_catalogue
+from planner.machines.machine import Machine
 from planner.plan import plan
-from planner.recipe import Attention, Checkpointing, Method, Optimizer, Recipe, Task
+from planner.run.recipe import Attention, Checkpointing, Method, Optimizer, Recipe, Task
 from planner.units import GiB
 from profiler.compare import Cell, Comparison, compare
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from planner.advise import levers
+from planner.answers.advise import levers
 from planner.errors import VramwiseError
-from planner.machine import Machine, make_machine
+from planner.machines.machine import Machine, make_machine
 from planner.plan import Plan, plan
-from planner.recipe import Recipe
+from planner.run.recipe import Recipe
 from planner.report import text as plan_text
 from planner.units import GiB, format_bytes
 from profiler.calibration import this_machine

@@ -45,7 +45,7 @@ def test_no_file_of_the_planner_imports_torch():
 @pytest.mark.parametrize(
     "code",
     [
-        "import planner.plan, planner.advise, planner.hub, planner.accuracy",
+        "import planner.plan, planner.answers.advise, planner.models.hub, planner.accuracy",
         "from app.cli import main; main(['--help'])",
         "from app.cli import main; main(['plan', 'llama-3.1-8b', '--gpu', 'h100', '--json'])",
     ],

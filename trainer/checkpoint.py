@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from planner.errors import UsageError, VramwiseError
-from planner.recipe import Method
+from planner.run.recipe import Method
 from planner.units import MiB, format_bytes
 from trainer.model import Policy
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from planner.errors import UnsupportedError, UsageError
-from planner.recipe import Checkpointing
+from planner.run.recipe import Checkpointing
 from trainer.host_store import HostStore, Ticket
 
 LAYER_LISTS = ("layers", "h", "blocks")

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from planner.errors import UnsupportedError, UsageError
-from planner.recipe import Loss, Method, Reference, RunFile, Section, Sharding, Task
-from planner.runfile import read_yaml, validate
+from planner.run.recipe import Loss, Method, Reference, RunFile, Section, Sharding, Task
+from planner.run.runfile import read_yaml, validate
 
 Positive = Annotated[float, Field(gt=0)]
 Steps = Annotated[int, Field(ge=1, le=10**9, strict=True)]

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import VramwiseError
-from planner.hub import find_model
+from planner.models.hub import find_model
 from planner.plan import plan
-from planner.recipe import RunFile
+from planner.run.recipe import RunFile
 from planner.units import format_bytes
 from profiler.trace import trace
 from trainer.config import TrainSection, parse_run

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from planner.errors import UnsupportedError
-from planner.recipe import Checkpointing, Loss, Method, Recipe, Task
-from planner.resolve import Resolved
+from planner.run.recipe import Checkpointing, Loss, Method, Recipe, Task
+from planner.run.resolve import Resolved
 from profiler.storages import StorageTracker
 from profiler.subjects.from_recipe import step_options
 from profiler.subjects.hf_sft import HfSft, loss_phase

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from planner.errors import VramwiseError
-from planner.recipe import RunFile
+from planner.run.recipe import RunFile
 from trainer.advantages import Scale, group_advantages
 from trainer.config import TrainSection
 from trainer.data import Order, Samples, check_columns, load_samples, tokenize_prompt

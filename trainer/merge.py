@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import UsageError
-from planner.recipe import Attention, Method, Recipe
-from planner.runfile import load_run_file
+from planner.run.recipe import Attention, Method, Recipe
+from planner.run.runfile import load_run_file
 from trainer import checkpoint as checkpoints
 from trainer.model import DTYPES, load_policy
 from trainer.session import RUN_FILE

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.errors import MissingExtraError, UnsupportedError, UsageError
-from planner.recipe import Attention, EngineKind, LoraSection, Method, Recipe
+from planner.run.recipe import Attention, EngineKind, LoraSection, Method, Recipe
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ATTENTION = {

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from planner.errors import UnsupportedError, UsageError
-from planner.recipe import Optimizer
+from planner.run.recipe import Optimizer
 from trainer.elementwise_optimizer import (
     ElementwiseOptimizer,
     OptimizerSettings,

@@ -15,11 +15,11 @@ import psutil
 import torch
 
 from planner.errors import UsageError, VramwiseError
-from planner.hub import find_model
-from planner.machine import Machine, make_machine
-from planner.model import ModelSpec
+from planner.models.hub import find_model
+from planner.machines.machine import Machine, make_machine
+from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
-from planner.recipe import Attention, Checkpointing, Method, Recipe, RunFile, Task
+from planner.run.recipe import Attention, Checkpointing, Method, Recipe, RunFile, Task
 from planner.units import format_bytes, parse_bytes
 from profiler.recording import Recording
 from profiler.torch_recorder import record

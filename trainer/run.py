@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from planner.recipe import RunFile, Task
+from planner.run.recipe import RunFile, Task
 from trainer.config import TrainSection, read_run
 from trainer.grpo import train_grpo
 from trainer.session import Result, Say, silent

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import UsageError, VramwiseError
-from planner.recipe import RunFile
+from planner.run.recipe import RunFile
 from trainer import checkpoint as checkpoints
 from trainer.config import TrainSection
 from trainer.data import Order

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from planner.recipe import RunFile
+from planner.run.recipe import RunFile
 from trainer.batching import MicroBatch, ScoredSequence, collate, micro_batches
 from trainer.config import TrainSection
 from trainer.data import Order, Samples, check_columns, load_samples, tokenize_example

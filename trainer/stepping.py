@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from planner.errors import VramwiseError
-from planner.recipe import Optimizer, Recipe
+from planner.run.recipe import Optimizer, Recipe
 from trainer.batching import MicroBatch
 from trainer.config import Schedule, TrainSection
 from trainer.model import Policy

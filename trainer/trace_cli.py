@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.cli_options import describe, with_run_options
+from planner.verbs.options import describe, with_run_options
 
 if TYPE_CHECKING:
-    from planner.cli_options import Described
-    from planner.machine import Machine
+    from planner.verbs.options import Described
+    from planner.machines.machine import Machine
     from profiler.recording import Recording
 
 

@@ -3,7 +3,7 @@
 import streamlit as st
 
 from app import answer, inputs, runs
-from planner import advise
+from planner.answers import advise
 from planner.errors import VramwiseError
 from planner.plan import plan
 

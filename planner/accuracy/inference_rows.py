@@ -9,9 +9,9 @@ from planner.accuracy.rows import Row
 from planner.accuracy.sft_recipe import quantization_of
 from planner.accuracy.stages import is_split, stage_models
 from planner.accuracy.variants import litgpt_model
-from planner.model import ModelSpec
-from planner.recipe import EngineKind, EngineSection, Recipe, Task
-from planner.resolve import Resolved, resolve
+from planner.models.spec import ModelSpec
+from planner.run.recipe import EngineKind, EngineSection, Recipe, Task
+from planner.run.resolve import Resolved, resolve
 from planner.terms.counts import base_weights
 from planner.terms.kv_cache import sequence_bytes
 from planner.terms.overhead import CUBLAS_DEFAULT

@@ -2,7 +2,7 @@
 
 import re
 
-from planner.model import ModelSpec, ModuleKind
+from planner.models.spec import ModelSpec, ModuleKind
 
 _ROLE_OF_WORD = {
     "q": "q", "q_proj": "q", "query": "q",

@@ -10,9 +10,9 @@ from planner.accuracy.prediction import NotCovered
 from planner.datafiles import data_dir
 from planner.errors import VramwiseError
 from planner.families import model_spec_from_config
-from planner.hub import catalogue_model, load_catalogue
-from planner.machine import Machine, find_gpu, make_machine
-from planner.model import ModelSpec, ModuleKind, ModuleSpec
+from planner.models.hub import catalogue_model, load_catalogue
+from planner.machines.machine import Machine, find_gpu, make_machine
+from planner.models.spec import ModelSpec, ModuleKind, ModuleSpec
 from planner.units import GiB
 
 _SUFFIXES = [

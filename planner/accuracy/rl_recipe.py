@@ -6,8 +6,8 @@ from typing import Any
 from planner.accuracy.lora_targets import lora_targets
 from planner.accuracy.prediction import NotCovered
 from planner.accuracy.rows import Row
-from planner.model import ModelSpec
-from planner.recipe import (
+from planner.models.spec import ModelSpec
+from planner.run.recipe import (
     Attention,
     Checkpointing,
     EngineKind,

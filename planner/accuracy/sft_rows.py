@@ -10,10 +10,10 @@ from planner.accuracy.rows import Row
 from planner.accuracy.sft_recipe import recipe_of
 from planner.accuracy.stages import is_split, stage_models
 from planner.accuracy.variants import litgpt_model, selective_bytes
-from planner.machine import Machine
-from planner.model import ModelSpec
+from planner.machines.machine import Machine
+from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
-from planner.recipe import Recipe, Sharding
+from planner.run.recipe import Recipe, Sharding
 from planner.units import GiB
 
 ALLOCATED = (0.9, 1.1)

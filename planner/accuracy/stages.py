@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from planner.accuracy.prediction import NotCovered
 from planner.accuracy.rows import Row
-from planner.model import ModelSpec
+from planner.models.spec import ModelSpec
 
 
 def is_split(row: Row) -> bool:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from planner.model import LayerSpec, MlpSpec, ModelSpec, ModuleKind, ModuleSpec
+from planner.models.spec import LayerSpec, MlpSpec, ModelSpec, ModuleKind, ModuleSpec
 
 _LITGPT: dict[str, ModelSpec] = {}
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from planner.accuracy.names import machine_named, model_named
 from planner.accuracy.prediction import NotCovered
 from planner.accuracy.rows import Row
-from planner.model import MixerKind, ModelSpec
-from planner.recipe import LoraSection, Method, Recipe, Task
-from planner.resolve import resolve
+from planner.models.spec import MixerKind, ModelSpec
+from planner.run.recipe import LoraSection, Method, Recipe, Task
+from planner.run.resolve import resolve
 from planner.terms.counts import adapters, base_weights
 from planner.terms.vllm_blocks import VllmKv, vllm_kv
 from planner.units import GiB

@@ -6,7 +6,7 @@ from math import prod
 
 from planner.doctor.context import Context
 from planner.doctor.sizes import LARGE_SEGMENT, printed, printed_window, segment_bytes
-from planner.model import ModuleKind
+from planner.models.spec import ModuleKind
 from planner.units import MiB
 
 PHASE_KINDS: dict[str, tuple[str, ...]] = {

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from planner.errors import VramwiseError
-from planner.machine import find_gpu
-from planner.model import ModelSpec
-from planner.recipe import Method, Recipe, Sharding, Task
+from planner.machines.machine import find_gpu
+from planner.models.spec import ModelSpec
+from planner.run.recipe import Method, Recipe, Sharding, Task
 from planner.units import GiB
 
 _KEYS: dict[str, str] = {

@@ -14,7 +14,7 @@ from planner.doctor.fixes import Advice, advise
 from planner.doctor.phases import phase_hints
 from planner.doctor.planned import Planned, planned
 from planner.doctor.scan import Scan, scan
-from planner.recipe import Recipe
+from planner.run.recipe import Recipe
 
 MAX_FAILURES = 20
 """Different errors of one log that are worked out; the first is the cause in practice."""

@@ -6,9 +6,9 @@ from planner.doctor.cause import Signals
 from planner.doctor.context import Context
 from planner.doctor.fix_makers import Fix
 from planner.errors import VramwiseError
-from planner.machine import Machine
+from planner.machines.machine import Machine
 from planner.plan import Plan, plan
-from planner.recipe import Checkpointing, Method, Recipe, Sharding, Task
+from planner.run.recipe import Checkpointing, Method, Recipe, Sharding, Task
 from planner.units import format_bytes
 
 TRAINING = (
@@ -45,7 +45,7 @@ class Planned:
 
 def planned(signals: Signals, category: str, recipe: Recipe | None) -> Planned | None:
     """Return the run planned, or None when model, card or sizes are not known."""
-    from planner.advise import levers
+    from planner.answers.advise import levers
 
     context, card = signals.context, signals.card_bytes
     if context.model is None or card is None or category not in TRAINING:

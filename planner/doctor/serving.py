@@ -7,9 +7,9 @@ from planner.doctor.context import Context
 from planner.doctor.sizes import printed
 from planner.doctor.vllm_log import VllmLog
 from planner.errors import VramwiseError
-from planner.machine import Machine
+from planner.machines.machine import Machine
 from planner.plan import Plan, plan
-from planner.recipe import EngineKind, EngineSection, Method, Recipe, Task
+from planner.run.recipe import EngineKind, EngineSection, Method, Recipe, Task
 from planner.units import GiB, format_bytes
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from planner.errors import UnknownNameError
 from planner.exporters import axolotl, llamafactory, trl, vllm
 from planner.exporters.common import Exported
-from planner.recipe import RunFile
+from planner.run.recipe import RunFile
 
 __all__ = ["EXPORTERS", "Exported", "export_run"]
 

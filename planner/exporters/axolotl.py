@@ -2,7 +2,7 @@
 
 from planner.errors import UnsupportedError
 from planner.exporters.common import ATTENTION, Exported, Writer
-from planner.recipe import Checkpointing, EngineKind, Loss, Method, RunFile, Sharding, Task
+from planner.run.recipe import Checkpointing, EngineKind, Loss, Method, RunFile, Sharding, Task
 
 VERSION = "0.19.0"
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import yaml
 
-from planner.recipe import Attention, Optimizer, RunFile
+from planner.run.recipe import Attention, Optimizer, RunFile
 
 HF_OPTIMIZERS: dict[Optimizer, str] = {
     Optimizer.ADAMW: "adamw_torch",

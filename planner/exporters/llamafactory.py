@@ -2,7 +2,7 @@
 
 from planner.errors import UnsupportedError
 from planner.exporters.common import Exported, Writer
-from planner.recipe import Attention, Checkpointing, Loss, Method, RunFile, Task
+from planner.run.recipe import Attention, Checkpointing, Loss, Method, RunFile, Task
 
 VERSION = "0.9.5"
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

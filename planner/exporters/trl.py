@@ -3,7 +3,7 @@
 from planner.errors import UnsupportedError
 from planner.exporters.common import ATTENTION, DTYPES, Exported, Writer
 from planner.importers.trl import version_tuple
-from planner.recipe import Checkpointing, EngineKind, Loss, Method, RunFile, Task
+from planner.run.recipe import Checkpointing, EngineKind, Loss, Method, RunFile, Task
 
 VERSION = "1.16.0"
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -4,7 +4,7 @@ import shlex
 
 from planner.errors import UnsupportedError
 from planner.exporters.common import DTYPES, Exported, Writer
-from planner.recipe import RunFile, Task
+from planner.run.recipe import RunFile, Task
 
 VERSION = "0.32"
 _QUANTIZATION = {"fp8": "fp8", "nf4": "bitsandbytes"}

@@ -10,10 +10,10 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from planner.checkpoint_quantization import quantization_name
+from planner.models.quantization import quantization_name
 from planner.errors import MissingExtraError, UnknownNameError, UnsupportedError, UsageError
 from planner.families.fields import ConfigFields
-from planner.model import ModelSpec
+from planner.models.spec import ModelSpec
 
 _FAMILIES: dict[str, str] = {
     "dense": (

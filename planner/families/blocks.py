@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from planner.model import LayerSpec, ModuleKind, ModuleSpec
+from planner.models.spec import LayerSpec, ModuleKind, ModuleSpec
 
 Key = TypeVar("Key", bound=Hashable)
 

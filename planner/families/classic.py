@@ -3,7 +3,7 @@
 from planner.families.blocks import embedding, gated_mlp, group_layers, linear, norm
 from planner.families.decoder import finish, head_shape
 from planner.families.fields import ConfigFields
-from planner.model import (
+from planner.models.spec import (
     LayerSpec,
     MixerKind,
     MixerSpec,

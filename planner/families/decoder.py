@@ -18,7 +18,7 @@ from planner.families.blocks import (
 )
 from planner.families.fields import ConfigFields
 from planner.families.windows import Mask, full_everywhere
-from planner.model import (
+from planner.models.spec import (
     LayerSpec,
     MixerSpec,
     MlpKind,

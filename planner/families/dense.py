@@ -5,7 +5,7 @@ from dataclasses import replace
 from planner.families import windows
 from planner.families.decoder import LLAMA, Traits, build_decoder
 from planner.families.fields import ConfigFields
-from planner.model import ModelSpec
+from planner.models.spec import ModelSpec
 
 MISTRAL = Traits(masks=windows.window_everywhere)
 QWEN2 = Traits(qkv_bias=True, masks=windows.window_after)

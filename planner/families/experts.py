@@ -7,7 +7,7 @@ from planner.families import windows
 from planner.families.blocks import buffer, experts, gated_mlp, linear, norm, parameter
 from planner.families.decoder import LLAMA, MlpPart, Traits, build_decoder
 from planner.families.fields import ConfigFields
-from planner.model import MlpKind, MlpSpec, ModelSpec, ModuleSpec
+from planner.models.spec import MlpKind, MlpSpec, ModelSpec, ModuleSpec
 
 MoeBuilder = Callable[[ConfigFields, int], MlpPart]
 

@@ -7,7 +7,7 @@ from planner.families.decoder import MlpPart, Traits, dense_mlp, finish, head_sh
 from planner.families.experts import qwen_shared, qwen_sparse
 from planner.families.fields import ConfigFields
 from planner.families.mamba import Mixer
-from planner.model import LayerSpec, MixerKind, MixerSpec, ModelSpec, ModuleSpec
+from planner.models.spec import LayerSpec, MixerKind, MixerSpec, ModelSpec, ModuleSpec
 
 
 def delta_net(fields: ConfigFields, hidden: int) -> Mixer:

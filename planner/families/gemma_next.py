@@ -8,7 +8,7 @@ from planner.families.decoder import MlpPart, finish
 from planner.families.experts import fused_experts
 from planner.families.fields import ConfigFields
 from planner.families.windows import Mask, from_layer_types
-from planner.model import (
+from planner.models.spec import (
     LayerSpec,
     MixerKind,
     MixerSpec,

@@ -11,7 +11,7 @@ from planner.families.decoder import LLAMA, MlpPart, attention_modules, finish, 
 from planner.families.experts import fused_experts, granite_moe, moe_spec
 from planner.families.fields import ConfigFields
 from planner.families.mamba import Mamba2Shape, Mixer, mamba1, mamba2
-from planner.model import (
+from planner.models.spec import (
     LayerSpec,
     MixerKind,
     MixerSpec,

@@ -15,7 +15,7 @@ from planner.families.fields import ConfigFields
 from planner.families.mamba import Mixer
 from planner.families.mla import dense_part, mla_mixer, mla_modules
 from planner.families.towers import Modules, repeated
-from planner.model import LayerSpec, MixerKind, MixerSpec, ModelSpec, ModuleSpec
+from planner.models.spec import LayerSpec, MixerKind, MixerSpec, ModelSpec, ModuleSpec
 
 
 def _linear_config(fields: ConfigFields) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from planner.families.experts import routed
 from planner.families.fields import ConfigFields
 from planner.families.hybrid import full_attention
 from planner.families.mamba import Mixer
-from planner.model import LayerSpec, MixerKind, MixerSpec, ModelSpec
+from planner.models.spec import LayerSpec, MixerKind, MixerSpec, ModelSpec
 
 
 def layer_kinds(fields: ConfigFields, num_layers: int) -> list[str]:

@@ -15,7 +15,7 @@ from planner.families.decoder import LLAMA, MlpPart, attention_modules, finish, 
 from planner.families.experts import moe_spec
 from planner.families.fields import ConfigFields
 from planner.families.windows import FULL, LAYER_TYPES, Mask
-from planner.model import LayerSpec, MixerKind, MixerSpec, MlpKind, MlpSpec, ModelSpec
+from planner.models.spec import LayerSpec, MixerKind, MixerSpec, MlpKind, MlpSpec, ModelSpec
 
 
 def _masks(fields: ConfigFields, num_layers: int) -> list[Mask]:

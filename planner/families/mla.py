@@ -6,7 +6,7 @@ from planner.families.blocks import gated_mlp, group_layers, linear, norm
 from planner.families.decoder import MlpPart, finish
 from planner.families.experts import deepseek_moe, mtp_block
 from planner.families.fields import ConfigFields
-from planner.model import (
+from planner.models.spec import (
     LayerSpec,
     MixerKind,
     MixerSpec,

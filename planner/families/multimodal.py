@@ -6,7 +6,7 @@ from planner.families import build_text
 from planner.families.fields import ConfigFields
 from planner.families.gemma_towers import gemma4_towers
 from planner.families.towers import VISION, Modules, minimax_m3, pixtral
-from planner.model import ModelSpec
+from planner.models.spec import ModelSpec
 
 _TEXT = {
     "qwen2_vl": "qwen2_vl_text",

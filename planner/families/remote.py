@@ -3,7 +3,7 @@
 from planner.families.blocks import embedding, gated_mlp, group_layers, linear, norm
 from planner.families.decoder import finish, head_shape
 from planner.families.fields import ConfigFields
-from planner.model import LayerSpec, MixerKind, MixerSpec, MlpKind, MlpSpec, ModelSpec
+from planner.models.spec import LayerSpec, MixerKind, MixerSpec, MlpKind, MlpSpec, ModelSpec
 
 
 def internlm2(fields: ConfigFields) -> ModelSpec:

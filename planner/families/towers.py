@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from planner.families.blocks import conv, embedding, gated_mlp, linear, norm, parameter
 from planner.families.fields import ConfigFields
-from planner.model import ModuleSpec
+from planner.models.spec import ModuleSpec
 
 Modules = tuple[ModuleSpec, ...]
 

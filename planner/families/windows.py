@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from planner.families.fields import ConfigFields
-from planner.model import MixerKind
+from planner.models.spec import MixerKind
 
 Mask = tuple[MixerKind, int]
 """Attention kind and its window in tokens (0 = all)."""

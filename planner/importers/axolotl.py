@@ -7,7 +7,7 @@ from planner.importers import words
 from planner.importers.launch import apply_launch, deepspeed_setting, finish_sharding, from_words
 from planner.importers.names import quantization_in_name
 from planner.importers.settings import Imported, Settings, as_names
-from planner.recipe import Checkpointing, EngineKind, Loss, Method, Reference, Sharding, Task
+from planner.run.recipe import Checkpointing, EngineKind, Loss, Method, Reference, Sharding, Task
 
 VERSION = "0.19.0"
 _TASKS = {

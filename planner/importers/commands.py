@@ -10,7 +10,7 @@ from planner.importers.launch import Launch, from_words, read_launch_file
 from planner.importers.loading import flatten, load_yaml, read_text
 from planner.importers.settings import Imported
 from planner.importers.shell import flags
-from planner.recipe import Task
+from planner.run.recipe import Task
 
 _VERBS = {"sft": Task.SFT, "grpo": Task.GRPO, "dpo": Task.DPO, "kto": Task.DPO, "rloo": Task.GRPO}
 _LAUNCH_ONLY = ("config_file", "num_processes", "accelerate_config", "dataset_name")

@@ -8,7 +8,7 @@ from typing import Any
 from planner.errors import UsageError
 from planner.importers.loading import MAX_BYTES, load_json, load_yaml
 from planner.importers.settings import Settings, as_bool, as_int
-from planner.recipe import Method, Sharding
+from planner.run.recipe import Method, Sharding
 
 _STAGE = re.compile(r"(?:zero|ds_z|stage)[-_ ]?([0123])", re.IGNORECASE)
 

@@ -7,7 +7,7 @@ from planner.importers import words
 from planner.importers.launch import apply_launch, deepspeed_setting, finish_sharding, from_words
 from planner.importers.names import quantization_in_name
 from planner.importers.settings import Imported, Settings, as_int, as_names
-from planner.recipe import Checkpointing, Loss, Method, Optimizer, Sharding, Task
+from planner.run.recipe import Checkpointing, Loss, Method, Optimizer, Sharding, Task
 
 VERSION = "0.9.5"
 _REFERENCE_FREE = ("orpo", "simpo")

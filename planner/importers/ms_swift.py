@@ -10,7 +10,7 @@ from planner.importers.launch import apply_launch, deepspeed_setting, visible_de
 from planner.importers.names import quantization_in_name, resolve_model
 from planner.importers.settings import Imported, Settings, as_int, as_names
 from planner.importers.shell import Script, flags
-from planner.recipe import Checkpointing, EngineKind, Loss, Method, Reference, Sharding, Task
+from planner.run.recipe import Checkpointing, EngineKind, Loss, Method, Reference, Sharding, Task
 
 VERSION = "4.6.0"
 _TASKS = {"grpo": Task.GRPO, **dict.fromkeys(("dpo", "kto", "simpo", "orpo", "cpo"), Task.DPO)}

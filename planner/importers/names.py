@@ -8,8 +8,8 @@ from typing import Any
 from planner.datafiles import data_dir
 from planner.errors import VramwiseError
 from planner.families import model_spec_from_config
-from planner.hub import catalogue_names, find_model, load_catalogue
-from planner.model import ModelSpec
+from planner.models.hub import catalogue_names, find_model, load_catalogue
+from planner.models.spec import ModelSpec
 
 _QUANTIZED = (
     (re.compile(r"bnb-4bit|[-_]4bit\b|nf4", re.IGNORECASE), "nf4"),

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from planner.errors import UsageError
-from planner.recipe import EngineSection, LoraSection, MachineSection, Recipe, RunFile
+from planner.run.recipe import EngineSection, LoraSection, MachineSection, Recipe, RunFile
 
 _NUMBER = re.compile(r"^\s*(\d[\d_,]*)(?:\.0+)?\s*([kKmM]?)\s*$")
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0", "none", "null", "")
@@ -246,7 +246,7 @@ class Settings:
 def _leaves(model: str) -> set[str]:
     """Return the last path components of a known model's modules, {} for an unknown one."""
     from planner.importers.names import resolve_model
-    from planner.lora_targets import EXPERT_NAMES
+    from planner.models.lora_targets import EXPERT_NAMES
 
     spec = resolve_model(model)
     if spec is None:

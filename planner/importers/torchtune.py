@@ -5,7 +5,7 @@ from typing import Any
 
 from planner.importers import words
 from planner.importers.settings import Imported, Settings
-from planner.recipe import Loss, Method, Sharding, Task
+from planner.run.recipe import Loss, Method, Sharding, Task
 
 VERSION = "0.6.1"
 _COMPONENT = re.compile(r"(?:(?P<kind>qlora|lora|dora|qdora)_)?(?P<model>[a-z0-9_]+)$")

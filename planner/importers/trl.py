@@ -10,7 +10,7 @@ from planner.importers import words
 from planner.importers.launch import Launch, apply_launch, deepspeed_setting, finish_sharding
 from planner.importers.names import quantization_in_name
 from planner.importers.settings import Imported, Settings, as_names
-from planner.recipe import EngineKind, Loss, Method, Reference, Sharding, Task
+from planner.run.recipe import EngineKind, Loss, Method, Reference, Sharding, Task
 
 VERSION = "1.16.0"
 OPEN_R1_VERSION = "0.18.0"

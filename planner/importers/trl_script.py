@@ -6,7 +6,7 @@ from typing import Any
 from planner.importers import trl
 from planner.importers.python_calls import UNKNOWN, Calls
 from planner.importers.settings import Imported
-from planner.recipe import Task
+from planner.run.recipe import Task
 
 TRAINERS: tuple[tuple[tuple[str, ...], Task], ...] = (
     (("GRPOConfig", "GRPOTrainer", "RLOOConfig"), Task.GRPO),

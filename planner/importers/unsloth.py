@@ -7,7 +7,7 @@ from planner.importers.names import quantization_in_name
 from planner.importers.python_calls import UNKNOWN, Calls
 from planner.importers.settings import Imported, Settings, as_names
 from planner.importers.trl_script import TRAINERS, constants
-from planner.recipe import EngineKind, Loss, Method, Reference, Task
+from planner.run.recipe import EngineKind, Loss, Method, Reference, Task
 
 VERSION = "2026.10.9"
 TRAINER_KEYS = ("max_seq_length", "packing")

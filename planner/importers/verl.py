@@ -6,7 +6,7 @@ from planner.errors import UnsupportedError
 from planner.importers import words
 from planner.importers.settings import Imported, Settings
 from planner.importers.shell import Script
-from planner.recipe import Checkpointing, EngineKind, Loss, Method, Reference, Sharding, Task
+from planner.run.recipe import Checkpointing, EngineKind, Loss, Method, Reference, Sharding, Task
 
 VERSION = "0.9.1"
 _A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."

@@ -7,7 +7,7 @@ from typing import Any
 from planner.importers.names import quantization_in_name
 from planner.importers.settings import Imported, Settings, as_int
 from planner.importers.shell import Script, flags
-from planner.recipe import EngineKind, Method, Sharding, Task
+from planner.run.recipe import EngineKind, Method, Sharding, Task
 
 VERSION = "0.32"
 _SHORT = {

@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from planner.importers.settings import Settings, as_names
-from planner.recipe import Attention, Checkpointing, Method, Optimizer, Reference
+from planner.run.recipe import Attention, Checkpointing, Method, Optimizer, Reference
 
 _OPTIMIZERS: tuple[tuple[str, Optimizer], ...] = (
     (r"paged.*(?:8bit|8_bit)", Optimizer.PAGED_ADAMW_8BIT),

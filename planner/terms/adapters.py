@@ -1,9 +1,9 @@
 """adapters: LoRA matrices (and modules_to_save copies)."""
 
 from planner.dtypes import element_bytes
-from planner.model import ModelSpec
-from planner.recipe import Method
-from planner.resolve import Resolved
+from planner.models.spec import ModelSpec
+from planner.run.recipe import Method
+from planner.run.resolve import Resolved
 from planner.terms.counts import adapters
 from planner.terms.term import Term
 

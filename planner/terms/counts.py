@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from planner.checkpoint_quantization import left_in_16_bit
+from planner.models.quantization import left_in_16_bit
 from planner.dtypes import QUANTIZATIONS, element_bytes, quantized_bytes
-from planner.lora_targets import lora_counts
-from planner.model import ModelSpec, ModuleKind
-from planner.resolve import Resolved
+from planner.models.lora_targets import lora_counts
+from planner.models.spec import ModelSpec, ModuleKind
+from planner.run.resolve import Resolved
 
 BITSANDBYTES = ("nf4", "fp4", "int8")
 SMALL_TENSOR = 4096

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from planner.dtypes import element_bytes
 from planner.errors import UsageError
-from planner.machine import Machine
-from planner.model import MixerKind, ModelSpec, ModuleKind
-from planner.recipe import EngineKind, Method, Task
-from planner.resolve import Resolved
+from planner.machines.machine import Machine
+from planner.models.spec import MixerKind, ModelSpec, ModuleKind
+from planner.run.recipe import EngineKind, Method, Task
+from planner.run.resolve import Resolved
 from planner.terms.counts import base_weights
 from planner.terms.kv_cache import rollout_sequences, sequence_bytes
 from planner.terms.term import Term

@@ -1,9 +1,9 @@
 """gradients: one per trained parameter, alive from backward to the step (always with accumulation)."""
 
 from planner.dtypes import element_bytes
-from planner.model import ModelSpec
-from planner.recipe import Method, Sharding
-from planner.resolve import Resolved
+from planner.models.spec import ModelSpec
+from planner.run.recipe import Method, Sharding
+from planner.run.resolve import Resolved
 from planner.terms.adapters import trained_parameters
 from planner.terms.term import Term
 from planner.terms.weights import trained_width

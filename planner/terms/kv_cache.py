@@ -3,9 +3,9 @@
 from math import prod
 
 from planner.dtypes import ELEMENT_BYTES, normal_dtype
-from planner.model import LayerSpec, MixerKind, ModelSpec
-from planner.recipe import EngineKind, Task
-from planner.resolve import Resolved
+from planner.models.spec import LayerSpec, MixerKind, ModelSpec
+from planner.run.recipe import EngineKind, Task
+from planner.run.resolve import Resolved
 
 WINDOWED = (MixerKind.SLIDING, MixerKind.CHUNKED)
 STATEFUL = (MixerKind.LINEAR, MixerKind.MAMBA)

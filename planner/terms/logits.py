@@ -3,10 +3,10 @@
 from typing import NamedTuple
 
 from planner.dtypes import element_bytes
-from planner.framework import LogitsLaw, width
-from planner.model import ModelSpec
-from planner.recipe import Method, Sharding
-from planner.resolve import Resolved
+from planner.run.framework import LogitsLaw, width
+from planner.models.spec import ModelSpec
+from planner.run.recipe import Method, Sharding
+from planner.run.resolve import Resolved
 from planner.terms.gradients import gradient_width
 from planner.terms.term import Term
 from planner.terms.weights import trained_width

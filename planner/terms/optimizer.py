@@ -3,9 +3,9 @@
 from typing import NamedTuple
 
 from planner.dtypes import element_bytes
-from planner.model import ModelSpec
-from planner.recipe import Method, Optimizer, Sharding
-from planner.resolve import Resolved
+from planner.models.spec import ModelSpec
+from planner.run.recipe import Method, Optimizer, Sharding
+from planner.run.resolve import Resolved
 from planner.terms.adapters import trained_parameters
 from planner.terms.counts import adapters
 from planner.terms.term import Term

@@ -1,7 +1,7 @@
 """overhead: library workspaces inside torch's pool, allocator slack, and the CUDA context outside it."""
 
-from planner.machine import Machine
-from planner.resolve import Resolved
+from planner.machines.machine import Machine
+from planner.run.resolve import Resolved
 from planner.terms.term import Term
 from planner.units import KiB, MiB
 

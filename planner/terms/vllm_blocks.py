@@ -12,7 +12,7 @@ from math import prod
 
 from planner.dtypes import ELEMENT_BYTES, normal_dtype
 from planner.errors import UsageError
-from planner.model import LayerSpec, MixerKind, ModelSpec
+from planner.models.spec import LayerSpec, MixerKind, ModelSpec
 from planner.terms.kv_cache import layer_bytes_per_token
 
 KERNEL_BLOCK_TOKENS = 16

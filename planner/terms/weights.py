@@ -1,9 +1,9 @@
 """weights: the base model on one GPU, a separate reference copy, and what sharding gathers."""
 
 from planner.dtypes import element_bytes
-from planner.model import ModelSpec
-from planner.recipe import Method, Reference, Sharding
-from planner.resolve import Resolved
+from planner.models.spec import ModelSpec
+from planner.run.recipe import Method, Reference, Sharding
+from planner.run.resolve import Resolved
 from planner.terms.counts import base_weights
 from planner.terms.term import Term
 

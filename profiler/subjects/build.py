@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from planner.errors import UnsupportedError, UsageError
-from planner.recipe import Attention, Checkpointing, Method
+from planner.run.recipe import Attention, Checkpointing, Method
 from profiler.cuda_attention import flash_attention_2
 from profiler.subjects.older_versions import cast_all_but_norms
 from profiler.subjects.options import StepOptions

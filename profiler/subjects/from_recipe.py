@@ -3,8 +3,8 @@
 from typing import Any
 
 from planner.errors import UnsupportedError
-from planner.recipe import Checkpointing
-from planner.resolve import Resolved
+from planner.run.recipe import Checkpointing
+from planner.run.resolve import Resolved
 from profiler.subjects.options import StepOptions
 
 

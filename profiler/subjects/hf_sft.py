@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from planner.recipe import Checkpointing
+from planner.run.recipe import Checkpointing
 from profiler.cuda_behaviour import CUBLAS_WORKSPACE_BYTES
 from profiler.storages import StorageTracker
 from profiler.subjects.autocast import FakeScaler, autocast

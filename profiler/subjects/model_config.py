@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from planner.cli_options import Described
+from planner.verbs.options import Described
 from planner.errors import UsageError
-from planner.hub import load_catalogue, read_config
+from planner.models.hub import load_catalogue, read_config
 
 
 def config_of(described: Described) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from planner.errors import UnsupportedError
-from planner.recipe import Optimizer
+from planner.run.recipe import Optimizer
 from profiler.storages import StorageTracker
 
 PAGED_ELEMENTS = 100_000

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from planner.recipe import Attention, Checkpointing, Method, Optimizer
+from planner.run.recipe import Attention, Checkpointing, Method, Optimizer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from app.cli import app as command
 from app.export import DATASETS, command_line, run_yaml
 from app.runs import DEFAULTS, run_of
 from planner.plan import plan
-from planner.runfile import load_run_file, machine_of
+from planner.run.runfile import load_run_file, machine_of
 from trainer.config import read_run
 
 RUNS: list[dict[str, Any]] = [

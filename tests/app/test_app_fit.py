@@ -8,11 +8,11 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 import app.runs
-import planner.hub_remote
+import planner.models.hub_remote
 from app.knobs import KNOBS, Kind, Knob, applies
 from app.runs import DEFAULTS, run_of
 from planner.errors import VramwiseError
-from planner.hub import find_model
+from planner.models.hub import find_model
 from planner.plan import Plan, plan
 from planner.units import format_bytes
 
@@ -168,7 +168,7 @@ def test_the_hub_is_asked_only_on_a_click(monkeypatch: pytest.MonkeyPatch) -> No
         asked.append(name)
         return find_model("qwen2.5-0.5b")
 
-    monkeypatch.setattr(planner.hub_remote, "fetch_model", fetch)
+    monkeypatch.setattr(planner.models.hub_remote, "fetch_model", fetch)
     at = start_with_model("someone/some-model")
     assert asked == []
     assert not at.metric
@@ -181,7 +181,7 @@ def test_a_hub_that_does_not_answer_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     def fetch(name: str, **_: Any) -> Any:
         raise VramwiseError(f"{name}: the hub does not answer")
 
-    monkeypatch.setattr(planner.hub_remote, "fetch_model", fetch)
+    monkeypatch.setattr(planner.models.hub_remote, "fetch_model", fetch)
     at = start_with_model("someone/some-model")
     at.button(key="look_up").click().run()
     assert "does not answer" in at.error[0].value

@@ -5,10 +5,10 @@ from itertools import combinations
 import pytest
 
 from app import charts, palette
-from planner.hub import find_model
-from planner.machine import make_machine
+from planner.models.hub import find_model
+from planner.machines.machine import make_machine
 from planner.plan import plan
-from planner.runfile import make_recipe
+from planner.run.runfile import make_recipe
 from planner.terms.term import TERM_NAMES
 
 # Machado, Oliveira, Fernandes 2009, severity 1, on linear RGB

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
-from planner.recipe import Method, Recipe
+from planner.run.recipe import Method, Recipe
 from planner.units import GiB
 from trainer.engines.protocol import SamplingSettings
 from trainer.engines.vllm_shared import VllmSharedEngine

@@ -19,7 +19,7 @@ from planner.accuracy.score import (
     score_files,
     summarise,
 )
-from planner.accuracy_cli import register
+from planner.verbs.accuracy import register
 from planner.errors import UsageError
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ from planner.accuracy.stages import part
 from planner.accuracy.variants import litgpt_model
 from planner.accuracy.vllm_engine import engine_of
 from planner.accuracy.vllm_rows import predict_vllm
-from planner.recipe import Checkpointing, Loss, Method, Optimizer, Sharding, Task
+from planner.run.recipe import Checkpointing, Loss, Method, Optimizer, Sharding, Task
 from planner.units import GiB, MiB
 
 SFT = {

@@ -2,13 +2,13 @@
 
 import pytest
 
-from planner.advise import advise, apply, changes, combination, levers, limits
-from planner.hub import catalogue_model
-from planner.machine import Machine, make_machine
+from planner.answers.advise import advise, apply, changes, combination, levers, limits
+from planner.models.hub import catalogue_model
+from planner.machines.machine import Machine, make_machine
 from planner.plan import plan
-from planner.recipe import Checkpointing, Recipe
-from planner.recommend import SERVING, TRAINING, recommend
-from planner.runfile import make_recipe
+from planner.run.recipe import Checkpointing, Recipe
+from planner.answers.recommend import SERVING, TRAINING, recommend
+from planner.run.runfile import make_recipe
 
 MODEL = catalogue_model("llama-3.2-1b")
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from planner.checkpoint_quantization import left_in_16_bit, quantization_name
+from planner.models.quantization import left_in_16_bit, quantization_name
 from planner.errors import UsageError
-from planner.hub import catalogue_model
-from planner.machine import make_machine
+from planner.models.hub import catalogue_model
+from planner.machines.machine import make_machine
 from planner.plan import plan
-from planner.recipe import Recipe, Task
+from planner.run.recipe import Recipe, Task
 
 
 @pytest.mark.parametrize(

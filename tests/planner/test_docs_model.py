@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from planner.framework import find_framework, width
-from planner.hub import catalogue_model
-from planner.machine import make_machine
+from planner.run.framework import find_framework, width
+from planner.models.hub import catalogue_model
+from planner.machines.machine import make_machine
 from planner.phases import PHASES
 from planner.plan import Plan, plan
-from planner.recipe import RunFile
-from planner.runfile import machine_of, make_recipe, parse_yaml, validate
+from planner.run.recipe import RunFile
+from planner.run.runfile import machine_of, make_recipe, parse_yaml, validate
 from planner.terms.term import TERM_NAMES
 
 ROOT = Path(__file__).parents[2]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import typer
 
-import planner.cli
-import planner.doctor_cli
+import planner.verbs.plan
+import planner.verbs.explain
 from benchmarks.foreign_examples import load_examples, render
 from planner.errors import UsageError, VramwiseError
 
@@ -17,8 +17,8 @@ MESSAGE = "CUDA out of memory. Tried to allocate 9.27 GiB. GPU 0 has a total cap
 
 def run(*words: str) -> None:
     app = typer.Typer()
-    planner.cli.register(app)
-    planner.doctor_cli.register(app)
+    planner.verbs.plan.register(app)
+    planner.verbs.explain.register(app)
     app(args=list(words), standalone_mode=False)
 
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from planner.hub import catalogue_model
-from planner.machine import make_machine
+from planner.models.hub import catalogue_model
+from planner.machines.machine import make_machine
 from planner.plan import Plan, plan
-from planner.runfile import make_recipe
+from planner.run.runfile import make_recipe
 from planner.terms.engine import SLOT_RANKS, engine_costs, lora_slot_bytes
 from planner.terms.kv_cache import bytes_per_token, sequence_bytes, state_bytes
 from planner.units import GiB

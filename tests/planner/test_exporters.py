@@ -12,7 +12,7 @@ from benchmarks.foreign_examples import load_examples, render
 from planner.errors import UnsupportedError, VramwiseError
 from planner.exporters import EXPORTERS, export_run
 from planner.importers import import_config
-from planner.recipe import Recipe, RunFile, Task
+from planner.run.recipe import Recipe, RunFile, Task
 
 SAME = (
     "task",

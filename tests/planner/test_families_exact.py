@@ -13,8 +13,8 @@ import pytest
 
 from planner.errors import VramwiseError
 from planner.families import model_spec_from_config, supported_model_types
-from planner.hub import catalogue_model, load_catalogue
-from planner.model import ModelSpec, ModuleKind
+from planner.models.hub import catalogue_model, load_catalogue
+from planner.models.spec import ModelSpec, ModuleKind
 
 pytest.importorskip("transformers")
 

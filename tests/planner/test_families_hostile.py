@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from planner.errors import UsageError
 from planner.families import model_spec_from_config, supported_model_types
-from planner.hub import MAX_CONFIG_BYTES, find_model, load_catalogue
+from planner.models.hub import MAX_CONFIG_BYTES, find_model, load_catalogue
 
 BASE = dict(load_catalogue()["qwen2.5-0.5b"]["config"])
 

@@ -6,12 +6,12 @@ import pytest
 
 from planner.datafiles import data_dir
 from planner.errors import UnknownNameError
-from planner.framework import LogitsLaw, find_framework, frameworks, width
-from planner.hub import catalogue_model
-from planner.machine import make_machine
+from planner.run.framework import LogitsLaw, find_framework, frameworks, width
+from planner.models.hub import catalogue_model
+from planner.machines.machine import make_machine
 from planner.plan import plan
-from planner.recipe import EngineSection, Recipe, Task
-from planner.runfile import make_recipe
+from planner.run.recipe import EngineSection, Recipe, Task
+from planner.run.runfile import make_recipe
 
 ENGINE_KEYS = {"engine", *EngineSection.model_fields}
 MODEL = catalogue_model("llama-3.2-1b")

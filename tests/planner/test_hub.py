@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from planner.errors import UnknownNameError, UsageError, VramwiseError
-from planner.hub import find_model, load_catalogue
-from planner.hub_remote import fetch_model
-from planner.safetensors_header import checkpoint_dtype, read_header
+from planner.models.hub import find_model, load_catalogue
+from planner.models.hub_remote import fetch_model
+from planner.models.safetensors_header import checkpoint_dtype, read_header
 
 CONFIG = dict(load_catalogue()["qwen2.5-0.5b"]["config"])
 COMMIT = "a" * 40

@@ -7,7 +7,7 @@ from benchmarks.foreign_examples import Example, load_examples, render
 from benchmarks.import_checks import import_faults
 from planner.importers import import_config
 from planner.importers.names import resolve_name
-from planner.recipe import Recipe
+from planner.run.recipe import Recipe
 
 EXAMPLES = load_examples()
 TOOLS = {"LLaMA-Factory": "llamafactory"}

@@ -9,7 +9,7 @@ from planner.errors import UsageError, VramwiseError
 from planner.importers import import_config, import_subject
 from planner.importers.launch import from_accelerate, from_deepspeed
 from planner.importers.shell import flags, parse_shell
-from planner.recipe import Sharding
+from planner.run.recipe import Sharding
 
 
 def test_yaml_alias_bomb_is_refused() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from planner.importers import import_config
-from planner.recipe import (
+from planner.run.recipe import (
     Checkpointing,
     EngineKind,
     Loss,

@@ -9,10 +9,10 @@ import pytest
 
 from planner.errors import UsageError
 from planner.importers.names import resolve_model
-from planner.lengths import LengthReport, Lengths, _chance, assess, at_length, read_lengths
-from planner.machine import make_machine
+from planner.answers.lengths import LengthReport, Lengths, _chance, assess, at_length, read_lengths
+from planner.machines.machine import make_machine
 from planner.plan import plan
-from planner.recipe import Checkpointing, Loss, Method, Recipe, Task
+from planner.run.recipe import Checkpointing, Loss, Method, Recipe, Task
 
 RECIPE = Recipe(
     task=Task.SFT,

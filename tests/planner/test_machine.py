@@ -3,10 +3,10 @@
 import pytest
 
 from planner.errors import UnknownNameError, UsageError
-from planner.hub import find_model
-from planner.machine import find_gpu, gpu_catalogue, make_machine
+from planner.models.hub import find_model
+from planner.machines.machine import find_gpu, gpu_catalogue, make_machine
 from planner.plan import plan
-from planner.recipe import Recipe
+from planner.run.recipe import Recipe
 from planner.units import GiB, MiB, format_bytes, parse_bytes
 
 

@@ -3,11 +3,11 @@
 import pytest
 
 from planner.errors import UnknownNameError
-from planner.hub import catalogue_model, catalogue_names, find_model, load_catalogue, model_facts
-from planner.machine import make_machine
-from planner.model import MixerKind
+from planner.models.hub import catalogue_model, catalogue_names, find_model, load_catalogue, model_facts
+from planner.machines.machine import make_machine
+from planner.models.spec import MixerKind
 from planner.plan import plan
-from planner.recipe import Method, Recipe, Task
+from planner.run.recipe import Method, Recipe, Task
 
 
 def test_the_catalogue_has_all_models() -> None:

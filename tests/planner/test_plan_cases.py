@@ -2,10 +2,10 @@
 
 import pytest
 
-from planner.hub import catalogue_model
-from planner.machine import make_machine
+from planner.models.hub import catalogue_model
+from planner.machines.machine import make_machine
 from planner.plan import Plan, plan
-from planner.runfile import make_recipe
+from planner.run.runfile import make_recipe
 from planner.terms.kv_cache import bytes_per_token, sequence_bytes
 from planner.units import GiB
 

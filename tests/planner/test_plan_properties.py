@@ -9,12 +9,12 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planner.hub import catalogue_model
-from planner.machine import make_machine
-from planner.model import ModelSpec
+from planner.models.hub import catalogue_model
+from planner.machines.machine import make_machine
+from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
-from planner.recipe import Attention, Checkpointing, EngineKind, Optimizer, Sharding
-from planner.runfile import make_recipe
+from planner.run.recipe import Attention, Checkpointing, EngineKind, Optimizer, Sharding
+from planner.run.runfile import make_recipe
 from planner.terms.term import TERM_NAMES
 
 MODELS = ("llama-3.2-1b", "gemma-2-2b", "qwen3-30b-a3b", "deepseek-v2-lite", "mamba2-130m")

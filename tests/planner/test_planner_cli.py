@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from app.cli import main
-from planner.recipe import RunFile
-from planner.runfile import load_run_file
+from planner.run.recipe import RunFile
+from planner.run.runfile import load_run_file
 from planner.terms.term import TERM_NAMES
 
 GRPO = [

@@ -2,9 +2,9 @@
 
 import pytest
 
-from planner import published as tables
+from planner.answers import published as tables
 from planner.errors import UnknownNameError
-from planner.published import context_line, published, render
+from planner.answers.published import context_line, published, render
 
 
 def test_the_ten_numbers() -> None:

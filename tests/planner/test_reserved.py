@@ -2,10 +2,10 @@
 
 import pytest
 
-from planner.hub import find_model
-from planner.machine import make_machine
+from planner.models.hub import find_model
+from planner.machines.machine import make_machine
 from planner.plan import Plan, plan
-from planner.recipe import Recipe
+from planner.run.recipe import Recipe
 from planner.units import GiB
 
 

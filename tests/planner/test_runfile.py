@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from planner.errors import UsageError
-from planner.recipe import RunFile
-from planner.runfile import load_run_file, make_recipe, parse_yaml, save_run_file, validate
+from planner.run.recipe import RunFile
+from planner.run.runfile import load_run_file, make_recipe, parse_yaml, save_run_file, validate
 
 
 def test_round_trip(tmp_path: Path) -> None:

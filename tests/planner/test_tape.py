@@ -1,6 +1,6 @@
 """The byte tape follows autograd's rules of who holds what, and when it is freed."""
 
-from planner.tape import Point, Tape, envelope, largest
+from planner.layer.tape import Point, Tape, envelope, largest
 
 
 def test_a_saved_tensor_outlives_its_variable() -> None:

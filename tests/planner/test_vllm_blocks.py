@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from planner.errors import UsageError
-from planner.hub import find_model
-from planner.model import MixerKind
+from planner.models.hub import find_model
+from planner.models.spec import MixerKind
 from planner.terms.vllm_blocks import vllm_kv
 from planner.units import GiB
 

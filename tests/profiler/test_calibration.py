@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from planner.errors import NoGpuError, UsageError, VramwiseError
-from planner.machine import make_machine
+from planner.machines.machine import make_machine
 from planner.units import GiB, MiB
 from profiler.calibration import Calibration, apply, calibrate, load, measure, save
 from profiler.nvml import GpuReading
@@ -151,10 +151,10 @@ def test_the_json_form_has_byte_keys() -> None:
 
 
 def test_a_run_on_a_calibrated_machine_is_planned_with_it(tmp_path: Path, monkeypatch) -> None:
-    from planner.hub import find_model
+    from planner.models.hub import find_model
     from planner.plan import plan
-    from planner.recipe import MachineSection
-    from planner.runfile import machine_of, make_recipe
+    from planner.run.recipe import MachineSection
+    from planner.run.runfile import machine_of, make_recipe
 
     def planned() -> Any:
         machine = machine_of(MachineSection(gpu="h100-sxm"))

@@ -2,10 +2,10 @@
 
 import pytest
 
-from planner.hub import catalogue_model
-from planner.machine import Machine
+from planner.models.hub import catalogue_model
+from planner.machines.machine import Machine
 from planner.plan import Plan, plan
-from planner.recipe import Method, Recipe, Task
+from planner.run.recipe import Method, Recipe, Task
 from planner.units import GiB
 from profiler.compare import compare, to_text
 from profiler.recording import PhaseRecord, Recording

@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 import planner.families
 from planner.errors import MissingExtraError, UnknownNameError, UnsupportedError, UsageError
 from planner.families import model_spec_from_config, supported_model_types
-from planner.model import MixerKind, MlpKind
+from planner.models.spec import MixerKind, MlpKind
 from profiler.meta_model import build_on_meta, model_spec_from_transformers
 
 D: dict[str, Any] = {

@@ -105,10 +105,10 @@ def test_the_live_line_says_unknown_where_the_driver_is_silent() -> None:
 
 
 def planned(model: Path) -> Any:
-    from planner.hub import find_model
-    from planner.machine import make_machine
+    from planner.models.hub import find_model
+    from planner.machines.machine import make_machine
     from planner.plan import plan
-    from planner.runfile import make_recipe
+    from planner.run.runfile import make_recipe
 
     recipe = make_recipe(method="full", context=64, micro_batch_size=1)
     return plan(find_model(str(model)), recipe, make_machine("rtx-4090"))

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import profile
 
 from planner.errors import UnsupportedError, UsageError
-from planner.hub import load_catalogue
-from planner.recipe import Attention, Checkpointing, Method, Optimizer
+from planner.models.hub import load_catalogue
+from planner.run.recipe import Attention, Checkpointing, Method, Optimizer
 from planner.units import GiB
 from profiler import trace as tracing
 from profiler.attribute import assign_terms, summarise

@@ -9,7 +9,7 @@ from planner.accuracy.prediction import NotCovered
 from planner.accuracy.rows import Row, read_rows
 from planner.accuracy.score import measurement_files
 from planner.families import model_spec_from_config
-from planner.recipe import Method
+from planner.run.recipe import Method
 from profiler.recording import Recording
 from profiler.subjects.hf_sft import HfSft
 from profiler.subjects.options import StepOptions

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.recipe import Method
+from planner.run.recipe import Method
 from profiler.trace_matrix import (
     FAMILIES,
     GROUPED_EXPERTS,

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from planner.hub import load_catalogue
-from planner.recipe import Method
+from planner.models.hub import load_catalogue
+from planner.run.recipe import Method
 from profiler.cuda_behaviour import CudaBehaviour
 from profiler.storages import StorageTracker
 from profiler.subjects.loss_heads import FusedHead, selective_log_softmax

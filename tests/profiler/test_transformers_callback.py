@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from planner.machine import make_machine
+from planner.machines.machine import make_machine
 from profiler.live_recipe import Shapes, longest_in_data, model_spec, recipe_of
 from profiler.transformers_callback import VramwiseCallback
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from planner.errors import UsageError, VramwiseError
-from planner.recipe import Method, Recipe
+from planner.run.recipe import Method, Recipe
 from trainer import checkpoint as checkpoints
 from trainer.model import load_policy
 from trainer.optim import make_optimizer

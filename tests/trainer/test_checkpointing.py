@@ -8,7 +8,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from planner.errors import UnsupportedError, UsageError
-from planner.recipe import Checkpointing
+from planner.run.recipe import Checkpointing
 from profiler.storages import StorageTracker
 from trainer.checkpointing import checkpoint_layers, decoder_layers
 from trainer.host_store import DirectCopies, HostStore

@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from planner.hub import catalogue_model
+from planner.models.hub import catalogue_model
 from planner.plan import plan
-from planner.runfile import machine_of
+from planner.run.runfile import machine_of
 from trainer.config import read_run
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from planner.errors import UnsupportedError, UsageError
-from planner.recipe import Recipe
+from planner.run.recipe import Recipe
 from trainer.batching import Layout, ScoredSequence, collate
 from trainer.model import eos_ids, load_policy
 from trainer.scoring import hidden_rows, log_probs

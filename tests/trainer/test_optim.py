@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from planner.errors import UnsupportedError, UsageError
-from planner.recipe import Optimizer
+from planner.run.recipe import Optimizer
 from planner.units import MiB
 from profiler.storages import StorageTracker
 from trainer import elementwise_optimizer

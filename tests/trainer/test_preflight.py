@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from planner.errors import VramwiseError
-from planner.hub import find_model
+from planner.models.hub import find_model
 from planner.plan import plan
 from planner.units import MiB
 from trainer.config import parse_run

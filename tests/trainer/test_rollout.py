@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 import torch
 
-from planner.recipe import Recipe
+from planner.run.recipe import Recipe
 from trainer.batching import Layout, ScoredSequence, collate
 from trainer.config import LossSection, SamplingSection
 from trainer.data import Prompt

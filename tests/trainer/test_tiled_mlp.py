@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from planner.errors import UsageError
-from planner.recipe import Checkpointing
+from planner.run.recipe import Checkpointing
 from profiler.storages import StorageTracker
 from trainer.checkpointing import checkpoint_layers, decoder_layers
 from trainer.tiled_mlp import tile_layers, tile_mlps, tile_norms

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from planner.errors import UsageError, VramwiseError
-from planner.recipe import Method, Recipe
+from planner.run.recipe import Method, Recipe
 from planner.units import MiB
 from trainer.engines.protocol import SamplingSettings
 from trainer.engines.vllm_llm import prompt_logprobs, reported_kv_tokens, vllm_model

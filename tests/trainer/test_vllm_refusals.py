@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from planner.errors import MissingExtraError, UsageError
-from planner.recipe import Method, Recipe
+from planner.run.recipe import Method, Recipe
 from trainer.engines import vllm_settings
 from trainer.engines.vllm_push import VllmPushEngine
 from trainer.engines.vllm_shared import VllmSharedEngine

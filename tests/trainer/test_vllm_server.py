@@ -19,7 +19,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
 from planner.errors import UsageError, VramwiseError
-from planner.recipe import Method, Recipe
+from planner.run.recipe import Method, Recipe
 from trainer.engines.protocol import SamplingSettings
 from trainer.engines.vllm_server import VllmServerEngine
 from trainer.model import Policy

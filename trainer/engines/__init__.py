@@ -2,14 +2,14 @@
 
 Every engine is built as `Engine(policy, recipe=recipe, plan=plan)`: `policy` is a trainer.model.Policy
 (`.model`, `.base`, `.tokenizer`, `.source` = folder or hub id, `.revision`, `.dtype`, `.device`, `.method`),
-`recipe` a planner.recipe.Recipe (lengths, num_generations, `.engine` settings), `plan` the planner's Plan
+`recipe` a planner.run.recipe.Recipe (lengths, num_generations, `.engine` settings), `plan` the planner's Plan
 or None. Log-probabilities that an engine returns are after temperature, top-k and top-p.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from planner.errors import UsageError
-from planner.recipe import EngineKind, Recipe
+from planner.run.recipe import EngineKind, Recipe
 
 if TYPE_CHECKING:
     from trainer.engines.protocol import Engine

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.recipe import Recipe
+from planner.run.recipe import Recipe
 from trainer.engines.protocol import Completion, SamplingSettings
 from trainer.model import Policy, eos_ids
 from trainer.sampling import draw, shape_logits

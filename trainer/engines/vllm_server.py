@@ -20,7 +20,7 @@ from typing import Any
 
 from planner.errors import UsageError, VramwiseError
 from planner.plan import Plan
-from planner.recipe import Method, Recipe
+from planner.run.recipe import Method, Recipe
 from trainer.engines import vllm_llm
 from trainer.engines.protocol import Completion, SamplingSettings
 from trainer.engines.vllm_push import merged_weights

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from planner.errors import MissingExtraError, UsageError
-from planner.hub import find_model
+from planner.models.hub import find_model
 from planner.plan import Plan
-from planner.recipe import Method, Recipe
+from planner.run.recipe import Method, Recipe
 from planner.terms.vllm_blocks import vllm_kv
 from trainer.model import Policy
 

@@ -18,7 +18,7 @@ import torch
 
 from planner.errors import UsageError
 from planner.plan import Plan
-from planner.recipe import Method, Recipe
+from planner.run.recipe import Method, Recipe
 from trainer.engines import vllm_llm
 from trainer.engines.protocol import Completion, SamplingSettings
 from trainer.engines.vllm_settings import settings_for

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from planner.errors import UsageError
 
 if TYPE_CHECKING:
-    from planner.machine import Machine
+    from planner.machines.machine import Machine
 
 SCHEMA_VERSION = 1
 

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
-from planner.layer_blocks import run_layer
-from planner.layer_program import OpSettings, Program
-from planner.model import LayerSpec
-from planner.tape import Envelope, Point, Tape, envelope, shifted
+from planner.layer.blocks import run_layer
+from planner.layer.program import OpSettings, Program
+from planner.models.spec import LayerSpec
+from planner.layer.tape import Envelope, Point, Tape, envelope, shifted
 
 Costs = TypeVar("Costs")
 

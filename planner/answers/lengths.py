@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 from math import exp, lgamma
 from typing import Any
 
-from planner.length_files import Lengths, read_lengths
-from planner.machine import Machine
-from planner.model import ModelSpec
+from planner.answers.length_files import Lengths, read_lengths
+from planner.machines.machine import Machine
+from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
-from planner.recipe import MAX_TOKENS, Recipe, Task
+from planner.run.recipe import MAX_TOKENS, Recipe, Task
 from planner.units import format_bytes
 
 __all__ = ["LengthReport", "Lengths", "Point", "assess", "read_lengths"]

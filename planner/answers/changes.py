@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from planner.recipe import Method, Recipe, Task
-from planner.resolve import Resolved
+from planner.run.recipe import Method, Recipe, Task
+from planner.run.resolve import Resolved
 from planner.terms.kv_cache import rollout_sequences
 
 

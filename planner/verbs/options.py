@@ -11,9 +11,9 @@ import typer
 
 if TYPE_CHECKING:
     from planner.importers import Imported
-    from planner.machine import Machine
-    from planner.model import ModelSpec
-    from planner.recipe import RunFile
+    from planner.machines.machine import Machine
+    from planner.models.spec import ModelSpec
+    from planner.run.recipe import RunFile
 
 RUN_SUFFIXES = (".yaml", ".yml")
 _RUN, _SIZE, _HOW, _ENGINE = "Run", "Sizes", "How it is computed", "Generation"
@@ -119,9 +119,9 @@ def with_run_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def describe(subject: str, flags: dict[str, Any]) -> Described:
     """Return the run that a model name, run.yaml or foreign config and the flags describe; flags win."""
-    from planner.hub import find_model
+    from planner.models.hub import find_model
     from planner.importers import import_subject, launch_document, resolve_model
-    from planner.runfile import load_run_file, machine_of, validate
+    from planner.run.runfile import load_run_file, machine_of, validate
 
     imported = import_subject(
         subject,
@@ -147,7 +147,7 @@ def describe(subject: str, flags: dict[str, Any]) -> Described:
 def _with_flags(
     document: dict[str, Any], flags: dict[str, Any], validate: Callable[..., Any]
 ) -> "RunFile":
-    from planner.recipe import RunFile
+    from planner.run.recipe import RunFile
 
     recipe = dict(document.get("recipe") or {})
     machine = dict(document.get("machine") or {})

@@ -1,6 +1,6 @@
 """Recipe and RunFile: every choice that moves a byte, validated.
 
-A field left at None means "whatever the framework does"; planner.framework fills it in.
+A field left at None means "whatever the framework does"; planner.run.framework fills it in.
 """
 
 from enum import StrEnum

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 from planner.errors import UnknownNameError, UsageError, VramwiseError
 from planner.families import model_spec_from_config
-from planner.hub import MAX_CONFIG_BYTES, catalogue_names, names_dtype, parse_config
-from planner.model import ModelSpec
-from planner.safetensors_header import most_common_dtype
+from planner.models.hub import MAX_CONFIG_BYTES, catalogue_names, names_dtype, parse_config
+from planner.models.spec import ModelSpec
+from planner.models.safetensors_header import most_common_dtype
 
 Answer = TypeVar("Answer")
 _OFFLINE_HINT = "fetch it once while online, or give a folder with its config.json"

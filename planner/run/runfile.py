@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from planner.calibration import apply as calibrated
+from planner.machines.calibration import apply as calibrated
 from planner.errors import UsageError
-from planner.machine import Machine, make_machine
-from planner.recipe import MachineSection, Recipe, RunFile
+from planner.machines.machine import Machine, make_machine
+from planner.run.recipe import MachineSection, Recipe, RunFile
 
 MAX_RUN_FILE_BYTES = 1 << 20
 MAX_DEPTH = 32

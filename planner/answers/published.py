@@ -11,11 +11,11 @@ from typing import Any
 
 from planner.datafiles import data_dir
 from planner.errors import UnknownNameError, VramwiseError
-from planner.hub import catalogue_model
-from planner.machine import make_machine
+from planner.models.hub import catalogue_model
+from planner.machines.machine import make_machine
 from planner.plan import Plan, plan
 from planner.report import table
-from planner.runfile import make_recipe
+from planner.run.runfile import make_recipe
 from planner.terms.kv_cache import bytes_per_token
 from planner.units import GB, GiB, format_bytes
 

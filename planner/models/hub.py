@@ -12,8 +12,8 @@ from typing import Any
 from planner.datafiles import data_dir
 from planner.errors import UnknownNameError, UsageError
 from planner.families import model_spec_from_config
-from planner.model import ModelSpec
-from planner.safetensors_header import checkpoint_dtype, folder_header
+from planner.models.spec import ModelSpec
+from planner.models.safetensors_header import checkpoint_dtype, folder_header
 
 MAX_CONFIG_BYTES = 16 * 1024 * 1024
 """No model's config.json comes near this; a larger file is refused unread."""
@@ -74,7 +74,7 @@ def find_model(
     if text.endswith(".json") or text.startswith((".", "/", "~")) or path.is_dir():
         return read_model(path)
     if _is_hub_id(text):
-        from planner.hub_remote import fetch_model
+        from planner.models.hub_remote import fetch_model
 
         return fetch_model(
             text, revision=revision, token=token, offline=offline, timeout_s=timeout_s

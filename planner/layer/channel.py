@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from planner.layer_program import LINEARS, Program, in_tiles
-from planner.lora_targets import is_mlp
-from planner.model import LayerSpec, MlpKind, ModuleKind, ModuleSpec
-from planner.tape import Value
+from planner.layer.program import LINEARS, Program, in_tiles
+from planner.models.lora_targets import is_mlp
+from planner.models.spec import LayerSpec, MlpKind, ModuleKind, ModuleSpec
+from planner.layer.tape import Value
 
 DOWN_LEAVES = frozenset(
     {"down_proj", "fc2", "c_proj", "dense_4h_to_h", "w2", "fc_out", "output_linear"}

@@ -4,13 +4,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from planner.errors import VramwiseError
-from planner.hub import catalogue_model, catalogue_names
-from planner.machine import Machine
-from planner.model import ModelSpec
+from planner.models.hub import catalogue_model, catalogue_names
+from planner.machines.machine import Machine
+from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
-from planner.recipe import Recipe
-from planner.resolve import resolve
-from planner.runfile import make_recipe
+from planner.run.recipe import Recipe
+from planner.run.resolve import resolve
+from planner.run.runfile import make_recipe
 from planner.terms.counts import base_weights
 
 CONTEXTS = tuple(2**power for power in range(9, 21))

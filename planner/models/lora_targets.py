@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from planner.errors import UnsupportedError, UsageError
-from planner.model import LayerSpec, MixerKind, ModelSpec, ModuleKind, ModuleSpec
+from planner.models.spec import LayerSpec, MixerKind, ModelSpec, ModuleKind, ModuleSpec
 
 LINEARS = (ModuleKind.LINEAR, ModuleKind.CONV1D)
 _MIXER_ROOTS = {

@@ -6,11 +6,11 @@ Follows transformers 5.x modelling code, operation by operation.
 from collections.abc import Callable
 from dataclasses import replace
 
-from planner.layer_channel import channel
-from planner.layer_program import LINEARS, Program
-from planner.lora_targets import is_attention
-from planner.model import LayerSpec, MixerKind, MixerSpec, MlpKind, ModuleKind, ModuleSpec
-from planner.tape import Value
+from planner.layer.channel import channel
+from planner.layer.program import LINEARS, Program
+from planner.models.lora_targets import is_attention
+from planner.models.spec import LayerSpec, MixerKind, MixerSpec, MlpKind, ModuleKind, ModuleSpec
+from planner.layer.tape import Value
 
 OUT_LEAVES = frozenset({"o_proj", "out_proj", "c_proj", "dense", "wo", "output_proj"})
 LATENT = "kv_a_proj_with_mqa"

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.cli_options import describe, with_run_options
+from planner.verbs.options import describe, with_run_options
 
 if TYPE_CHECKING:
     from planner.plan import Plan
@@ -62,12 +62,12 @@ def _plan(
     The subject is a model, a run.yaml, or the config of axolotl, LLaMA-Factory, TRL, torchtune,
     ms-swift, verl, Unsloth or vLLM (YAML, JSON, shell, Python or notebook; nothing is run).
     """
-    from planner.advise import levers
-    from planner.doctor_cli import export_text, foreign_extras
+    from planner.answers.advise import levers
+    from planner.verbs.explain import export_text, foreign_extras
     from planner.errors import DoesNotFitError
     from planner.plan import plan
     from planner.report import text
-    from planner.runfile import save_run_file
+    from planner.run.runfile import save_run_file
 
     described = describe(subject, flags)
     recipe = described.run.recipe
@@ -139,7 +139,7 @@ def _compared(
 
 def _advise(subject: Subject, *, flags: dict[str, Any], as_json: Json = False) -> None:
     """Say what to change so that a run fits, and the largest that fits."""
-    from planner.advise import advise
+    from planner.answers.advise import advise
     from planner.report import table
     from planner.units import format_bytes
 
@@ -191,8 +191,8 @@ def _recommend(
     as_json: Json = False,
 ) -> None:
     """List models and methods that fit a GPU, with the best settings found."""
-    from planner.machine import make_machine
-    from planner.recommend import recommend
+    from planner.machines.machine import make_machine
+    from planner.answers.recommend import recommend
     from planner.report import table
     from planner.units import format_bytes
 
@@ -218,7 +218,7 @@ def _published(
     as_json: Json = False,
 ) -> None:
     """Reproduce a published table line by line, beside the op-level estimate."""
-    from planner.published import TABLES, published, render
+    from planner.answers.published import TABLES, published, render
 
     if name is None:
         if as_json:
@@ -240,7 +240,7 @@ def _models(
     as_json: Json = False,
 ) -> None:
     """Show a model's exact parameters by module, or list the catalogue."""
-    from planner.hub import catalogue_model, catalogue_names, find_model, model_facts
+    from planner.models.hub import catalogue_model, catalogue_names, find_model, model_facts
     from planner.report import table
 
     if name is None:
@@ -277,7 +277,7 @@ def _gpus(
     """Show what torch sees of a GPU, or list the catalogue."""
     from dataclasses import asdict
 
-    from planner.machine import find_gpu, gpu_catalogue
+    from planner.machines.machine import find_gpu, gpu_catalogue
     from planner.report import table
     from planner.units import format_bytes
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 import typer
 
 if TYPE_CHECKING:
-    from planner.cli_options import Described
+    from planner.verbs.options import Described
     from planner.doctor.diagnose import Diagnosis
-    from planner.recipe import RunFile
+    from planner.run.recipe import RunFile
 
 
 def register(app: typer.Typer) -> None:
@@ -112,7 +112,7 @@ def foreign_extras(described: "Described", *, lengths: Path | None, order: str) 
         typer.echo(report_text(described.imported), err=True)
         document["imported"] = described.imported.to_dict()
     if lengths is not None:
-        from planner.lengths import ORDERS, assess, read_lengths
+        from planner.answers.lengths import ORDERS, assess, read_lengths
 
         if order not in ORDERS:
             raise UsageError(f"order: {order[:40]!r} is not known", hint=", ".join(ORDERS))

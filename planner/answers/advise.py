@@ -6,12 +6,12 @@ from functools import cache, partial
 from itertools import combinations
 from typing import Any
 
-from planner.changes import Change, apply, changes
+from planner.answers.changes import Change, apply, changes
 from planner.errors import UsageError, VramwiseError
-from planner.machine import Machine
-from planner.model import ModelSpec
+from planner.machines.machine import Machine
+from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
-from planner.recipe import MAX_TOKENS, Method, Recipe, Task
+from planner.run.recipe import MAX_TOKENS, Method, Recipe, Task
 
 __all__ = [
     "Advice",

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from planner.errors import UsageError
-from planner.model import ModelSpec, ModuleKind, ModuleSpec
+from planner.models.spec import ModelSpec, ModuleKind, ModuleSpec
 
 _SAFE = re.compile(r"[\w.*\\()|^$-]{1,200}")
 """Patterns of names, alternatives and ".*": nothing that could make a match explode."""

@@ -1,0 +1,1 @@
+"""Questions answered with plans: what to change, what fits, what was published."""

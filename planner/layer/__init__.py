@@ -1,0 +1,1 @@
+"""One layer operation by operation: a small autograd in bytes."""

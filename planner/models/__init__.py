@@ -1,0 +1,1 @@
+"""What an architecture is: its config read, its modules counted, its checkpoint's bytes."""
