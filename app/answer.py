@@ -11,10 +11,10 @@ from app.runs import Run
 from planner.answers import advise
 from planner.answers.advise import Advice, Change
 from planner.errors import UnknownNameError, VramwiseError
-from planner.run.framework import frameworks
 from planner.plan import Plan, plan
-from planner.run.recipe import Task
 from planner.report import summary
+from planner.run.framework import frameworks
+from planner.run.recipe import Task
 from planner.terms.term import Term
 from planner.units import format_bytes
 

@@ -8,11 +8,11 @@ import streamlit as st
 from app import charts
 from app.answer import MARKS, escape
 from app.draw import draw
-from planner.errors import VramwiseError
-from planner.models.hub import find_model
-from planner.machines.machine import make_machine
-from planner.plan import Plan, plan
 from planner.answers.published import published
+from planner.errors import VramwiseError
+from planner.machines.machine import make_machine
+from planner.models.hub import find_model
+from planner.plan import Plan, plan
 from planner.run.runfile import make_recipe
 from planner.terms.term import TERM_NAMES
 from planner.units import format_bytes, to_gib

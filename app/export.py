@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from app.runs import Run
-from planner.verbs.options import OPTIONS, RECIPE_FIELDS
 from planner.errors import VramwiseError
 from planner.run.recipe import Method, Recipe, RunFile, Task
 from planner.run.runfile import run_file_text
+from planner.verbs.options import OPTIONS, RECIPE_FIELDS
 from trainer.config import parse_run
 
 DATASETS: dict[str, dict[str, Any]] = {

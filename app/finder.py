@@ -4,13 +4,13 @@ from typing import Any
 
 import streamlit as st
 
+from planner.answers.recommend import Recommendation, recommend
 from planner.errors import VramwiseError
-from planner.models.hub import load_catalogue
 from planner.machines.machine import GpuSpec, gpu_catalogue, make_machine
+from planner.models.catalogue import load_catalogue
 from planner.models.spec import ModelSpec
 from planner.plan import plan
 from planner.run.recipe import MachineSection
-from planner.answers.recommend import Recommendation, recommend
 from planner.run.runfile import machine_of, make_recipe
 from planner.units import format_bytes
 

@@ -11,8 +11,8 @@ from urllib.parse import urlencode
 from app import knobs
 from app.knobs import BY_KEY
 from app.runs import DEFAULTS, HUB_ID, OWN_SIZE, Values, gpu_options, spellings
-from planner.run.framework import frameworks
 from planner.machines.machine import MAX_GPUS
+from planner.run.framework import frameworks
 
 
 def link_parameters(values: Values) -> dict[str, str]:

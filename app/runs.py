@@ -12,10 +12,11 @@ from typing import Any
 from app import knobs
 from app.knobs import KNOBS
 from planner.errors import UsageError
-from planner.run.framework import frameworks
-from planner.models.hub import catalogue_names, find_model, load_catalogue
 from planner.machines.machine import Machine, gpu_catalogue
+from planner.models.catalogue import catalogue_names, load_catalogue
+from planner.models.hub import find_model
 from planner.models.spec import ModelSpec
+from planner.run.framework import frameworks
 from planner.run.recipe import MachineSection, Recipe, RunFile
 from planner.run.runfile import machine_of, make_recipe
 

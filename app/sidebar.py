@@ -10,8 +10,8 @@ from app.inputs import state
 from app.knobs import KNOBS, MORE, Group
 from app.links import MAX_GIB
 from app.runs import OWN_SIZE
-from planner.run.framework import find_framework
 from planner.machines.machine import MAX_GPUS
+from planner.run.framework import find_framework
 
 
 def model_widget() -> None:

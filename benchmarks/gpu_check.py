@@ -24,7 +24,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from planner.errors import VramwiseError  # noqa: E402
-from planner.models.hub import load_catalogue  # noqa: E402
+from planner.models.catalogue import load_catalogue  # noqa: E402
 from planner.units import format_bytes  # noqa: E402
 
 WITHIN = 0.03

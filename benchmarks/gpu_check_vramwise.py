@@ -19,8 +19,8 @@ def run_vramwise(
     case: Case, config: dict[str, Any], folder: Path, *, cpu: bool
 ) -> tuple[Plan, Recording, int | None]:
     """Train `case` and return its plan, its recording and the traced peak."""
-    from planner.models.hub import find_model
     from planner.machines.machine import make_machine
+    from planner.models.hub import find_model
     from trainer.dry_run import subject_for
     from trainer.run import train_run
 

@@ -19,8 +19,8 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from planner.models.hub import catalogue_model, load_catalogue
 from planner.machines.machine import make_machine
+from planner.models.catalogue import catalogue_model, load_catalogue
 from planner.run.resolve import resolve
 from planner.run.runfile import make_recipe
 from planner.units import GiB

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from planner.answers.advise import advise
-from planner.models.hub import catalogue_model, catalogue_names
-from planner.machines.machine import make_machine
-from planner.plan import plan
 from planner.answers.recommend import recommend
+from planner.machines.machine import make_machine
+from planner.models.catalogue import catalogue_model, catalogue_names
+from planner.plan import plan
 from planner.run.runfile import make_recipe
 
 PLAN_TARGET_S = 200e-6

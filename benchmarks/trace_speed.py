@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from planner.models.hub import load_catalogue
+from planner.models.catalogue import load_catalogue
 from planner.units import GiB, format_bytes
 from profiler.subjects.hf_sft import HfSft
 from profiler.subjects.options import StepOptions

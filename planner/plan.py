@@ -6,8 +6,8 @@ from typing import Any
 from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
 from planner.phases import Phase, budget
-from planner.run.recipe import Recipe, Sharding
 from planner.reserved import communication_bytes, reserved
+from planner.run.recipe import Recipe, Sharding
 from planner.run.resolve import Resolved, resolve
 from planner.terms.term import Term
 from planner.units import format_bytes

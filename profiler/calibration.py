@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from planner.machines.calibration import SCHEMA_VERSION, Calibration, apply, default_path, load
 from planner.errors import NoGpuError, UsageError, VramwiseError
+from planner.machines.calibration import SCHEMA_VERSION, Calibration, apply, default_path, load
 from planner.machines.machine import Machine, find_gpu
 from profiler.nvml import GpuReading
 

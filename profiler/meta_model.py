@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from planner.errors import MissingExtraError, UnknownNameError, UnsupportedError, UsageError
 from planner.families.blocks import group_layers
-from planner.models.hub import read_config
+from planner.models.config_file import read_config
 from planner.models.spec import (
     LayerSpec,
     MixerKind,

@@ -19,7 +19,7 @@ from planner.accuracy.rows import Layout, Row
 from planner.accuracy.score import Accuracy, score_files
 from planner.accuracy.sft_recipe import recipe_of
 from planner.errors import UnsupportedError
-from planner.models.hub import load_catalogue
+from planner.models.catalogue import load_catalogue
 from planner.models.spec import ModelSpec
 from planner.run.recipe import Recipe, Task
 from planner.run.resolve import resolve

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from planner.families import model_spec_from_config
-from planner.models.hub import load_catalogue
 from planner.machines.machine import Machine
+from planner.models.catalogue import load_catalogue
 from planner.plan import plan
 from planner.run.recipe import Attention, Checkpointing, Method, Optimizer, Recipe, Task
 from planner.units import GiB

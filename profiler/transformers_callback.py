@@ -19,8 +19,8 @@ from planner.answers.advise import levers
 from planner.errors import VramwiseError
 from planner.machines.machine import Machine, make_machine
 from planner.plan import Plan, plan
-from planner.run.recipe import Recipe
 from planner.report import text as plan_text
+from planner.run.recipe import Recipe
 from planner.units import GiB, format_bytes
 from profiler.calibration import this_machine
 from profiler.compare import Comparison, compare, to_text

@@ -15,8 +15,8 @@ import psutil
 import torch
 
 from planner.errors import UsageError, VramwiseError
-from planner.models.hub import find_model
 from planner.machines.machine import Machine, make_machine
+from planner.models.hub import find_model
 from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
 from planner.run.recipe import Attention, Checkpointing, Method, Recipe, RunFile, Task

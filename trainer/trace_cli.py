@@ -8,8 +8,8 @@ import typer
 from planner.verbs.options import describe, with_run_options
 
 if TYPE_CHECKING:
-    from planner.verbs.options import Described
     from planner.machines.machine import Machine
+    from planner.verbs.options import Described
     from profiler.recording import Recording
 
 

@@ -10,8 +10,8 @@ from planner.accuracy.prediction import NotCovered
 from planner.datafiles import data_dir
 from planner.errors import VramwiseError
 from planner.families import model_spec_from_config
-from planner.models.hub import catalogue_model, load_catalogue
 from planner.machines.machine import Machine, find_gpu, make_machine
+from planner.models.catalogue import catalogue_model, load_catalogue
 from planner.models.spec import ModelSpec, ModuleKind, ModuleSpec
 from planner.units import GiB
 

@@ -7,8 +7,8 @@ from planner.accuracy.lora_targets import lora_targets
 from planner.accuracy.prediction import NotCovered
 from planner.accuracy.rows import Row
 from planner.accuracy.sft_frameworks import framework_of
-from planner.run.framework import find_framework
 from planner.models.spec import ModelSpec
+from planner.run.framework import find_framework
 from planner.run.recipe import (
     Attention,
     Checkpointing,

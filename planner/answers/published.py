@@ -11,8 +11,8 @@ from typing import Any
 
 from planner.datafiles import data_dir
 from planner.errors import UnknownNameError, VramwiseError
-from planner.models.hub import catalogue_model
 from planner.machines.machine import make_machine
+from planner.models.catalogue import catalogue_model
 from planner.plan import Plan, plan
 from planner.report import table
 from planner.run.runfile import make_recipe

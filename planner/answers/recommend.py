@@ -4,8 +4,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from planner.errors import VramwiseError
-from planner.models.hub import catalogue_model, catalogue_names
 from planner.machines.machine import Machine
+from planner.models.catalogue import catalogue_model, catalogue_names
 from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
 from planner.run.recipe import Recipe

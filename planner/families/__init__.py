@@ -10,9 +10,9 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from planner.models.quantization import quantization_name
 from planner.errors import MissingExtraError, UnknownNameError, UnsupportedError, UsageError
 from planner.families.fields import ConfigFields
+from planner.models.quantization import quantization_name
 from planner.models.spec import ModelSpec
 
 _FAMILIES: dict[str, str] = {

@@ -5,7 +5,15 @@ from dataclasses import dataclass
 from planner.families.blocks import conv, group_layers, linear, norm, parameter
 from planner.families.decoder import finish
 from planner.families.fields import ConfigFields
-from planner.models.spec import LayerSpec, MixerKind, MixerSpec, MlpKind, MlpSpec, ModelSpec, ModuleSpec
+from planner.models.spec import (
+    LayerSpec,
+    MixerKind,
+    MixerSpec,
+    MlpKind,
+    MlpSpec,
+    ModelSpec,
+    ModuleSpec,
+)
 
 NO_MLP = MlpSpec(kind=MlpKind.NONE)
 Mixer = tuple[MixerSpec, tuple[ModuleSpec, ...]]

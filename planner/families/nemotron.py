@@ -15,7 +15,15 @@ from planner.families.decoder import MlpPart, finish
 from planner.families.fields import ConfigFields
 from planner.families.hybrid import LEGACY_KINDS, full_attention
 from planner.families.mamba import NO_MLP, Mamba2Shape, Mixer, mamba2
-from planner.models.spec import LayerSpec, MixerKind, MixerSpec, MlpKind, MlpSpec, ModelSpec, ModuleSpec
+from planner.models.spec import (
+    LayerSpec,
+    MixerKind,
+    MixerSpec,
+    MlpKind,
+    MlpSpec,
+    ModelSpec,
+    ModuleSpec,
+)
 
 _PATTERN = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 

@@ -8,7 +8,15 @@ from planner.families.blocks import buffer, gated_mlp, group_layers, linear, nor
 from planner.families.decoder import MlpPart, Traits, attention_modules, finish
 from planner.families.experts import fused_experts, moe_spec
 from planner.families.fields import ConfigFields
-from planner.models.spec import LayerSpec, MixerKind, MixerSpec, MlpKind, MlpSpec, ModelSpec, ModuleSpec
+from planner.models.spec import (
+    LayerSpec,
+    MixerKind,
+    MixerSpec,
+    MlpKind,
+    MlpSpec,
+    ModelSpec,
+    ModuleSpec,
+)
 
 _SLIDING, _CSA, _HCA = (
     "sliding_attention",

@@ -8,7 +8,8 @@ from typing import Any
 from planner.datafiles import data_dir
 from planner.errors import VramwiseError
 from planner.families import model_spec_from_config
-from planner.models.hub import catalogue_names, find_model, load_catalogue
+from planner.models.catalogue import catalogue_names, load_catalogue
+from planner.models.hub import find_model
 from planner.models.spec import ModelSpec
 
 _QUANTIZED = (

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from planner.layer.channel import channel
 from planner.layer.program import LINEARS, Program
+from planner.layer.tape import Value
 from planner.models.lora_targets import is_attention
 from planner.models.spec import LayerSpec, MixerKind, MixerSpec, MlpKind, ModuleKind, ModuleSpec
-from planner.layer.tape import Value
 
 OUT_LEAVES = frozenset({"o_proj", "out_proj", "c_proj", "dense", "wo", "output_proj"})
 LATENT = "kv_a_proj_with_mqa"

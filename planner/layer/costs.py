@@ -6,8 +6,8 @@ from typing import NamedTuple, TypeVar
 
 from planner.layer.blocks import run_layer
 from planner.layer.program import OpSettings, Program
-from planner.models.spec import LayerSpec
 from planner.layer.tape import Envelope, Point, Tape, envelope, shifted
+from planner.models.spec import LayerSpec
 
 Costs = TypeVar("Costs")
 

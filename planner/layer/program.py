@@ -7,8 +7,8 @@ tensors each operation saves, which casts make copies, and what its backward all
 from collections.abc import Callable
 from typing import NamedTuple
 
-from planner.models.spec import ModuleKind, ModuleSpec
 from planner.layer.tape import Tape, Value, envelope, largest
+from planner.models.spec import ModuleKind, ModuleSpec
 
 LINEARS = (ModuleKind.LINEAR, ModuleKind.CONV1D)
 

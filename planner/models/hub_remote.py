@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 
 from planner.errors import UnknownNameError, UsageError, VramwiseError
 from planner.families import model_spec_from_config
-from planner.models.hub import MAX_CONFIG_BYTES, catalogue_names, names_dtype, parse_config
-from planner.models.spec import ModelSpec
+from planner.models.catalogue import catalogue_names
+from planner.models.config_file import MAX_CONFIG_BYTES, names_dtype, parse_config
 from planner.models.safetensors_header import most_common_dtype
+from planner.models.spec import ModelSpec
 
 Answer = TypeVar("Answer")
 _OFFLINE_HINT = "fetch it once while online, or give a folder with its config.json"

@@ -5,9 +5,9 @@ from typing import Any
 
 from planner.dtypes import QUANTIZATIONS, TRAIN_DTYPES, normal_dtype
 from planner.errors import UnsupportedError, UsageError
-from planner.run.framework import Framework, LogitsLaw, find_framework
 from planner.machines.machine import Machine
 from planner.models.spec import MixerKind, ModelSpec
+from planner.run.framework import Framework, LogitsLaw, find_framework
 from planner.run.recipe import (
     Attention,
     Checkpointing,

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from planner.machines.calibration import apply as calibrated
 from planner.errors import UsageError
+from planner.machines.calibration import apply as calibrated
 from planner.machines.machine import Machine, make_machine
 from planner.run.recipe import MachineSection, Recipe, RunFile
 

@@ -5,10 +5,10 @@ from typing import NamedTuple
 from planner.dtypes import element_bytes
 from planner.layer.costs import checkpointed_costs, kept_costs, no_grad_costs
 from planner.layer.program import OpSettings, Program
+from planner.layer.tape import Envelope, Tape, envelope, largest
 from planner.models.spec import ModelSpec
 from planner.run.recipe import Checkpointing, Method, Sharding
 from planner.run.resolve import Resolved
-from planner.layer.tape import Envelope, Tape, envelope, largest
 from planner.terms.counts import BITSANDBYTES, adapters, base_weights
 from planner.terms.gradients import gradient_width
 from planner.terms.weights import SHARDED, trained_width

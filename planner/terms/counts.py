@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from planner.models.quantization import left_in_16_bit
 from planner.dtypes import QUANTIZATIONS, element_bytes, quantized_bytes
 from planner.models.lora_targets import lora_counts
+from planner.models.quantization import left_in_16_bit
 from planner.models.spec import ModelSpec, ModuleKind
 from planner.run.resolve import Resolved
 

@@ -3,8 +3,8 @@
 from typing import NamedTuple
 
 from planner.dtypes import element_bytes
-from planner.run.framework import LogitsLaw, width
 from planner.models.spec import ModelSpec
+from planner.run.framework import LogitsLaw, width
 from planner.run.recipe import Method, Sharding
 from planner.run.resolve import Resolved
 from planner.terms.gradients import gradient_width

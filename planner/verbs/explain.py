@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 import typer
 
 if TYPE_CHECKING:
-    from planner.verbs.options import Described
     from planner.doctor.diagnose import Diagnosis
     from planner.run.recipe import RunFile
+    from planner.verbs.options import Described
 
 
 def register(app: typer.Typer) -> None:

@@ -119,8 +119,8 @@ def with_run_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def describe(subject: str, flags: dict[str, Any]) -> Described:
     """Return the run that a model name, run.yaml or foreign config and the flags describe; flags win."""
-    from planner.models.hub import find_model
     from planner.importers import import_subject, launch_document, resolve_model
+    from planner.models.hub import find_model
     from planner.run.runfile import load_run_file, machine_of, validate
 
     imported = import_subject(

@@ -63,11 +63,11 @@ def _plan(
     ms-swift, verl, Unsloth or vLLM (YAML, JSON, shell, Python or notebook; nothing is run).
     """
     from planner.answers.advise import levers
-    from planner.verbs.explain import export_text, foreign_extras
     from planner.errors import DoesNotFitError
     from planner.plan import plan
     from planner.report import text
     from planner.run.runfile import save_run_file
+    from planner.verbs.explain import export_text, foreign_extras
 
     described = describe(subject, flags)
     recipe = described.run.recipe
@@ -191,8 +191,8 @@ def _recommend(
     as_json: Json = False,
 ) -> None:
     """List models and methods that fit a GPU, with the best settings found."""
-    from planner.machines.machine import make_machine
     from planner.answers.recommend import recommend
+    from planner.machines.machine import make_machine
     from planner.report import table
     from planner.units import format_bytes
 
@@ -240,7 +240,9 @@ def _models(
     as_json: Json = False,
 ) -> None:
     """Show a model's exact parameters by module, or list the catalogue."""
-    from planner.models.hub import catalogue_model, catalogue_names, find_model, model_facts
+    from planner.answers.model_facts import model_facts
+    from planner.models.catalogue import catalogue_model, catalogue_names
+    from planner.models.hub import find_model
     from planner.report import table
 
     if name is None:

@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from planner.verbs.options import Described
 from planner.errors import UsageError
-from planner.models.hub import load_catalogue, read_config
+from planner.models.catalogue import load_catalogue
+from planner.models.config_file import read_config
+from planner.verbs.options import Described
 
 
 def config_of(described: Described) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from streamlit.testing.v1 import AppTest
 import app.runs
 from app import finder, pins, scoring
 from planner.accuracy.score import measurement_files, score_files
-from planner.machines.machine import make_machine
-from planner.plan import plan
 from planner.answers.published import published
 from planner.answers.recommend import recommend
+from planner.machines.machine import make_machine
+from planner.plan import plan
 from planner.units import format_bytes
 
 APP = Path(app.runs.__file__).parent

@@ -5,8 +5,8 @@ from itertools import combinations
 import pytest
 
 from app import charts, palette
-from planner.models.hub import find_model
 from planner.machines.machine import make_machine
+from planner.models.hub import find_model
 from planner.plan import plan
 from planner.run.runfile import make_recipe
 from planner.terms.term import TERM_NAMES

@@ -7,7 +7,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 import app.runs
-from planner.models.hub import load_catalogue
+from planner.models.catalogue import load_catalogue
 from planner.plan import plan
 from planner.units import format_bytes
 

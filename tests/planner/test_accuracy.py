@@ -19,8 +19,8 @@ from planner.accuracy.score import (
     score_files,
     summarise,
 )
-from planner.verbs.accuracy import register
 from planner.errors import UsageError
+from planner.verbs.accuracy import register
 
 ROOT = Path(__file__).parents[2]
 

@@ -3,11 +3,11 @@
 import pytest
 
 from planner.answers.advise import advise, apply, changes, combination, levers, limits
-from planner.models.hub import catalogue_model
+from planner.answers.recommend import SERVING, TRAINING, recommend
 from planner.machines.machine import Machine, make_machine
+from planner.models.catalogue import catalogue_model
 from planner.plan import plan
 from planner.run.recipe import Checkpointing, Recipe
-from planner.answers.recommend import SERVING, TRAINING, recommend
 from planner.run.runfile import make_recipe
 
 MODEL = catalogue_model("llama-3.2-1b")

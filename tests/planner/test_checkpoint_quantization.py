@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from planner.models.quantization import left_in_16_bit, quantization_name
 from planner.errors import UsageError
-from planner.models.hub import catalogue_model
 from planner.machines.machine import make_machine
+from planner.models.catalogue import catalogue_model
+from planner.models.quantization import left_in_16_bit, quantization_name
 from planner.plan import plan
 from planner.run.recipe import Recipe, Task
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from planner.run.framework import find_framework, width
-from planner.models.hub import catalogue_model
 from planner.machines.machine import make_machine
+from planner.models.catalogue import catalogue_model
 from planner.phases import PHASES
 from planner.plan import Plan, plan
+from planner.run.framework import find_framework, width
 from planner.run.recipe import RunFile
 from planner.run.runfile import machine_of, make_recipe, parse_yaml, validate
 from planner.terms.term import TERM_NAMES

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import typer
 
-import planner.verbs.plan
 import planner.verbs.explain
+import planner.verbs.plan
 from benchmarks.foreign_examples import load_examples, render
 from planner.errors import UsageError, VramwiseError
 

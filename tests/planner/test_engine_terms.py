@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from planner.models.hub import catalogue_model
 from planner.machines.machine import make_machine
+from planner.models.catalogue import catalogue_model
 from planner.plan import Plan, plan
 from planner.run.runfile import make_recipe
 from planner.terms.engine import SLOT_RANKS, engine_costs, lora_slot_bytes

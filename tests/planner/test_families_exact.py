@@ -13,7 +13,7 @@ import pytest
 
 from planner.errors import VramwiseError
 from planner.families import model_spec_from_config, supported_model_types
-from planner.models.hub import catalogue_model, load_catalogue
+from planner.models.catalogue import catalogue_model, load_catalogue
 from planner.models.spec import ModelSpec, ModuleKind
 
 pytest.importorskip("transformers")

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from planner.errors import UsageError
 from planner.families import model_spec_from_config, supported_model_types
-from planner.models.hub import MAX_CONFIG_BYTES, find_model, load_catalogue
+from planner.models.catalogue import load_catalogue
+from planner.models.config_file import MAX_CONFIG_BYTES
+from planner.models.hub import find_model
 
 BASE = dict(load_catalogue()["qwen2.5-0.5b"]["config"])
 

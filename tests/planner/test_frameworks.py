@@ -6,10 +6,10 @@ import pytest
 
 from planner.datafiles import data_dir
 from planner.errors import UnknownNameError
-from planner.run.framework import LogitsLaw, find_framework, frameworks, width
-from planner.models.hub import catalogue_model
 from planner.machines.machine import make_machine
+from planner.models.catalogue import catalogue_model
 from planner.plan import plan
+from planner.run.framework import LogitsLaw, find_framework, frameworks, width
 from planner.run.recipe import EngineSection, Recipe, Task
 from planner.run.runfile import make_recipe
 

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from planner.errors import UnknownNameError, UsageError, VramwiseError
-from planner.models.hub import find_model, load_catalogue
+from planner.models.catalogue import load_catalogue
+from planner.models.hub import find_model
 from planner.models.hub_remote import fetch_model
 from planner.models.safetensors_header import checkpoint_dtype, read_header
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from planner.answers.lengths import LengthReport, Lengths, _chance, assess, at_length, read_lengths
 from planner.errors import UsageError
 from planner.importers.names import resolve_model
-from planner.answers.lengths import LengthReport, Lengths, _chance, assess, at_length, read_lengths
 from planner.machines.machine import make_machine
 from planner.plan import plan
 from planner.run.recipe import Checkpointing, Loss, Method, Recipe, Task

@@ -9,8 +9,14 @@ import pytest
 
 from planner.errors import UnsupportedError, UsageError
 from planner.families import model_spec_from_config
-from planner.models.hub import catalogue_model, load_catalogue
-from planner.models.lora_targets import EXPERT_NAMES, NO_MAMBA_OUT, _names, linear_names, lora_counts
+from planner.models.catalogue import catalogue_model, load_catalogue
+from planner.models.lora_targets import (
+    EXPERT_NAMES,
+    NO_MAMBA_OUT,
+    _names,
+    linear_names,
+    lora_counts,
+)
 
 pytest.importorskip("peft")
 

@@ -3,8 +3,8 @@
 import pytest
 
 from planner.errors import UnknownNameError, UsageError
-from planner.models.hub import find_model
 from planner.machines.machine import find_gpu, gpu_catalogue, make_machine
+from planner.models.hub import find_model
 from planner.plan import plan
 from planner.run.recipe import Recipe
 from planner.units import GiB, MiB, format_bytes, parse_bytes

@@ -2,9 +2,11 @@
 
 import pytest
 
+from planner.answers.model_facts import model_facts
 from planner.errors import UnknownNameError
-from planner.models.hub import catalogue_model, catalogue_names, find_model, load_catalogue, model_facts
 from planner.machines.machine import make_machine
+from planner.models.catalogue import catalogue_model, catalogue_names, load_catalogue
+from planner.models.hub import find_model
 from planner.models.spec import MixerKind
 from planner.plan import plan
 from planner.run.recipe import Method, Recipe, Task

@@ -2,8 +2,8 @@
 
 import pytest
 
-from planner.models.hub import catalogue_model
 from planner.machines.machine import make_machine
+from planner.models.catalogue import catalogue_model
 from planner.plan import Plan, plan
 from planner.run.runfile import make_recipe
 from planner.terms.kv_cache import bytes_per_token, sequence_bytes

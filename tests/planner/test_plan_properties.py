@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from planner.models.hub import catalogue_model
 from planner.machines.machine import make_machine
+from planner.models.catalogue import catalogue_model
 from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
 from planner.run.recipe import Attention, Checkpointing, EngineKind, Optimizer, Sharding

@@ -3,8 +3,8 @@
 import pytest
 
 from planner.answers import published as tables
-from planner.errors import UnknownNameError
 from planner.answers.published import context_line, published, render
+from planner.errors import UnknownNameError
 
 
 def test_the_ten_numbers() -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from planner.models.hub import find_model
 from planner.machines.machine import make_machine
+from planner.models.hub import find_model
 from planner.plan import Plan, plan
 from planner.run.recipe import Recipe
 from planner.units import GiB

@@ -2,8 +2,8 @@
 
 import pytest
 
-from planner.models.hub import catalogue_model
 from planner.machines.machine import Machine
+from planner.models.catalogue import catalogue_model
 from planner.plan import Plan, plan
 from planner.run.recipe import Method, Recipe, Task
 from planner.units import GiB

@@ -105,8 +105,8 @@ def test_the_live_line_says_unknown_where_the_driver_is_silent() -> None:
 
 
 def planned(model: Path) -> Any:
-    from planner.models.hub import find_model
     from planner.machines.machine import make_machine
+    from planner.models.hub import find_model
     from planner.plan import plan
     from planner.run.runfile import make_recipe
 

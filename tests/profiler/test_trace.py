@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import profile
 
 from planner.errors import UnsupportedError, UsageError
-from planner.models.hub import load_catalogue
+from planner.models.catalogue import load_catalogue
 from planner.run.recipe import Attention, Checkpointing, Method, Optimizer
 from planner.units import GiB
 from profiler import trace as tracing

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from planner.models.hub import load_catalogue
+from planner.models.catalogue import load_catalogue
 from planner.run.recipe import Method
 from profiler.cuda_behaviour import CudaBehaviour
 from profiler.storages import StorageTracker

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.models.hub import catalogue_model
+from planner.models.catalogue import catalogue_model
 from planner.plan import plan
 from planner.run.runfile import machine_of
 from trainer.config import read_run

@@ -1,0 +1,43 @@
+"""The catalogue: models by short name, alias and hub id, with their configs and exact counts."""
+
+import json
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from planner.datafiles import data_dir
+from planner.families import model_spec_from_config
+from planner.models.spec import ModelSpec
+
+
+@lru_cache(maxsize=1)
+def load_catalogue() -> dict[str, dict[str, Any]]:
+    """Return every catalogue entry by its short name: config, exact count, aliases, sources."""
+    text = (data_dir() / "models" / "catalogue.jsonl").read_text(encoding="utf-8")
+    entries = [json.loads(line) for line in text.splitlines()]
+    return {entry["name"]: entry for entry in entries}
+
+
+def catalogue_names() -> list[str]:
+    """Return the short names of the catalogue, in its order."""
+    return list(load_catalogue())
+
+
+@lru_cache(maxsize=1)
+def model_names() -> dict[str, str]:
+    """Every spelling, in lower case, to its short name; short names win over aliases."""
+    names: dict[str, str] = {}
+    for name, entry in load_catalogue().items():
+        for spelling in (*entry["aliases"], entry["hub_id"]):
+            names[spelling.lower()] = name
+            owner = entry["hub_id"].split("/")[0]
+            names[f"{owner}/{spelling}".lower()] = name
+    return names | {name: name for name in load_catalogue()}
+
+
+@lru_cache(maxsize=512)
+def catalogue_model(name: str) -> ModelSpec:
+    """Return the catalogue's model of this short name."""
+    entry = load_catalogue()[name]
+    spec = model_spec_from_config(entry["config"], name=name, source="catalogue")
+    return replace(spec, hub_id=entry["hub_id"])
