@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from profiler.allocator import AllocatorConfig, replay
+from planner.allocator.caching import AllocatorConfig, replay
 from profiler.recording import Event
 from profiler.snapshot import Snapshot
 from profiler.snapshot_analysis import blocks_before_history

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from planner.allocator.caching import AllocatorConfig, replay
 from planner.errors import UnsupportedError, VramwiseError
-from profiler.allocator import AllocatorConfig, replay
 from profiler.attribute import assign_terms, summarise, to_events
 from profiler.cuda_behaviour import CudaBehaviour, workspaces
 from profiler.materialise import materialise

@@ -47,8 +47,8 @@ def _trace(
         import transformers  # noqa: F401
     except ImportError as error:
         raise MissingExtraError("trace", "train") from error
+    from planner.allocator.caching import AllocatorConfig, replay
     from planner.families import model_spec_from_config
-    from profiler.allocator import AllocatorConfig, replay
     from profiler.compare import compare, to_text
     from profiler.subjects.build import shorten
     from profiler.subjects.model_config import config_of

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.errors import UsageError
-from planner.units import GiB, MiB
-from profiler.allocator import (
+from planner.allocator.caching import (
     AllocatorConfig,
     CachingAllocator,
     allocation_size,
     format_size,
     replay,
 )
+from planner.errors import UsageError
+from planner.units import GiB, MiB
 from profiler.recording import Event
 
 

@@ -12,12 +12,11 @@ Rules and constants as in c10/cuda/CUDACachingAllocator.cpp of torch 2.13; one d
 * Expandable segments: one growing range a pool, mapped in 2 MiB or 20 MiB pages, always split.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
-from planner.errors import UsageError
-from planner.units import KiB, MiB
-from profiler.allocator_pool import (
+from planner.allocator.pool import (
     LARGE_BUFFER,
     MIN_BLOCK,
     MIN_LARGE_ALLOC,
@@ -27,7 +26,8 @@ from profiler.allocator_pool import (
     Chunk,
     Pool,
 )
-from profiler.recording import Event
+from planner.errors import UsageError
+from planner.units import KiB, MiB
 
 NO_LIMIT = 2**62
 
@@ -81,6 +81,34 @@ def _read_option(name: str, value: str) -> dict[str, object]:
     if name in ("backend", "pinned_use_cuda_host_register", "max_non_split_rounding_mb"):
         return {}
     raise ValueError(name)
+
+
+class Event(Protocol):
+    """One allocation or free of a recorded run (profiler.recording.Event is one)."""
+
+    @property
+    def kind(self) -> str:
+        """ "alloc" or "free"."""
+
+    @property
+    def block(self) -> int:
+        """Which block; a free names the block of its allocation."""
+
+    @property
+    def bytes(self) -> int:
+        """As requested."""
+
+    @property
+    def op(self) -> str:
+        """The operation that asked."""
+
+    @property
+    def module(self) -> str:
+        """The module it ran in."""
+
+    @property
+    def phase(self) -> str:
+        """The phase of the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,7 +279,7 @@ def _next_division(size: int, divisions: int) -> int:
 
 
 def replay(
-    events: Iterable[Event] | Sequence[Event],
+    events: Iterable[Event],
     *,
     config: AllocatorConfig | None = None,
     capacity_bytes: int | None = None,

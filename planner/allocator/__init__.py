@@ -1,0 +1,1 @@
+"""CUDA's caching allocator, simulated: one allocator for the planner and the trace."""
