@@ -103,6 +103,8 @@ class LiveRecording:
             self._follower.stop()
         if self._book is not None:
             self._book.meter.close()
+        # hooks and recording refer to each other: what is kept here would outlive the `with` block
+        self._models, self._optimizers = [], []
         self._complete = complete
 
     def _on_change(self, old: str, new: str) -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,24 @@ def test_the_hooks_and_patches_are_gone_afterwards() -> None:
     )
     assert after == before
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_a_recording_that_has_ended_holds_neither_model_nor_optimizer(follow: bool) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    held = weakref.ref(model), weakref.ref(optimizer)
+    gc.collect()
+    gc.disable()
+    try:
+        with record(model, optimizer, follow=follow) as live:
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        assert live.recording.peak_bytes > 0
+        del model, optimizer
+        assert [reference() for reference in held] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_an_error_inside_keeps_what_was_recorded_and_says_partial() -> None:
