@@ -286,53 +286,6 @@ def test_host_tensors_of_a_gpu_run_count_as_host() -> None:
     assert follower.host_peak_bytes >= 4000
 
 
-class FakeCuda:
-    """torch.cuda's statistics of one device: what CudaMeter reads and resets."""
-
-    def __init__(self) -> None:
-        self.current = self.peak = 0
-        self.memory = self
-
-    def use(self, size: int) -> None:
-        self.current = size
-        self.peak = max(self.peak, size)
-
-    def device_count(self) -> int:
-        return 1
-
-    def current_device(self) -> int:
-        return 0
-
-    def memory_stats(self, device: Any = None) -> dict[str, int]:
-        return {
-            "allocated_bytes.all.current": self.current,
-            "allocated_bytes.all.peak": self.peak,
-            "reserved_bytes.all.current": self.current + 2,
-            "reserved_bytes.all.peak": self.peak + 2,
-        }
-
-    def reset_peak_memory_stats(self, device: Any = None) -> None:
-        self.peak = self.current
-
-
-def test_our_peak_resets_stay_invisible_to_the_program() -> None:
-    cuda = FakeCuda()
-    fake = type("Torch", (), {"cuda": cuda, "device": torch.device})()
-    meter = meters.CudaMeter(fake)
-    cuda.use(100)
-    cuda.use(10)
-    assert meter.take_peak() == (100, 102)
-    cuda.use(40)
-    cuda.use(5)
-    assert meter.take_peak() == (40, 42)
-    # the program asks torch.cuda.memory_stats, as max_memory_allocated does
-    assert cuda.memory_stats()["allocated_bytes.all.peak"] == 100
-    cuda.reset_peak_memory_stats()
-    assert cuda.memory_stats()["allocated_bytes.all.peak"] == 5
-    meter.close()
-    assert "memory_stats" not in vars(cuda) or cuda.memory_stats.__self__ is cuda
-
-
 def test_a_recording_survives_the_disk(tmp_path: Path) -> None:
     with record(follow=True) as live:
         loop(1)
