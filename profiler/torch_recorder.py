@@ -148,7 +148,9 @@ class LiveRecording:
             "taken_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "elapsed_s": round(time.monotonic() - self._started_s, 3),
             "steps": self.phases.steps,
-            "method": "storages followed" if self._follower else "allocator totals",
+            "method": "allocator totals"
+            if self._follower is None
+            else f"{self._follower.storages.device_type} storages followed",
         }
 
 

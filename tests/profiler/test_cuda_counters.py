@@ -182,17 +182,57 @@ print(torch.accelerator.max_memory_allocated() // MiB, torch.cuda.max_memory_all
 """
 
 
-def test_a_watched_program_on_a_gpu(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(PROGRAM.format(root=str(Path(__file__).parents[2])))
-    with (tmp_path / "stdout").open("w") as stdout:
+FOLLOWED = """
+import sys
+sys.path.insert(0, {root!r})
+from tests.profiler.fake_cuda import FakeCuda, MiB
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+mode = FakeTensorMode()  # imports what must not see a GPU yet
+cuda = FakeCuda().install()
+
+def on_gpu(*shape):
+    return FakeTensor(mode, torch.empty(*shape, device="meta"), torch.device("cuda", 0))
+
+class Model(torch.nn.Linear):
+    def forward(self, x):
+        self.hidden = on_gpu(64, 64) @ on_gpu(64, 4096)
+        cuda.spike(5 * MiB)
+        return super().forward(x)
+
+with torch.no_grad():
+    Model(8, 8)(torch.zeros(1, 8))
+"""
+
+
+def watch(folder: Path, program: str, **settings: Any) -> tuple[Any, str]:
+    (folder / "train.py").write_text(program.format(root=str(Path(__file__).parents[2])))
+    with (folder / "stdout").open("w") as stdout:
         result = launch(
-            [sys.executable, str(tmp_path / "train.py")],
-            LaunchSettings(out=tmp_path / "out", stdout=stdout),
+            [sys.executable, str(folder / "train.py")],
+            LaunchSettings(out=folder / "out", stdout=stdout, **settings),
         )
     (recording,) = recordings(result)
+    assert result.exit_code == 0
     assert not recording.partial
     assert recording.environment["gpu"] == "NVIDIA Fake"
+    return recording, (folder / "stdout").read_text()
+
+
+def test_a_watched_program_on_a_gpu(tmp_path: Path) -> None:
+    recording, printed = watch(tmp_path, PROGRAM)
     found = {phase.name: phase.peak_bytes for phase in recording.phases}
     assert (found["score"], found["forward"]) == (100 * MiB, 20 * MiB)
-    # what the program reset and what it then used: 30 and 20 MiB
-    assert (tmp_path / "stdout").read_text().split() == ["30", "30"]
+    # what the program saw since its own reset: 30 and 20 MiB
+    assert printed.split() == ["30", "30"]
+
+
+def test_following_a_gpu_program_follows_its_gpu_tensors(tmp_path: Path) -> None:
+    """What the allocator held beyond them is named, and the note says what was followed."""
+    recording, _ = watch(tmp_path, FOLLOWED, follow=True)
+    phases = {phase.name: phase for phase in recording.phases}
+    assert phases["score"].terms_bytes == {"activations": MiB, "overhead": 4 * MiB}
+    assert phases["score"].peak_bytes == recording.peak_bytes == 5 * MiB
+    assert phases["score"].reserved_bytes == 20 * MiB
+    assert [tuple(tensor.shape) for tensor in recording.largest] == [(64, 4096)]
+    assert any("every cuda tensor's storage" in note for note in recording.notes)

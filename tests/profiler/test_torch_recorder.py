@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from planner.errors import UsageError
 from profiler.follower import Follower
@@ -274,16 +275,33 @@ def test_a_second_patch_on_top_of_ours_survives() -> None:
         torch.autograd.backward = original
 
 
-def test_host_tensors_of_a_gpu_run_count_as_host() -> None:
-    """On a machine without a GPU a "cuda" follower sees only tensors of the other kind."""
-    tracker = PhaseTracker(lambda old, new: None)
-    follower = Follower(tracker, device_type="cuda")
-    follower.start()
-    kept = torch.zeros(1000)
-    follower.stop()
-    assert kept.numel() == 1000
-    assert follower.peak_bytes == 0
-    assert follower.host_peak_bytes >= 4000
+def on_a_gpu(mode: FakeTensorMode, *shape: int) -> torch.Tensor:
+    """Return a tensor without data that says "cuda:0": a CPU build can run forward code on it."""
+    return FakeTensor(mode, torch.empty(*shape, device="meta"), torch.device("cuda", 0))
+
+
+def test_following_a_gpu_program_follows_the_gpu() -> None:
+    """What is made on the CPU before and beside it is host memory."""
+    with FakeTensorMode() as mode, record(follow=True) as live, torch.no_grad():
+        loaded = torch.zeros(3000)
+        with live.phase("forward"):
+            hidden = on_a_gpu(mode, 4, 64) @ on_a_gpu(mode, 64, 1024)
+            batch = torch.zeros(2000)
+            del batch
+        with live.phase("step"):
+            hidden = hidden.relu()
+    recording = live.recording
+    assert recording.environment["method"] == "cuda storages followed"
+    size = 4 * 1024 * 4
+    assert [(phase.name, phase.peak_bytes) for phase in recording.phases] == [
+        ("forward", size),
+        ("step", 2 * size),
+    ]
+    assert recording.largest[0].shape == (4, 1024)
+    assert {tensor.op for tensor in recording.largest} == {"aten.mm.default", "aten.relu.default"}
+    assert live._follower is not None
+    assert live._follower.host_peak_bytes == 12_288 + 8_192  # 3,000 and 2,000 floats, in 512 bytes
+    del loaded, hidden
 
 
 def test_a_recording_survives_the_disk(tmp_path: Path) -> None:
