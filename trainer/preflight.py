@@ -23,6 +23,7 @@ from trainer.config import TrainSection
 from trainer.devices import check_driver, check_dtype, limited, occupied, run_device, this_machine
 from trainer.engines import make_engine
 from trainer.engines.protocol import Engine
+from trainer.engines.vllm_settings import settle_engine
 from trainer.model import Policy, load_policy
 from trainer.phase_memory import PhaseMemory
 from trainer.rehearsal import rehearse
@@ -93,7 +94,8 @@ def prepare(run: RunFile, train: TrainSection, *, say: Say = silent) -> Prefligh
     held = "" if train.device_memory else occupied(machine)
     for note in filter(None, (unused, held)):
         say(note)
-    recipe, planned = solve(spec, settled(run.recipe), machine, train, held=held)
+    wanted = settle_engine(settled(run.recipe))
+    recipe, planned = solve(spec, wanted, machine, train, held=held)
     policy = load_policy(
         run.model,
         recipe=recipe,
