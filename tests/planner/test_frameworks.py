@@ -172,9 +172,10 @@ def test_the_page_lists_the_laws_of_trl() -> None:
     assert listed == {law.name: law.versions for law in families()["trl"]}
 
 
-@pytest.mark.parametrize("minor", range(17))
-def test_every_release_of_trl_1_has_a_law(minor: int) -> None:
-    assert pick("trl", f"1.{minor}.0").family == "trl"
+@pytest.mark.parametrize(("major", "minors"), [(0, range(14, 30)), (1, range(17))])
+def test_every_release_of_trl_has_a_law(major: int, minors: range) -> None:
+    for minor in minors:
+        assert pick("trl", f"{major}.{minor}.0").family == "trl"
 
 
 def test_the_bytes_of_a_grpo_logit_by_release_of_trl() -> None:
@@ -199,7 +200,8 @@ def test_what_changed_between_releases_of_trl() -> None:
     assert [s.adapter_dtype_quantized for s in switches] == ["fp32", "bf16", "bf16"]
     assert pick("trl", "0.15").switches_of("sft").kbit_upcast == "norms"
     assert pick("trl", "0.28").switches_of("dpo").kbit_upcast == "norms"
-    assert pick("trl", "1.0").switches_of("dpo").kbit_upcast == "none"
+    assert pick("trl", "0.29").switches_of("dpo").kbit_upcast == "none"
+    assert [pick("trl", v).switches.reentrant for v in ("0.26", "0.27")] == [True, False]
 
 
 def test_shared_losses_name_their_source() -> None:
