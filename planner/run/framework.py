@@ -12,6 +12,7 @@ from typing import Any
 
 from planner.datafiles import data_dir
 from planner.errors import UnknownNameError
+from planner.run.engine_law import CURRENT, EngineLaw
 from planner.run.runfile import validate
 from planner.run.switches import Switches
 
@@ -63,6 +64,8 @@ class Framework:
     defaults: dict[str, dict[str, Any]] = field(default_factory=dict)
     switches: Switches = field(default_factory=Switches)
     logits: dict[str, LogitsLaw] = field(default_factory=dict)
+    engine: EngineLaw = CURRENT
+    """What its vLLM does: a vLLM file states it, others get the newest."""
     source: str = ""
     retrieved: str = ""
     notes: str = ""
@@ -131,6 +134,7 @@ def _framework(row: dict[str, Any], *, label: str) -> Framework:
         defaults=row.get("defaults", {}),
         switches=validate(Switches, row.get("switches", {}), label=f"{label}: switches"),
         logits=laws,
+        engine=validate(EngineLaw, row.get("engine", {}), label=f"{label}: engine"),
         source=row["source"],
         retrieved=row["retrieved"],
         notes=row.get("notes", ""),

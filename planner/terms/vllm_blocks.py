@@ -9,10 +9,12 @@ own token counts in benchmarks/kv_tokens.py.
 
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Literal
 
 from planner.dtypes import ELEMENT_BYTES, normal_dtype
 from planner.errors import UsageError
 from planner.models.spec import LayerSpec, MixerKind, ModelSpec
+from planner.run.engine_law import CURRENT, EngineLaw
 from planner.terms.kv_cache import layer_bytes_per_token
 
 KERNEL_BLOCK_TOKENS = 16
@@ -43,6 +45,12 @@ class VllmKv:
     blocks_per_sequence: int
     """At max_model_len, all groups together."""
     max_model_len: int
+    groups: int = 1
+    """Groups of layers that draw from the pool."""
+    block_tokens: int = 16
+    """Tokens of the smallest block."""
+    prints: Literal["concurrency", "groups"] = "concurrency"
+    """Which of its two ways of counting tokens a release has (EngineLaw.prints)."""
 
     @property
     def concurrency(self) -> float:
@@ -52,6 +60,8 @@ class VllmKv:
     @property
     def tokens(self) -> int:
         """What vLLM prints as the KV cache size."""
+        if self.prints == "groups":
+            return self.num_blocks // self.groups * self.block_tokens
         return int(self.num_blocks / self.blocks_per_sequence * self.max_model_len)
 
     @property
@@ -70,8 +80,11 @@ def vllm_kv(
     in_flight_tokens: int = 8192,
     kernel_block: int = KERNEL_BLOCK_TOKENS,
     prefix_caching: bool = True,
+    law: EngineLaw = CURRENT,
+    ranks: int = 1,
+    stages: int = 1,
 ) -> VllmKv:
-    """Return blocks and tokens of a pool of `kv_bytes`.
+    """Return blocks and tokens of a pool of `kv_bytes` on one of `ranks` x `stages` GPUs.
 
     `in_flight_tokens`: max_num_batched_tokens x concurrent batches (2 with async scheduling, the
     default on CUDA): a sliding window keeps that much more while a prompt is read in chunks.
@@ -81,16 +94,49 @@ def vllm_kv(
     pages = _pages(model, kv_dtype, block_size, kernel_block, prefix_caching)
     if not pages:
         raise UsageError(f"{model.name}: keeps no KV cache, so vLLM reports no tokens")
+    if not law.hybrid_groups:
+        pages = _as_full(pages)
     bytes_per_block, groups = _groups(pages)
+    padded = _latent_padding(model, law.latent_row)
+    share = kv_ranks(model, ranks) * stages
     per_sequence = sum(
         number * _blocks(page, max_model_len, in_flight_tokens) for page, number in groups
     )
     return VllmKv(
-        num_blocks=kv_bytes // bytes_per_block,
-        bytes_per_block=bytes_per_block,
+        num_blocks=int(kv_bytes * share / (bytes_per_block * padded)),
+        bytes_per_block=int(bytes_per_block * padded / share),
         blocks_per_sequence=per_sequence,
         max_model_len=max_model_len,
+        groups=sum(number for _, number in groups),
+        block_tokens=min(page.block_tokens for page, _ in groups),
+        prints=law.prints,
     )
+
+
+def kv_ranks(model: ModelSpec, ranks: int) -> int:
+    """Return over how many tensor-parallel ranks the cache is split; MLA and spare ranks copy it."""
+    if any(layer.mixer.kind is MixerKind.MLA for layer in model.layers):
+        return 1
+    heads = max((layer.mixer.num_kv_heads or layer.mixer.num_heads for layer in model.layers), default=1)
+    return min(ranks, max(1, heads))
+
+
+def _as_full(pages: dict[Page, int]) -> dict[Page, int]:
+    """Return the pages with windows paged like full attention."""
+    merged: dict[Page, int] = {}
+    for page, count in pages.items():
+        windowed = page.kind in (MixerKind.SLIDING, MixerKind.CHUNKED)
+        full = replace(page, kind=MixerKind.FULL, window=0) if windowed else page
+        merged[full] = merged.get(full, 0) + count
+    return merged
+
+
+def _latent_padding(model: ModelSpec, row: int) -> float:
+    """Return how much larger a padded row of MLA is than its latent."""
+    for layer in model.layers:
+        if row and layer.mixer.kind is MixerKind.MLA:
+            return row / (layer.mixer.kv_lora_rank + layer.mixer.qk_rope_head_dim)
+    return 1.0
 
 
 def _pages(
