@@ -49,7 +49,7 @@ class EngineLaw(Section):
     )
     """Largest cards first; the first that matches counts."""
     whole_prompts_up_to: Number = 0
-    """V0: a model no longer than this is not chunked, so the profile's batch is one whole prompt."""
+    """V0: a model no longer than this is not chunked, so the profile's batch holds whole prompts."""
     multimodal_tokens: Number = 0
     """V0: the least batch of a model with a vision or audio tower."""
     utilization: Annotated[float, Field(gt=0, le=1)] = 0.92
@@ -78,9 +78,10 @@ class EngineLaw(Section):
     """CUDA graphs are estimated and taken off before the KV pool is sized."""
 
     # CUDA graphs
-    graph_sizes: Literal["none", "sequences", "twice"] = "twice"
-    """Captured up to max_num_seqs (V0) or twice that, at most `graph_limit`."""
+    graph_sizes: Literal["sequences", "twice", "fixed"] = "twice"
+    """Captured up to max_num_seqs (V0), twice that or `graph_limit`, which the first two keep to."""
     graph_limit: Number = 512
+    """0 = none."""
     graph_step_above: Number = 256
     """Sizes go by 8 up to here, by 16 above; 0 = by 8 throughout."""
     piecewise: Flag = True

@@ -59,11 +59,7 @@ class Serving:
     @property
     def max_concurrency(self) -> float:
         """Requests of max_model_len that fit at once."""
-        if self.pool is None:
-            return 0.0
-        if self.pool.prints == "groups" and self.pool.groups == 1:
-            return self.pool.tokens / self.max_model_len
-        return self.pool.concurrency
+        return self.pool.concurrency if self.pool else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -122,9 +118,11 @@ def lora_slot_bytes(model: ModelSpec, r: Resolved) -> int:
 def capture_sizes(r: Resolved) -> tuple[int, ...]:
     """Return the batch sizes whose CUDA graphs are captured."""
     law = r.framework.engine
-    if not r.cuda_graphs or law.graph_sizes == "none":
+    if not r.cuda_graphs:
         return ()
     most = r.max_num_seqs * (2 if law.graph_sizes == "twice" else 1)
+    if law.graph_sizes == "fixed":
+        most = law.graph_limit
     most = min(most, law.graph_limit or most, r.max_num_batched_tokens)
     if law.graph_sizes == "sequences":
         most = next((size for size in (1, 2, 4) if size >= most), -(-most // 8) * 8)

@@ -55,6 +55,8 @@ class VllmKv:
     @property
     def concurrency(self) -> float:
         """Sequences of max_model_len that fit at once."""
+        if self.prints == "groups" and self.groups == 1:
+            return self.tokens / self.max_model_len
         return self.num_blocks / self.blocks_per_sequence
 
     @property
@@ -63,6 +65,16 @@ class VllmKv:
         if self.prints == "groups":
             return self.num_blocks // self.groups * self.block_tokens
         return int(self.num_blocks / self.blocks_per_sequence * self.max_model_len)
+
+    def of_blocks(self, blocks: int) -> "VllmKv":
+        """Return a pool of this many blocks cut the same way."""
+        return replace(self, num_blocks=blocks)
+
+    def of_tokens(self, tokens: int) -> "VllmKv":
+        """Return the pool whose printed size is `tokens`."""
+        if self.prints == "groups":
+            return self.of_blocks(tokens // self.block_tokens * self.groups)
+        return self.of_blocks(round(tokens / self.max_model_len * self.blocks_per_sequence))
 
     @property
     def bytes_per_sequence(self) -> int:
