@@ -25,7 +25,16 @@ _SCHEMES = (
     (r"bitsandbytes|bnb|nf4|4.?bit", "nf4"),
     (r"fp8", "fp8"),
 )
-_EXPERTS_ONLY: dict[str, object] = {"modules_to_not_convert": [r"re:(?!.*experts$).*"]}
+_EXPERTS_ONLY: dict[str, object] = {
+    "modules_to_not_convert": [
+        "self_attn",
+        "shared_expert",
+        "router",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    ]
+}
 _LISTS: tuple[tuple[str, Mapping[str, object]], ...] = (
     # Meta's FP8 files: routed experts only; attention, shared experts and dense layers stay bf16
     # (the same list as fp_layers of intel/auto-round's run_llama4_quant.sh)
@@ -45,6 +54,12 @@ _RELEASES = (
 """Release current at the end of a month: what a development build of that time is planned as."""
 SPARE_VRAM_BYTES = 80 * GiB
 """A card for figures that no card moves (weights, host blocks)."""
+
+
+ARGUMENTS = "arguments or rank (see the row's notes)"
+SKIP_LIST = "the checkpoint's list of 16-bit modules"
+ENCODER = "the encoder's profile"
+"""Names of what a row may leave open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +98,26 @@ def run_of(row: Row) -> Run:
     if re.search(r"EAGLE|MTP|spec", f"{text} {row['notes']}"):
         left.append("a draft model")
     if model.towers:
-        left.append("the encoder's profile")
+        left.append(ENCODER)
+    if re.search(r"unknown|one worker|one rank|leak", row["notes"]):
+        left.append(ARGUMENTS)
     if scheme and re.search(_UNSEEN_LISTS, f"{text} {row['source']}".lower()):
-        left.append("the checkpoint's list of 16-bit modules")
+        left.append(SKIP_LIST)
     version = _version(row)
-    if not version:
+    unsloth = (
+        "unsloth" in f"{row['source']} {row['framework']} {row['source_title']} {text}".lower()
+    )
+    if not version and not unsloth:
         left.append("version")
-    framework = _framework(row, version)
+    elif version and [int(part) for part in version.split(".")[:2]] < [0, 5]:
+        left.append("a law of that release")
+    framework = _framework(row, version, unsloth=unsloth)
     utilisation = row.number("gpu_memory_utilization") or row.number("vllm_gpu_mem_util")
     if utilisation is None and row["util_is_default"] != "yes":
         left.append("utilisation")
     length = row.integer("max_model_len") or row.integer("seq_len")
+    if length is None:
+        left.append("length")
     if length is None and not model.max_position:
         raise NotCovered("the log states no length and the model has none")
     slots = _adapter_slots(row)
@@ -105,7 +129,8 @@ def run_of(row: Row) -> Run:
         "expert_parallel": row["expert_parallel"] == "True",
         "gpu_memory_utilization": utilisation,
         "max_num_seqs": row.integer("max_num_seqs"),
-        "max_num_batched_tokens": row.integer("max_num_batched_tokens"),
+        "max_num_batched_tokens": row.integer("max_num_batched_tokens")
+        or (length if unsloth else None),
         "block_size": row.integer("block_size") or 16,
         "kv_dtype": "fp8" if row["kv_cache_dtype"].startswith("fp8") else None,
         "cuda_graphs": row["enforce_eager"] != "True",
@@ -119,7 +144,7 @@ def run_of(row: Row) -> Run:
         context=length or model.max_position,
         engine=EngineSection(**{key: value for key, value in section.items() if value is not None}),
     )
-    return Run(model, recipe, _machine(row), tuple(left), _others(row, recipe, version))
+    return Run(model, recipe, _machine(row), tuple(left), _others(row, recipe, left))
 
 
 def _checkpoint(model: ModelSpec, row: Row, text: str, scheme: str) -> ModelSpec:
@@ -140,6 +165,8 @@ def _version(row: Row) -> str:
     """Return the release, "" when the row does not say."""
     text = row["vllm_version"]
     dated = re.search(r"dev (\d{4}-\d{2}-\d{2})", text)
+    if "before 0.6.5" in text:
+        return "0.6.4"
     if dated and not re.match(r"0\.", text):
         return next((version for until, version in _RELEASES if dated[1] < until), "0.8")
     found = re.search(r"(\d+\.\d+)(\.\d+)?", text)
@@ -148,8 +175,10 @@ def _version(row: Row) -> str:
     return ""
 
 
-def _framework(row: Row, version: str) -> str:
-    """Return the name of the law: the V0 engine of 0.8 to 0.10 has one of its own."""
+def _framework(row: Row, version: str, *, unsloth: bool) -> str:
+    """Return the name of the law: the V0 engine of 0.8 to 0.10 and Unsloth's have their own."""
+    if unsloth and (not version or row["engine"] == "V0"):
+        return "vllm-unsloth"
     if not version:
         return "vllm-0.12" if row["engine"] != "V0" else "vllm-0.7"
     minor = [int(part) for part in version.split(".")[:2]]
@@ -160,17 +189,26 @@ def _framework(row: Row, version: str) -> str:
     return f"vllm=={version}"
 
 
-def _others(row: Row, recipe: Recipe, version: str) -> tuple[Recipe, ...]:
-    """Return the recipes of the other defaults that an open choice allows."""
+_LAWS_TRIED = ("vllm-0.8", "vllm-0.10", "vllm-0.17", "vllm-0.21", "vllm")
+
+
+def _others(row: Row, recipe: Recipe, left: list[str]) -> tuple[Recipe, ...]:
+    """Return the same run with what the row leaves open chosen otherwise."""
+
+    def engine(**changes: Any) -> Recipe:
+        return recipe.model_copy(update={"engine": recipe.engine.model_copy(update=changes)})
+
     found = []
-    if row.integer("max_num_batched_tokens") is None:
-        offline = recipe.engine.model_copy(update={"offline": True})
-        found.append(recipe.model_copy(update={"engine": offline}))
-    if not version and row["engine"] != "V0":
-        found += [
-            recipe.model_copy(update={"framework": name})
-            for name in ("vllm-0.8", "vllm-0.10", "vllm-0.17", "vllm-0.21", "vllm")
-        ]
+    if recipe.engine.max_num_batched_tokens is None:
+        found.append(engine(offline=True))
+    if "version" in left and row["engine"] != "V0":
+        found += [recipe.model_copy(update={"framework": name}) for name in _LAWS_TRIED]
+    if "adapter rank" in left:
+        found += [engine(max_lora_rank=rank) for rank in (8, 64)]
+    if "utilisation" in left:
+        found += [engine(gpu_memory_utilization=share) for share in (0.8, 0.95)]
+    if ARGUMENTS in left:
+        found += [engine(max_num_seqs=count) for count in (1, 2048)]
     return tuple(found)
 
 
@@ -178,7 +216,11 @@ def _machine(row: Row) -> Machine | None:
     total, ranks = row.number("total_gpu_memory_gib"), row.integer("tp") or 1
     named = bool(row["gpu"]) and not re.search(_UNNAMED, row["gpu"])
     try:
-        return machine_named(row["gpu"] if named else "", ranks, total or 0.0) if total or named else None
+        return (
+            machine_named(row["gpu"] if named else "", ranks, total or 0.0)
+            if total or named
+            else None
+        )
     except NotCovered:
         return None
 

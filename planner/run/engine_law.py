@@ -35,9 +35,7 @@ class EngineLaw(Section):
 
     # batches
     batches: tuple[BatchDefaults, ...] = (
-        BatchDefaults(
-            from_gib=160, served_tokens=16384, offline_tokens=16384, sequences=1024
-        ),
+        BatchDefaults(from_gib=160, served_tokens=16384, offline_tokens=16384, sequences=1024),
         BatchDefaults(
             from_gib=70,
             not_named="a100",
@@ -52,6 +50,11 @@ class EngineLaw(Section):
     """V0: a model no longer than this is not chunked, so the profile's batch holds whole prompts."""
     multimodal_tokens: Number = 0
     """V0: the least batch of a model with a vision or audio tower."""
+    sequences_by_room: tuple[tuple[Number, Number], ...] = ()
+    """max_num_seqs by what the weights leave of the budget, (GiB at most, sequences); the last is for
+    any room. Unsloth starts its engines so."""
+    multimodal_sequences: Number = 0
+    """max_num_seqs of a model with a tower; 0 = as any."""
     utilization: Annotated[float, Field(gt=0, le=1)] = 0.92
 
     # the profile run
@@ -93,12 +96,17 @@ class EngineLaw(Section):
     multiplied into copies of the query and output projections (products)."""
     adapters_in_weights: Flag = True
     """Adapter slots are part of the printed weights and of the budget."""
+    mxfp4_padding: tuple[Number, Number] = (1, 64)
+    """Multiples that hidden and expert width are rounded up to for MXFP4 experts: Triton's on Hopper;
+    Marlin, which older releases take without the triton_kernels package, needs (256, 128)."""
     lora_extra_vocab: Number = 0
     """Rows added to vocabulary and head for adapters' own tokens."""
 
     # KV pages
     hybrid_groups: Flag = True
-    """Layers of different kinds draw from one pool in groups; else windows are paged as full ones."""
+    """Layers of different kinds draw from one pool in groups; else all are paged as full attention."""
+    expands_multi_query: Flag = False
+    """One shared key head is cached once for every query head."""
     prints: Literal["concurrency", "groups"] = "concurrency"
     """`GPU KV cache size`: concurrency x length, or blocks / groups x block size."""
     in_flight_batches: Number = 2
@@ -126,6 +134,13 @@ class EngineLaw(Section):
         if not self.whole_prompts_up_to:
             tokens = min(tokens, found.sequences * max_len)
         return tokens, min(found.sequences, tokens)
+
+    def sequences_in(self, room_bytes: int, *, multimodal: bool) -> int:
+        """Return max_num_seqs where it follows from what the weights leave."""
+        if multimodal and self.multimodal_sequences:
+            return self.multimodal_sequences
+        table = self.sequences_by_room
+        return next((count for gib, count in table if room_bytes <= gib * GiB), table[-1][1])
 
 
 CURRENT = EngineLaw()

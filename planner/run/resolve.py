@@ -264,7 +264,7 @@ def _engine_fields(
         multimodal=bool(model.towers),
     )
     fallbacks = {
-        "max_num_seqs": sequences if serves else most,
+        "max_num_seqs": 0 if law.sequences_by_room else sequences if serves else most,
         "max_num_batched_tokens": tokens if serves else 8192,
         "sleep_level": 0,
     }

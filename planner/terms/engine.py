@@ -5,7 +5,7 @@ vLLM's budget: utilisation x total = weights + outside torch + largest step (+ C
 A trainer that states KV bytes bypasses it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from planner.errors import UsageError
@@ -13,7 +13,7 @@ from planner.machines.machine import Machine
 from planner.machines.vllm_overheads import NOTHING as FREE
 from planner.machines.vllm_overheads import Measured, communicators, graphs, kernels
 from planner.models.spec import MixerKind, ModelSpec
-from planner.run.recipe import EngineKind, Method, Task
+from planner.run.recipe import EngineKind, Task
 from planner.run.resolve import Resolved
 from planner.terms.kv_cache import rollout_sequences, sequence_bytes
 from planner.terms.overhead import workspace
@@ -129,7 +129,7 @@ def capture_sizes(r: Resolved) -> tuple[int, ...]:
     above = law.graph_step_above or most + 1
     by_eight = range(8, min(most + 1, above), 8)
     by_sixteen = range(above, most + 1, 16)
-    return tuple(size for size in (1, 2, 4) if size <= most) + (*by_eight, *by_sixteen)
+    return (*(size for size in (1, 2, 4) if size <= most), *by_eight, *by_sixteen)
 
 
 def captured(model: ModelSpec, r: Resolved) -> Measured:
@@ -177,9 +177,12 @@ def kv_sequence_bytes(model: ModelSpec, r: Resolved) -> int:
 
 def outside_torch(r: Resolved, machine: Machine) -> Measured:
     """Return what the release takes off the budget as memory outside torch."""
-    law, parts = r.framework.engine, [kernels(machine)]
+    law, loaded = r.framework.engine, kernels(machine)
+    parts = [loaded]
     if law.context_in_budget:
-        parts.append(Measured(*(machine.context_bytes,) * 3))
+        # the measured context has its kernels loaded
+        context = machine.context_bytes
+        parts = [Measured(context - loaded.high, context, context + loaded.high)]
     if law.communicators_in_budget:
         parts.append(communicators(machine, r.tensor_parallel))
     return Measured(*(sum(sizes) for sizes in zip(*parts, strict=True)))
@@ -192,6 +195,7 @@ def engine_costs(model: ModelSpec, r: Resolved, machine: Machine, weights: int) 
     serves = r.task is Task.SERVE and r.engine in VLLM
     if not serves and not colocated(r):
         return EngineCosts(NO_KV, NOTHING, NOTHING, NOTHING, "")
+    r = _with_sequences(model, r, machine)
     copy, step = copy_bytes(model, r), profile(model, r)
     slots = 0 if serves else lora_slot_bytes(model, r)
     outside, drawn = outside_torch(r, machine), captured(model, r)
@@ -222,9 +226,16 @@ def engine_costs(model: ModelSpec, r: Resolved, machine: Machine, weights: int) 
         f"vLLM start-up profile, {r.framework.title}: planner/terms/vllm_profile.py",
     )
     figures = _figures(model, r, machine, step, outside, drawn, pool, how)
-    return EngineCosts(
-        kv, busy, _resident(r, copy, held, pool), _slept(r, copy), problem, figures
-    )
+    return EngineCosts(kv, busy, _resident(r, copy, held, pool), _slept(r, copy), problem, figures)
+
+
+def _with_sequences(model: ModelSpec, r: Resolved, machine: Machine) -> Resolved:
+    """Return the choices with max_num_seqs filled in where it follows from the room for KV pages."""
+    law = r.framework.engine
+    if not law.sequences_by_room or r.max_num_seqs:
+        return r
+    room = int(machine.vram_bytes * r.utilization) - vllm_weights(model, r).total
+    return replace(r, max_num_seqs=law.sequences_in(room, multimodal=bool(model.towers)))
 
 
 def _words(step: Profile) -> str:

@@ -103,11 +103,10 @@ def vllm_kv(
     `prefix_caching`: recurrent layers then keep states at block ends beside the running one.
     Raises UsageError when not even one sequence fits or the model keeps no cache.
     """
+    model = _as_paged(model, law)
     pages = _pages(model, kv_dtype, block_size, kernel_block, prefix_caching)
     if not pages:
         raise UsageError(f"{model.name}: keeps no KV cache, so vLLM reports no tokens")
-    if not law.hybrid_groups:
-        pages = _as_full(pages)
     bytes_per_block, groups = _groups(pages)
     padded = _latent_padding(model, law.latent_row)
     share = kv_ranks(model, ranks) * stages
@@ -129,18 +128,29 @@ def kv_ranks(model: ModelSpec, ranks: int) -> int:
     """Return over how many tensor-parallel ranks the cache is split; MLA and spare ranks copy it."""
     if any(layer.mixer.kind is MixerKind.MLA for layer in model.layers):
         return 1
-    heads = max((layer.mixer.num_kv_heads or layer.mixer.num_heads for layer in model.layers), default=1)
+    heads = max(
+        (layer.mixer.num_kv_heads or layer.mixer.num_heads for layer in model.layers), default=1
+    )
     return min(ranks, max(1, heads))
 
 
-def _as_full(pages: dict[Page, int]) -> dict[Page, int]:
-    """Return the pages with windows paged like full attention."""
-    merged: dict[Page, int] = {}
-    for page, count in pages.items():
-        windowed = page.kind in (MixerKind.SLIDING, MixerKind.CHUNKED)
-        full = replace(page, kind=MixerKind.FULL, window=0) if windowed else page
-        merged[full] = merged.get(full, 0) + count
-    return merged
+_PAGED_ALIKE = (MixerKind.SLIDING, MixerKind.CHUNKED, MixerKind.CROSS)
+
+
+def _as_paged(model: ModelSpec, law: EngineLaw) -> ModelSpec:
+    """Return the model as releases see it that page every attention layer alike."""
+    if law.hybrid_groups and not law.expands_multi_query:
+        return model
+
+    def seen(layer: LayerSpec) -> LayerSpec:
+        mixer = layer.mixer
+        if not law.hybrid_groups and mixer.kind in _PAGED_ALIKE:
+            mixer = replace(mixer, kind=MixerKind.FULL, window=0)
+        if law.expands_multi_query and mixer.num_kv_heads == 1:
+            mixer = replace(mixer, num_kv_heads=mixer.num_heads)
+        return replace(layer, mixer=mixer)
+
+    return replace(model, layers=tuple(seen(layer) for layer in model.layers))
 
 
 def _latent_padding(model: ModelSpec, row: int) -> float:

@@ -69,7 +69,9 @@ def profile_term(found: Profile) -> Term:
             "largest step: the sampler, {0:,} logits x {1:g} B and hidden states",
             (found.logits, found.logit_width),
         )
-    return Term("engine", found.peak, template, args, "vLLM start-up profile: planner/terms/vllm_profile.py")
+    return Term(
+        "engine", found.peak, template, args, "vLLM start-up profile: planner/terms/vllm_profile.py"
+    )
 
 
 def sampler_buffers(r: Resolved, rows: int, vocab: int) -> tuple[tuple[str, int], ...]:

@@ -75,7 +75,7 @@ def vllm_weights(model: ModelSpec, r: Resolved) -> VllmWeights:
     if model.head is not None and not model.tied:
         ends += _vocabulary(model.head, r)
     ends += width * sum(module.parameters for module in model.final)
-    towers = width * sum(module.parameters for module in model.towers)
+    towers = sum(_tower(model, module, r) for module in model.towers)
     # a stage has its share of the layers; embeddings and head are on the first and last
     stages = r.pipeline_parallel
     modules = -(-layers // stages) + -(-ends // min(stages, 2)) + -(-towers // ranks)
@@ -95,6 +95,13 @@ def vllm_weights_term(model: ModelSpec, r: Resolved) -> Term:
         (r.tensor_parallel, r.pipeline_parallel, *parts),
         "vLLM's parallel layers, module by module: planner/terms/vllm_weights.py",
     )
+
+
+def _tower(model: ModelSpec, module: ModuleSpec, r: Resolved) -> int:
+    """Return a tower's module: 16-bit in a quantised checkpoint, quantised when done while loading."""
+    if r.quantization == "fp8" and not model.checkpoint_quantization and module.kind in LINEARS:
+        return module.parameters
+    return element_bytes(r.dtype) * module.parameters
 
 
 def _vocabulary(module: ModuleSpec, r: Resolved) -> int:
@@ -117,6 +124,8 @@ def _module(model: ModelSpec, layer: LayerSpec, module: ModuleSpec, r: Resolved)
         return width * module.parameters
     if module.kind is ModuleKind.BUFFER:
         return 4 * module.parameters  # the router's correction is fp32
+    if module.kind is ModuleKind.EXPERTS and r.quantization == "mxfp4":
+        return module.count * _padded_experts(model, layer, module, r)
     if module.kind is ModuleKind.EXPERTS:
         return sum(
             module.count * _stored(model, module, shape, r) // ranks for shape in module.shapes
@@ -129,6 +138,22 @@ def _module(model: ModelSpec, layer: LayerSpec, module: ModuleSpec, r: Resolved)
     weight = module.count * _stored(model, module, module.shapes[0], r) * kept // of
     bias = width * module.count * sum(prod(shape) for shape in module.shapes[1:])
     return weight + (bias if module.leaf in INPUT_SPLIT else bias * kept // of)
+
+
+def _padded_experts(model: ModelSpec, layer: LayerSpec, module: ModuleSpec, r: Resolved) -> int:
+    """Return a rank's MXFP4 experts: both widths are rounded up to what the kernel's tiles need."""
+    wide, deep = r.framework.engine.mxfp4_padding
+    experts, inner = layer.mlp.num_experts, layer.mlp.intermediate
+    if r.expert_parallel:
+        experts = -(-experts // r.tensor_parallel)
+    else:
+        inner = -(-inner // r.tensor_parallel)
+    hidden, inner = -(-model.hidden // wide) * wide, -(-inner // deep) * deep
+    weights = quantized_bytes(
+        3 * experts * hidden * inner, "mxfp4", double_quant=False, columns=hidden
+    )
+    biases = 2 * experts * (2 * inner + hidden) if len(module.shapes) > 2 else 0
+    return weights + biases
 
 
 def _share(mixer: MixerSpec, module: ModuleSpec, ranks: int) -> tuple[int, int]:
@@ -163,9 +188,7 @@ def _stored(model: ModelSpec, module: ModuleSpec, shape: tuple[int, ...], r: Res
     numel = prod(shape)
     if not quantized(model, module, shape, r):
         return numel * element_bytes(r.dtype)
-    return quantized_bytes(
-        numel, r.quantization, double_quant=r.double_quant, columns=shape[-1]
-    )
+    return quantized_bytes(numel, r.quantization, double_quant=r.double_quant, columns=shape[-1])
 
 
 def _latent(model: ModelSpec, layer: LayerSpec, r: Resolved) -> int:
