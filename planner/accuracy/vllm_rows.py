@@ -14,8 +14,6 @@ from planner.plan import Plan
 from planner.terms.engine import Serving, kv_pool
 from planner.terms.vllm_blocks import VllmKv
 
-REFUSED = "verdict_pool"
-"""A printed pool of no bytes: the engine refused to start. The plan is right when it refuses too."""
 _POOL = ("kv_cache_memory_exact", "kv_cache_memory", "component:vllm_kv_cache")
 
 
@@ -113,9 +111,7 @@ def _peak_range(run: Run, serving: Serving) -> Measured:
 
 def _memory(row: Row, run: Run) -> Prediction:
     _settle(row, run)
-    truth = row.truth()
-    if truth is not None and truth <= 0:
-        return _figure(REFUSED, run, lambda s: _open(run, s.kv, s, sign=-1))
+    # a printed pool of no bytes is a refusal (Row.failed): only the plan's verdict counts then
     return _figure("kv_cache_memory", run, lambda s: _open(run, s.kv, s, sign=-1))
 
 
