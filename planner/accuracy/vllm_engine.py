@@ -93,6 +93,10 @@ def _spare(recipe: Recipe) -> Machine:
 def run_of(row: Row) -> Run:
     """Return the run of a log row (vllm.csv, or an engine's row of rl.csv)."""
     text, left = row["model"], []
+    if "offload" in row["notes"]:
+        raise NotCovered("weights are offloaded to the host by cpu_offload_gb")
+    origin = f"{text} {row['source']} {row['framework']} {row['source_title']}".lower()
+    unsloth = "unsloth" in origin
     scheme = _scheme(row, text)
     model = _checkpoint(model_named(text), row, text, scheme)
     if re.search(r"EAGLE|MTP|spec", f"{text} {row['notes']}"):
@@ -101,12 +105,9 @@ def run_of(row: Row) -> Run:
         left.append(ENCODER)
     if re.search(r"unknown|one worker|one rank|leak", row["notes"]):
         left.append(ARGUMENTS)
-    if scheme and re.search(_UNSEEN_LISTS, f"{text} {row['source']}".lower()):
+    if scheme not in ("", "fp8") and re.search(_UNSEEN_LISTS, origin):
         left.append(SKIP_LIST)
     version = _version(row)
-    unsloth = (
-        "unsloth" in f"{row['source']} {row['framework']} {row['source_title']} {text}".lower()
-    )
     if not version and not unsloth:
         left.append("version")
     elif version and [int(part) for part in version.split(".")[:2]] < [0, 5]:

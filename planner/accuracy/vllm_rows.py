@@ -49,19 +49,14 @@ def _named(name: str, run: Run, card: bool) -> str:
     return f"{name}_unstated" if left else name
 
 
-def _open(run: Run, size: Measured, serving: Serving, *, sign: int = 1) -> Measured:
-    """Widen a figure by what may come on top: modules left in 16 bits, an encoder's own profile.
+def _more_weights(run: Run, serving: Serving) -> int:
+    """Return what a list of 16-bit modules that nobody saw may add: Unsloth's dynamic ones, 15%."""
+    return int(0.15 * serving.weights_bytes) if SKIP_LIST in run.open else 0
 
-    Unsloth's dynamic lists add up to 15% of a checkpoint; Llama 3.2 Vision's encoder made the peak of
-    one log (F0097) six times as large.
-    """
-    more = 0
-    if SKIP_LIST in run.open:
-        more += int(0.15 * serving.weights_bytes)
-    if ENCODER in run.open:
-        more += 5 * serving.activation_peak_bytes
-    low, high = (0, more) if sign > 0 else (-more, 0)
-    return Measured(size.low + low, size.typical, size.high + high)
+
+def _more_activations(run: Run, serving: Serving) -> int:
+    """Return what an encoder's own profile may add: one log's peak was six times the text's (F0097)."""
+    return 5 * serving.activation_peak_bytes if ENCODER in run.open else 0
 
 
 _MOVES_WEIGHTS = frozenset({SKIP_LIST, "adapter rank"})
@@ -72,8 +67,6 @@ def _around(value: float, low: float, high: float) -> Measured:
 
 
 def _weights(row: Row, run: Run) -> Prediction:
-    if "offload" in row["notes"]:
-        raise NotCovered("weights are offloaded to the host by cpu_offload_gb")
     if "store loader" in row["model"]:
         raise NotCovered("weights are loaded outside torch's allocator")
     return _figure("model_weights", run, lambda s: _weights_range(run, s), card=False)
@@ -81,7 +74,7 @@ def _weights(row: Row, run: Run) -> Prediction:
 
 def _weights_range(run: Run, serving: Serving) -> Measured:
     found = _around(serving.weights_bytes, 0.98, 1.02)
-    return _open(run, found, serving) if SKIP_LIST in run.open else found
+    return found._replace(high=found.high + _more_weights(run, serving))
 
 
 def _non_torch(row: Row, run: Run) -> Prediction:
@@ -90,8 +83,6 @@ def _non_torch(row: Row, run: Run) -> Prediction:
 
 def _settle(row: Row, run: Run) -> None:
     """Refuse what nobody could plan from the row's arguments."""
-    if "offload" in row["notes"]:
-        raise NotCovered("weights are offloaded to the host by cpu_offload_gb")
     law = run.planned(card=False).resolved.framework.engine
     if "length" in run.open and law.whole_prompts_up_to:
         raise NotCovered("the log states no length, and this release profiles whole prompts")
@@ -106,13 +97,18 @@ def _activation(row: Row, run: Run) -> Prediction:
 
 def _peak_range(run: Run, serving: Serving) -> Measured:
     found = _around(serving.activation_peak_bytes, 0.95, 1.1)
-    return _open(run, found, serving) if ENCODER in run.open else found
+    return found._replace(high=found.high + _more_activations(run, serving))
+
+
+def _pool_range(run: Run, serving: Serving) -> Measured:
+    taken = _more_weights(run, serving) + _more_activations(run, serving)
+    return serving.kv._replace(low=serving.kv.low - taken)
 
 
 def _memory(row: Row, run: Run) -> Prediction:
     _settle(row, run)
     # a printed pool of no bytes is a refusal (Row.failed): only the plan's verdict counts then
-    return _figure("kv_cache_memory", run, lambda s: _open(run, s.kv, s, sign=-1))
+    return _figure("kv_cache_memory", run, lambda s: _pool_range(run, s))
 
 
 def _logged(row: Row) -> float | None:

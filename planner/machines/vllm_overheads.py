@@ -21,6 +21,8 @@ class Measured(NamedTuple):
 
 
 NOTHING = Measured(0, 0, 0)
+LINKED_BYTES_PER_S = 300 * 10**9
+"""NVLink of a data-centre board, from V100's 300 GB/s on."""
 
 
 @cache
@@ -42,7 +44,8 @@ def communicators(machine: Machine, ranks: int) -> Measured:
     """Return what NCCL and the custom all-reduce hold on one of `ranks` GPUs."""
     if ranks < 2:
         return NOTHING
-    linked = machine.gpu is not None and machine.gpu.nvlink_bytes_per_s > 0
+    # consumer cards pair at most two by NVLink; data-centre boards link all
+    linked = machine.gpu is not None and machine.gpu.nvlink_bytes_per_s >= LINKED_BYTES_PER_S
     return constant("communicators_nvlink_bytes" if linked else "communicators_pcie_bytes")
 
 
