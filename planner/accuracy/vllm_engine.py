@@ -56,7 +56,8 @@ SPARE_VRAM_BYTES = 80 * GiB
 """A card for figures that no card moves (weights, host blocks)."""
 
 
-ARGUMENTS = "arguments or rank (see the row's notes)"
+ARGUMENTS = "arguments (see the row's notes)"
+RANK = "which rank's figure it is"
 SKIP_LIST = "the checkpoint's list of 16-bit modules"
 ENCODER = "the encoder's profile"
 """Names of what a row may leave open."""
@@ -103,8 +104,10 @@ def run_of(row: Row) -> Run:
         left.append("a draft model")
     if model.towers:
         left.append(ENCODER)
-    if re.search(r"unknown|one worker|one rank|leak", row["notes"]):
+    if re.search(r"unknown|leak", row["notes"]):
         left.append(ARGUMENTS)
+    if re.search(r"one worker|one rank", row["notes"]):
+        left.append(RANK)
     if scheme not in ("", "fp8") and re.search(_UNSEEN_LISTS, origin):
         left.append(SKIP_LIST)
     version = _version(row)
@@ -117,6 +120,8 @@ def run_of(row: Row) -> Run:
     if utilisation is None and row["util_is_default"] != "yes":
         left.append("utilisation")
     length = row.integer("max_model_len") or row.integer("seq_len")
+    if "max_model_len default" in row["notes"]:
+        length = model.max_position
     if length is None:
         left.append("length")
     if length is None and not model.max_position:
@@ -208,8 +213,10 @@ def _others(row: Row, recipe: Recipe, left: list[str]) -> tuple[Recipe, ...]:
         found += [engine(max_lora_rank=rank) for rank in (8, 64)]
     if "utilisation" in left:
         found += [engine(gpu_memory_utilization=share) for share in (0.8, 0.95)]
+    if RANK in left:
+        found.append(engine(max_num_seqs=1))  # ranks but the first do not sample
     if ARGUMENTS in left:
-        found += [engine(max_num_seqs=count) for count in (1, 2048)]
+        found.append(engine(max_num_seqs=2048))
     return tuple(found)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from planner.accuracy.prediction import NotCovered, Prediction
 from planner.accuracy.rows import Row
-from planner.accuracy.vllm_engine import ARGUMENTS, ENCODER, SKIP_LIST, Run, run_of
+from planner.accuracy.vllm_engine import ENCODER, RANK, SKIP_LIST, Run, run_of
 from planner.machines.vllm_overheads import Measured
 from planner.plan import Plan
 from planner.terms.engine import Serving, kv_pool
@@ -144,11 +144,16 @@ def _counted(name: str, read: Callable[[VllmKv], float]) -> Callable[[Row, Run],
 
 
 def _countable(run: Run) -> None:
-    """Refuse pools whose cut the row leaves open."""
+    """Refuse to count a pool's bytes where the row leaves its cut open."""
     if "a draft model" in run.open:
         raise NotCovered("a draft model's cache shares the pool")
-    if ARGUMENTS in run.open:
+    if RANK in run.open:
         raise NotCovered("the pool is one rank's, the count the least of all ranks")
+    _same_count(run)
+
+
+def _same_count(run: Run) -> None:
+    """Refuse what releases count differently where the release is not known."""
     if "version" in run.open and len({layer.mixer.kind for layer in run.model.layers}) > 1:
         raise NotCovered(
             "the release is not known, and they count a hybrid model's tokens differently"
@@ -159,7 +164,7 @@ def _concurrency(row: Row, run: Run) -> Prediction:
     blocks, tokens = (row.peers.get(name) for name in ("num_gpu_blocks", "kv_cache_tokens_printed"))
     if blocks is None and tokens is None:
         return _counted("max_concurrency", lambda pool: pool.concurrency)(row, run)
-    _countable(run)
+    _same_count(run)
     pool = _cut(run, 0)
     pool = pool.of_blocks(int(blocks)) if blocks is not None else pool.of_tokens(int(tokens or 0))
     value = pool.concurrency

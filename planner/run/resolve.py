@@ -312,6 +312,8 @@ DEFAULT_LORA_RANK = 16
 def _dtypes(model: ModelSpec, recipe: Recipe, defaults: dict[str, Any]) -> tuple[str, str]:
     name = _choose(recipe.dtype, defaults, "dtype", "bf16")
     dtype = normal_dtype(model.checkpoint_dtype if name == "checkpoint" else name)
+    if name == "checkpoint" and dtype == "fp32" and recipe.task is Task.SERVE:
+        dtype = "bf16"  # vLLM's dtype "auto" loads fp32 checkpoints in 16 bit (config/model.py)
     if dtype not in TRAIN_DTYPES:
         if recipe.dtype is not None:
             raise UsageError(
