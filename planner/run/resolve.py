@@ -23,6 +23,7 @@ from planner.run.recipe import (
     Task,
 )
 from planner.run.switches import Switches
+from planner.run.unread import unread
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,7 +150,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
                 f"{model.model_type}: counted as quantised; transformers 5 quantises nn.Linear only, "
                 "not this model's own class, and then keeps these weights at full width"
             )
-    return Resolved(
+    resolved = Resolved(
         task=task,
         algorithm=recipe.algorithm or task.value,
         method=recipe.method,
@@ -195,6 +196,8 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         ),
         assumptions=tuple(notes),
     )
+    ignored = unread(recipe, resolved)
+    return replace(resolved, assumptions=(*notes, *ignored)) if ignored else resolved
 
 
 OWN_LINEAR = frozenset({"falcon"})
@@ -410,9 +413,11 @@ def _engine(recipe: Recipe, defaults: dict[str, Any]) -> EngineKind:
 
 
 def _reference(recipe: Recipe, task: Task, beta: float) -> Reference:
+    if task not in (Task.GRPO, Task.DPO):
+        return Reference.NONE
     if recipe.reference is not None:
         return recipe.reference
-    if task not in (Task.GRPO, Task.DPO) or beta == 0:
+    if beta == 0:
         return Reference.NONE
     if recipe.algorithm in ("orpo", "simpo", "cpo"):
         return Reference.NONE
