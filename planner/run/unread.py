@@ -55,10 +55,12 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[["Resolved"], bool], str], ...] = 
     ),
     (
         ("engine.kv_bytes", "engine.gpu_memory_utilization", "engine.max_num_batched_tokens",
-         "engine.block_size", "engine.sleep_level", "engine.cuda_graphs", "engine.tensor_parallel"),
+         "engine.block_size", "engine.sleep_level", "engine.cuda_graphs", "engine.tensor_parallel",
+         "engine.pipeline_parallel", "engine.expert_parallel", "engine.max_loras", "engine.max_lora_rank"),
         lambda r: r.engine in _VLLM,
         "no vLLM engine runs",
     ),
+    (("engine.offline",), lambda r: r.task is Task.SERVE, "only serving has other defaults in LLM()"),
     (("sharding",), lambda r: r.gpus > 1, "there is one GPU"),
 )  # fmt: skip
 

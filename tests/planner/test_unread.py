@@ -65,6 +65,11 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "engine.sleep_level": ({**VLLM, "framework": "trl"}, 2),
     "engine.cuda_graphs": (VLLM, False),
     "engine.tensor_parallel": (SERVE, 2),
+    "engine.pipeline_parallel": (SERVE, 2),
+    "engine.expert_parallel": (SERVE, True),
+    "engine.offline": (SERVE, True),
+    "engine.max_loras": (SERVE, 2),
+    "engine.max_lora_rank": (SERVE, 64),
 }
 """Field: (a run that reads it, another value)."""
 
@@ -106,6 +111,11 @@ UNREAD: dict[str, tuple[dict[str, Any], Any]] = {
     "engine.sleep_level": (GRPO, 2),
     "engine.cuda_graphs": (GRPO, False),
     "engine.tensor_parallel": (GRPO, 2),
+    "engine.pipeline_parallel": (GRPO, 2),
+    "engine.expert_parallel": (GRPO, True),
+    "engine.offline": (VLLM, True),
+    "engine.max_loras": (GRPO, 2),
+    "engine.max_lora_rank": (GRPO, 64),
     "sharding": (FULL, "zero3"),
 }
 """Field: (a run that does not read it, a value that somebody gave)."""
