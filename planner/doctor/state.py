@@ -8,7 +8,7 @@ from planner.errors import VramwiseError
 from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
 from planner.plan import plan
-from planner.run.recipe import Method, Optimizer, Recipe, Sharding, Task
+from planner.run.recipe import EngineSection, Method, Optimizer, Recipe, Sharding, Task
 from planner.run.resolve import resolve
 from planner.run.runfile import make_recipe
 from planner.terms.standing import Standing, model_of_size, standing
@@ -40,13 +40,22 @@ def model_of(context: Context) -> ModelSpec | None:
 def weights_bytes(context: Context) -> int | None:
     """Return the bytes of one whole copy of the base weights, or None if the size is unknown.
 
-    Served (or of an unsaid method): as the checkpoint stores them.
+    Of an unsaid method: as the checkpoint stores them.
     """
     wide = {"dtype": "fp32"} if "fp32" in context.model_name else {}
     if context.method in ("full", "lora", "qlora"):
         found = _held(context, ranks=1, **wide)
     else:
         found = _held(context, ranks=1, task=Task.SERVE, method=Method.FULL, **wide)
+    return found.weights if found else None
+
+
+def served_bytes(context: Context) -> int | None:
+    """Return the weights of one rank of vLLM, by its release's own layout; None if not known."""
+    engine = EngineSection(tensor_parallel=context.number("tp") or 1)
+    found = _held(
+        context, ranks=1, task=Task.SERVE, method=Method.FULL, framework="vllm", engine=engine
+    )
     return found.weights if found else None
 
 
