@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from planner.doctor.cause import Cause, Certainty, Signals
-from planner.doctor.state import served_bytes, weights_bytes
+from planner.doctor.state import sampler_bytes, served_bytes, weights_bytes
 from planner.units import GiB, format_bytes
 
 Rule = Callable[[Signals], Cause | None]
@@ -101,7 +101,8 @@ def sampler_warmup(signals: Signals) -> Cause | None:
     found = signals.candidate("sampler")
     formula = found.formula if found else ""
     if rows and vocab and not formula:
-        formula = f"about 28 B * {rows:,} sequences * {vocab:,} = {format_bytes(28 * rows * vocab)} outside the budget"
+        size = sampler_bytes(signals.context, rows, vocab)
+        formula = f"{rows:,} sequences * {vocab:,} logits, sorted: {format_bytes(size)} outside the budget"
     return Cause(
         category="vllm_sampler_warmup",
         certainty=Certainty.PROVEN

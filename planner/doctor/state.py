@@ -12,11 +12,16 @@ from planner.run.recipe import EngineSection, Method, Optimizer, Recipe, Shardin
 from planner.run.resolve import resolve
 from planner.run.runfile import make_recipe
 from planner.terms.standing import Standing, model_of_size, standing
+from planner.terms.vllm_profile import sampler_buffers
 from planner.units import GiB, format_bytes
 
 SHARDED = ("zero1", "zero2", "zero3", "fsdp")
 WHOLE = Machine(vram_bytes=80 * GiB)
 """Any card: standing bytes do not depend on it."""
+
+
+SORTING_RELEASE = "vllm==0.12.0"
+"""Its sampler's warm-up sorts all logits, outside the budget: what `vllm_sampler` messages tell of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +62,25 @@ def served_bytes(context: Context) -> int | None:
         context, ranks=1, task=Task.SERVE, method=Method.FULL, framework="vllm", engine=engine
     )
     return found.weights if found else None
+
+
+def sampler_bytes(context: Context, rows: int, vocab: int) -> int:
+    """Return what vLLM's sampler holds for `rows` sequences at its largest moment."""
+    model = model_of_size(1)
+    fields = {"task": Task.SERVE, "method": Method.FULL, "framework": SORTING_RELEASE}
+    r = resolve(model, _recipe(context, **fields), WHOLE)
+    return rows * vocab * sum(width for _, width in sampler_buffers(r, rows, vocab))
+
+
+def kbit_upcast_bytes(context: Context) -> int | None:
+    """Return what prepare_model_for_kbit_training leaves in fp32; None without a known model."""
+    if context.model is None:
+        return None
+    wide, narrow = (
+        _held(context, ranks=1, method=Method.QLORA, framework=name, double_quant=False)
+        for name in ("hf-trainer", "vramwise")
+    )
+    return 2 * (wide.weights - narrow.weights) if wide and narrow else None
 
 
 def trains_at_all(context: Context, card_bytes: int) -> bool:

@@ -61,7 +61,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[["Resolved"], bool], str], ...] = 
         lambda r: r.engine in _VLLM,
         "no vLLM engine runs",
     ),
-    (("engine.offline",), lambda r: r.task is Task.SERVE, "a trainer starts its engine itself"),
+    (("engine.offline",), lambda r: r.task is Task.SERVE, "only serving has other defaults in LLM()"),
     (("sharding",), lambda r: r.gpus > 1, "there is one GPU"),
 )  # fmt: skip
 
