@@ -20,6 +20,7 @@ from planner.models.spec import ModelSpec
 
 VERB_MODULES = (
     "planner.verbs.plan",
+    "planner.verbs.look",
     "planner.verbs.accuracy",
     "planner.verbs.explain",
     "trainer.trace_cli",

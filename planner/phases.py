@@ -213,7 +213,7 @@ def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, i
 
 def _load(model: ModelSpec, r: Resolved, base: Term, space: Term) -> Term:
     """Return what loading needs beside the weights: one 16-bit tensor while it is quantised."""
-    if r.switch("fsdp_loads_full") and r.sharding is Sharding.FSDP and r.gpus > 1:
+    if r.switches.fsdp_loads_full and r.sharding is Sharding.FSDP and r.gpus > 1:
         size = base.bytes * r.gpus + gathered(model, r, 1).bytes
         return Term(
             "overhead",

@@ -161,6 +161,13 @@ def plan_resolved(model: ModelSpec, resolved: Resolved, machine: Machine) -> Pla
 
 def _assumptions(resolved: Resolved, machine: Machine, shared: int) -> tuple[str, ...]:
     notes = list(resolved.assumptions)
+    gpu = machine.gpu
+    guessed = gpu is not None and gpu.torch_total_basis == "derived"
+    if gpu is not None and guessed and machine.vram_bytes == gpu.torch_total_bytes:
+        notes.append(
+            f"{format_bytes(machine.vram_bytes)} is derived for this card, not read on one "
+            f"({gpu.source['torch_total_mib']}); --vram states what yours shows"
+        )
     if machine.calibration:
         notes.append(f"CUDA context {machine.calibration}")
     if shared:

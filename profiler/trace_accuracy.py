@@ -62,7 +62,7 @@ def _step(row: Row) -> tuple[StepOptions, ModelSpec, str]:
         raise NotCovered("the trace tier scores peak_allocated")
     model = model_named(row["model"])
     resolved = resolve(model, _recipe(row, model), machine_named(row["gpu"]))
-    if resolved.switch("linear_experts") and any(layer.mlp.num_experts for layer in model.layers):
+    if resolved.switches.linear_experts and any(layer.mlp.num_experts for layer in model.layers):
         raise NotCovered("experts as separate linears: the installed transformers fuses them")
     entry = load_catalogue().get(model.name)
     config = measured_config(model.name) if entry is None else dict(entry["config"])

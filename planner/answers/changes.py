@@ -87,7 +87,7 @@ def _computation_changes(r: Resolved) -> list[Change]:
         )
     if r.attention.value == "eager":
         found.append(Change("attention=flash", {"attention": "flash"}, "none: faster", 0))
-    if not r.tiled_mlp and r.switch("tiled_mlp_available", True):
+    if not r.tiled_mlp and r.switches.tiled_mlp_available:
         found.append(Change("tiled_mlp", {"tiled_mlp": True}, "a few percent slower", 2))
     return found
 
@@ -189,7 +189,7 @@ def _engine_changes(r: Resolved) -> list[Change]:
 def _generation_changes(r: Resolved) -> list[Change]:
     found = []
     waves = rollout_sequences(r)
-    if r.task is Task.GRPO and waves > 1 and not r.switch("generates_whole_batch"):
+    if r.task is Task.GRPO and waves > 1 and not r.switches.generates_whole_batch:
         for size in sorted({-(-waves // 2), 1}, reverse=True):
             found.append(
                 Change(

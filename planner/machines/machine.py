@@ -40,6 +40,9 @@ class GpuSpec:
     """nvidia-smi's memory.total; None = not known."""
     torch_total_bytes: int | None = None
     """What torch.cuda.mem_get_info says is there; None = not known."""
+    torch_total_basis: str = "read"
+    """read: printed by a run on such a card. derived: worked out from the driver's total or a near
+    card, as `source` says; a plan then says so."""
     context_bytes: int | None = None
     """CUDA context of one process; None = not known."""
     bandwidth_bytes_per_s: int | None = None
@@ -132,6 +135,7 @@ def _gpu_from_row(vendor: str, row: dict[str, Any]) -> GpuSpec:
         marketed_gb=row.get("marketed_gb", 0),
         driver_total_bytes=mib("driver_total_mib"),
         torch_total_bytes=mib("torch_total_mib"),
+        torch_total_basis=row.get("torch_total_basis", "read"),
         context_bytes=mib("context_mib"),
         bandwidth_bytes_per_s=int(bandwidth * 1e9) if bandwidth else None,
         bf16_tflops=row.get("bf16_tflops"),

@@ -12,6 +12,8 @@ from typing import Any
 
 from planner.datafiles import data_dir
 from planner.errors import UnknownNameError
+from planner.run.runfile import validate
+from planner.run.switches import Switches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,7 @@ class Framework:
     versions: str
     aliases: tuple[str, ...] = ()
     defaults: dict[str, dict[str, Any]] = field(default_factory=dict)
-    switches: dict[str, Any] = field(default_factory=dict)
+    switches: Switches = field(default_factory=Switches)
     logits: dict[str, LogitsLaw] = field(default_factory=dict)
     source: str = ""
     retrieved: str = ""
@@ -88,7 +90,7 @@ def frameworks() -> dict[str, Framework]:
     for entry in sorted((data_dir() / "frameworks").iterdir(), key=lambda item: item.name):
         if entry.name.endswith(".json") and not entry.name.startswith("_"):
             row = json.loads(entry.read_text(encoding="utf-8"))
-            found[row["name"]] = _framework(row)
+            found[row["name"]] = _framework(row, label=f"data/frameworks/{entry.name}")
     return found
 
 
@@ -116,7 +118,7 @@ def find_framework(name: str) -> Framework:
     return frameworks()[found]
 
 
-def _framework(row: dict[str, Any]) -> Framework:
+def _framework(row: dict[str, Any], *, label: str) -> Framework:
     laws = {
         key: _common_laws()[law] if isinstance(law, str) else _law(law)
         for key, law in row.get("logits", {}).items()
@@ -127,7 +129,7 @@ def _framework(row: dict[str, Any]) -> Framework:
         versions=row["versions"],
         aliases=tuple(row.get("aliases", ())),
         defaults=row.get("defaults", {}),
-        switches=row.get("switches", {}),
+        switches=validate(Switches, row.get("switches", {}), label=f"{label}: switches"),
         logits=laws,
         source=row["source"],
         retrieved=row["retrieved"],

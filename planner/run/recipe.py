@@ -11,6 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field
 MAX_TOKENS = 2**27
 """134 million tokens: an upper bound that catches typing errors, not a real limit."""
 
+RUN_FILE_VERSION = 1
+"""The newest run.yaml this release reads."""
+
 Count = Annotated[int, Field(ge=1, le=2**20, strict=True)]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS, strict=True)]
 
@@ -205,7 +208,8 @@ class MachineSection(Section):
 class RunFile(Section):
     """run.yaml: model + recipe + machine (+ train, validated by trainer.config)."""
 
-    schema_version: int = 1
+    schema_version: Annotated[int, Field(ge=1, le=RUN_FILE_VERSION, strict=True)] = RUN_FILE_VERSION
+    """Of the run file; older ones are read, newer ones refused."""
     model: str
     revision: str | None = None
     recipe: Recipe = Recipe()

@@ -20,6 +20,7 @@ from planner.run.recipe import (
     Sharding,
     Task,
 )
+from planner.run.switches import Switches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +56,6 @@ class Resolved:
     completion_tokens: int
     num_generations: int
     packing: bool
-    padded: bool
     checkpointing: Checkpointing
     checkpoint_every: int
     keep_layers: int
@@ -97,9 +97,10 @@ class Resolved:
         """dtype inside linears and attention."""
         return self.autocast or self.dtype
 
-    def switch(self, name: str, default: Any = None) -> Any:
-        """Return one of the framework's switches."""
-        return self.framework.switches.get(name, default)
+    @property
+    def switches(self) -> Switches:
+        """What the framework's code does with memory."""
+        return self.framework.switches
 
 
 def _choose(value: Any, defaults: dict[str, Any], key: str, fallback: Any) -> Any:
@@ -111,7 +112,7 @@ def _tiled(recipe: Recipe, framework: Framework, defaults: dict[str, Any]) -> bo
     if recipe.tiled_mlp is not None:
         return recipe.tiled_mlp
     checkpointing = _choose(recipe.checkpointing, defaults, "checkpointing", "none")
-    return bool(framework.switches.get("tiles_by_default")) and checkpointing != "none"
+    return framework.switches.tiles_by_default and checkpointing != "none"
 
 
 def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
@@ -161,7 +162,6 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         completion_tokens=completion,
         num_generations=generations,
         packing=bool(recipe.packing),
-        padded=not recipe.packing and bool(framework.switches.get("padded", False)),
         checkpointing=Checkpointing(
             _choose(recipe.checkpointing, defaults, "checkpointing", "none")
         ),
@@ -206,11 +206,11 @@ def _master(recipe: Recipe, framework: Framework, dtype: str) -> bool:
     """Return whether the optimizer keeps an fp32 copy of what is trained."""
     if recipe.master_weights is not None:
         return recipe.master_weights
-    if recipe.task is Task.SERVE or not framework.switches.get("master_weights"):
+    if recipe.task is Task.SERVE or not framework.switches.master_weights:
         return False
     if recipe.method is Method.FULL and dtype == "bf16":
         # our own trainer rounds bf16 weights stochastically instead of keeping a master
-        return bool(framework.switches.get("master_weights_full_bf16", True))
+        return framework.switches.master_weights_full_bf16
     return True
 
 
@@ -218,8 +218,9 @@ def _lora_fields(
     recipe: Recipe, framework: Framework, quantization: str, dtype: str
 ) -> dict[str, Any]:
     lora = recipe.lora
-    switch = "adapter_dtype_quantized" if quantization else "adapter_dtype"
-    adapter = lora.dtype or framework.switches.get(switch, "fp32")
+    switches = framework.switches
+    usual = switches.adapter_dtype_quantized if quantization else switches.adapter_dtype
+    adapter = lora.dtype or usual
     return {
         # "weights": adapters in the dtype of the base (our own trainer)
         "adapter_dtype": normal_dtype(
@@ -347,7 +348,7 @@ def _sequences(
         return 2 * rows
     if (
         recipe.task is Task.GRPO
-        and framework.switches.get("raise_batch_to_generations")
+        and framework.switches.raise_batch_to_generations
         and rows % generations
     ):
         notes.append(f"{framework.name} raises the batch from {rows} to {generations} generations")
@@ -377,7 +378,7 @@ def _reference(recipe: Recipe, task: Task, beta: float) -> Reference:
 
 def _law(framework: Framework, task: Task, loss: Loss, autocast: str) -> LogitsLaw:
     kind = loss.value
-    if autocast and framework.switches.get("fp32_outputs") and loss is Loss.FULL:
+    if autocast and framework.switches.fp32_outputs and loss is Loss.FULL:
         kind = "full-fp32"
     return framework.law(task.value, kind)
 

@@ -73,7 +73,7 @@ class Activations(NamedTuple):
 def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
     """Return the sizes that decide what a layer's operations allocate."""
     full = r.method is Method.FULL and r.trains
-    upcast = bool(r.switch("kbit_upcast")) and r.quantization in BITSANDBYTES
+    upcast = r.switches.kbit_upcast != "none" and r.quantization in BITSANDBYTES
     width = trained_width(r) if full else element_bytes(r.dtype)
     sharded = r.sharding in SHARDED and r.gpus > 1
     if sharded and r.autocast:
@@ -93,21 +93,20 @@ def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
         adapter=element_bytes(r.adapter_dtype),
         grad=(width if sharded else gradient_width(r)) if full else 0,
         quantized=bool(r.quantization),
-        saved_output=bool(r.switch("saved_output")),
-        saved_input=int(r.switch("saved_input", 0)) if lora else 0,
+        saved_output=r.switches.saved_output,
+        saved_input=r.switches.saved_input if lora else 0,
         dropout=r.lora_dropout > 0,
         dora=r.dora,
         attention=r.attention.value,
         seq=r.seq_tokens if scores else 0,
         undeclared_groups=_undeclared_groups(model),
-        masked=r.padded,
-        repeat_kv=model.model_type in r.switch("repeat_kv", ()) or _repeats_heads(model),
+        repeat_kv=model.model_type in r.switches.repeat_kv or _repeats_heads(model),
         norm=model.norm,
         rope=model.model_type not in NO_ROPE,
         hidden_dropout=model.hidden_dropout > 0,
-        fused=frozenset(r.switch("fused", ())),
+        fused=r.switches.fused,
         mlp_tile=tile,
-        norm_tile=tile if r.switch("tiled_norms") else 0,
+        norm_tile=tile if r.switches.tiled_norms else 0,
         accumulate=r.grad_accum > 1,
     )
 
@@ -260,7 +259,7 @@ def _checkpointed(
     inputs = -(-layers // every)
     resident = min(layers, r.keep_layers) if offload else inputs
     # a frozen model's embedding output is made a leaf, which its gradient node holds
-    hooked = not settings.full and r.switch("frozen_embedding_leaf", True)
+    hooked = not settings.full and r.switches.frozen_embedding_leaf
     leaf = one if offload and hooked and resident < layers else 0
     if model.embedding_scale_copy and model.norm != "rmsnorm_gemma" and hooked:
         leaf += one  # scaled outside the embedding module: the first layer's input is a copy
@@ -272,7 +271,7 @@ def _checkpointed(
     widest = max(costs, key=lambda cost: largest(cost.recompute, tokens).total(tokens))
     work = largest(widest.recompute, tokens)
     segment = _rest_of_segment(model, settings, tokens, every)
-    if r.switch("reentrant"):
+    if r.switches.reentrant:
         # the recomputed output is a Python variable until the layer's backward is done
         segment += one
     cache = _autocast_cache(model, settings)
@@ -340,7 +339,7 @@ def pinned(size: int, r: Resolved) -> int:
 
     torch's pinned allocator rounds up to a power of two; one exact registered slab does not.
     """
-    if r.switch("exact_host_slab"):
+    if r.switches.exact_host_slab:
         return size
     return 1 << (size - 1).bit_length() if size > 1 else size
 

@@ -65,14 +65,14 @@ def layer_parameters(model: ModelSpec) -> int:
 
 def base_weights(model: ModelSpec, resolved: Resolved) -> BaseWeights:
     """Return the bytes of the base model on one GPU before sharding."""
-    upcast = resolved.switch("kbit_upcast") is True and resolved.quantization in BITSANDBYTES
+    upcast = resolved.switches.kbit_upcast == "all" and resolved.quantization in BITSANDBYTES
     key = BaseKey(
         resolved.dtype,
         resolved.quantization,
         resolved.double_quant,
         upcast,
-        bool(resolved.switch("linear_experts")),
-        bool(resolved.switch("quantized_head")),
+        resolved.switches.linear_experts,
+        resolved.switches.quantized_head,
     )
     stored = _STORE.get((id(model), key))
     if stored is None:

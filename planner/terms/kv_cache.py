@@ -83,6 +83,6 @@ def rollout_sequences(r: Resolved) -> int:
         return 0
     if r.task is Task.SERVE:
         return max(r.sequences, 1)
-    if r.switch("generates_whole_batch"):
+    if r.switches.generates_whole_batch:
         return r.sequences * r.grad_accum
     return min(max(r.sequences, r.num_generations), r.max_num_seqs)

@@ -75,13 +75,13 @@ def _ending(model: ModelSpec, r: Resolved, rows: int, act: int, extra: int) -> T
 def head_width(r: Resolved) -> int:
     """Return bytes of an element of the head's weight."""
     if r.quantization:
-        return 4 if r.switch("kbit_upcast") is True else element_bytes(r.dtype)
+        return 4 if r.switches.kbit_upcast == "all" else element_bytes(r.dtype)
     return trained_width(r) if r.method is Method.FULL else element_bytes(r.dtype)
 
 
 def _casts(model: ModelSpec, r: Resolved, rows: int, act: int) -> int:
     """Return copies beside the logits: a head's weight and, trained, its input under autocast."""
-    if r.quantization and r.switch("quantized_head"):
+    if r.quantization and r.switches.quantized_head:
         return 4 * model.vocab * model.hidden  # dequantised to fp32, as bitsandbytes made it from
     if not r.autocast or head_width(r) == act:
         return 0

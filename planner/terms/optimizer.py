@@ -47,7 +47,7 @@ def optimizer(model: ModelSpec, r: Resolved) -> OptimizerCosts:
         shards = 1  # adapters of another dtype than the quantised base stay outside FSDP
     width = trained_width(r) if r.method is Method.FULL else element_bytes(r.adapter_dtype)
     master = 4 if r.master_weights and width < 4 else 0
-    state_width: float = 4 if master or r.switch("fp32_optimizer_state") else width
+    state_width: float = 4 if master or r.switches.fp32_optimizer_state else width
     states = STATES[r.optimizer]
     if r.optimizer in EIGHT_BIT:
         small = _small(model, r)
@@ -71,7 +71,7 @@ def optimizer(model: ModelSpec, r: Resolved) -> OptimizerCosts:
         return OptimizerCosts(nothing, term, nothing)
     # foreach AdamW holds sqrt(exp_avg_sq) of every parameter at once
     step = int(count * state_width) // shards if r.optimizer is Optimizer.ADAMW else 0
-    scratch = r.switch("step_scratch_bytes")
+    scratch = r.switches.step_scratch_bytes
     if scratch:  # our own optimizer steps slice by slice
         step = min(int(count * 4 * 3) // shards, scratch)
     return OptimizerCosts(
@@ -97,7 +97,7 @@ def _small(model: ModelSpec, r: Resolved) -> int:
         for module in layer.modules
         if module.parameters < 4096
     )
-    if r.switch("embeddings_32bit_state"):
+    if r.switches.embeddings_32bit_state:
         small += sum(module.parameters for module in model.embeddings)
     return small
 

@@ -1,6 +1,7 @@
 """The flags that `plan`, `compare` and `advise` share, and the run they describe."""
 
 import inspect
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -15,8 +16,14 @@ if TYPE_CHECKING:
     from planner.models.spec import ModelSpec
     from planner.run.recipe import RunFile
 
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 RUN_SUFFIXES = (".yaml", ".yml")
 _RUN, _SIZE, _HOW, _ENGINE = "Run", "Sizes", "How it is computed", "Generation"
+
+
+def print_json(document: Any) -> None:
+    """Print one JSON document, indented."""
+    typer.echo(json.dumps(document, indent=2))
 
 
 def _option(annotation: Any, flag: str, text: str, panel: str) -> Any:

@@ -1,20 +1,19 @@
-"""Verbs of the planner: plan, compare, advise, recommend, published, models, gpus."""
+"""Verbs that plan: plan, compare, advise, recommend."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.verbs.options import describe, with_run_options
+from planner.verbs.options import Json, describe, print_json, with_run_options
 
 if TYPE_CHECKING:
     from planner.plan import Plan
 
-_PLAN, _LOOK = "Plan", "Look"
+_PLAN = "Plan"
 Subject = Annotated[
     str, typer.Argument(help="Catalogue name, folder, config.json, hub id, or run.yaml.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -23,15 +22,6 @@ def register(app: typer.Typer) -> None:
     app.command("compare", rich_help_panel=_PLAN)(with_run_options(_compare))
     app.command("advise", rich_help_panel=_PLAN)(with_run_options(_advise))
     app.command("recommend", rich_help_panel=_PLAN)(_recommend)
-    app.command("published", rich_help_panel=_LOOK)(_published)
-    app.command("models", rich_help_panel=_LOOK)(_models)
-    app.command("gpus", rich_help_panel=_LOOK)(_gpus)
-
-
-def _print_json(document: Any) -> None:
-    import json
-
-    typer.echo(json.dumps(document, indent=2))
 
 
 def _plan(
@@ -79,7 +69,7 @@ def _plan(
     if export is not None:
         typer.echo(export_text(described.run, export), nl=False)
     elif as_json:
-        _print_json(result.to_dict() | extra.document)
+        print_json(result.to_dict() | extra.document)
     else:
         best = levers(described.model, recipe, described.machine, result)
         typer.echo(text(result, best) + extra.prose)
@@ -106,7 +96,7 @@ def _compare(
 
     plans = _compared(subjects, flags, frameworks)
     if as_json:
-        _print_json({"schema_version": 1, "plans": [{"name": n, **p.to_dict()} for n, p in plans]})
+        print_json({"schema_version": 1, "plans": [{"name": n, **p.to_dict()} for n, p in plans]})
         return
     phases = list(dict.fromkeys(phase.name for _, plan in plans for phase in plan.phases))
     rows = []
@@ -146,7 +136,7 @@ def _advise(subject: Subject, *, flags: dict[str, Any], as_json: Json = False) -
     described = describe(subject, flags)
     document = advise(described.model, described.run.recipe, described.machine)
     if as_json:
-        _print_json(document)
+        print_json(document)
         return
     typer.echo(
         f"{document['verdict'].upper()}: peak {format_bytes(document['peak_bytes'])}, "
@@ -199,9 +189,7 @@ def _recommend(
     machine = make_machine(gpu, gpus=gpus, vram=vram, host_ram=host_ram)
     rows = recommend(machine, task=task, least_context=context, framework=framework)
     if as_json:
-        _print_json(
-            {"schema_version": 1, "gpu": machine.label, "rows": [r.to_dict() for r in rows]}
-        )
+        print_json({"schema_version": 1, "gpu": machine.label, "rows": [r.to_dict() for r in rows]})
         return
     cells = [
         [r.model, f"{r.parameters / 1e9:.2f}", r.method, f"{r.context:,}", str(r.batch), r.settings,
@@ -210,95 +198,4 @@ def _recommend(
     ]  # fmt: skip
     headers = ["model", "B params", "method", "context", "batch", "settings", "peak", "verdict"]
     typer.echo(f"{len(rows)} model x method pairs fit {machine.label}; the largest models first\n")
-    typer.echo(table(headers, cells))
-
-
-def _published(
-    name: Annotated[str | None, typer.Argument(help="unsloth-grpo or oxen-grpo.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Reproduce a published table line by line, beside the op-level estimate."""
-    from planner.answers.published import TABLES, published, render
-
-    if name is None:
-        if as_json:
-            _print_json({"schema_version": 1, "tables": list(TABLES)})
-        else:
-            typer.echo("\n".join(f"{key:<14} {title}" for key, title in TABLES.items()))
-        return
-    document = published(name)
-    if as_json:
-        _print_json(document)
-    else:
-        typer.echo(render(document))
-
-
-def _models(
-    name: Annotated[str | None, typer.Argument(help="Model to look at; none lists all.")] = None,
-    offline: Annotated[bool, typer.Option("--offline", help="No network.")] = False,
-    revision: Annotated[str | None, typer.Option("--revision", help="Hub revision.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Show a model's exact parameters by module, or list the catalogue."""
-    from planner.answers.model_facts import model_facts
-    from planner.models.catalogue import catalogue_model, catalogue_names
-    from planner.models.hub import find_model
-    from planner.report import table
-
-    if name is None:
-        specs = [catalogue_model(entry) for entry in catalogue_names()]
-        if as_json:
-            _print_json(
-                {
-                    "schema_version": 1,
-                    "models": [
-                        {"name": s.name, "hub_id": s.hub_id, "parameters": s.parameters}
-                        for s in specs
-                    ],
-                }
-            )
-            return
-        rows = [[s.name, f"{s.parameters:,}", s.model_type, s.hub_id] for s in specs]
-        typer.echo(table(["name", "parameters", "type", "hub id"], rows))
-        return
-    facts = model_facts(find_model(name, revision=revision, offline=offline))
-    if as_json:
-        _print_json({"schema_version": 1, **facts})
-        return
-    modules = facts.pop("parameters_by_module")
-    for key, value in facts.items():
-        typer.echo(f"{key:<24} {value:,}" if isinstance(value, int) else f"{key:<24} {value}")
-    typer.echo("")
-    typer.echo(table(["module", "parameters"], [[k, f"{v:,}"] for k, v in modules.items()]))
-
-
-def _gpus(
-    name: Annotated[str | None, typer.Argument(help="GPU to look at; none lists all.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Show what torch sees of a GPU, or list the catalogue."""
-    from dataclasses import asdict
-
-    from planner.machines.machine import find_gpu, gpu_catalogue
-    from planner.report import table
-    from planner.units import format_bytes
-
-    gpus = [find_gpu(name)] if name else list(gpu_catalogue().values())
-    if as_json:
-        rows = [{**asdict(gpu), "aliases": list(gpu.aliases)} for gpu in gpus]
-        _print_json({"schema_version": 1, "gpus": rows})
-        return
-    cells = [
-        [
-            gpu.id,
-            gpu.name,
-            format_bytes(gpu.torch_total_bytes) if gpu.torch_total_bytes else "?",
-            format_bytes(gpu.context_bytes) if gpu.context_bytes else "?",
-            gpu.compute_capability,
-            "yes" if gpu.bf16_native else "no",
-            "yes" if gpu.flash_attention else "no",
-        ]
-        for gpu in gpus
-    ]
-    headers = ["id", "name", "torch sees", "context", "cc", "bf16", "flash"]
     typer.echo(table(headers, cells))

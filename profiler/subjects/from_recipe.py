@@ -30,11 +30,11 @@ def step_options(
         lora_dropout=resolved.lora_dropout,
         adapter_dtype=resolved.adapter_dtype,
         double_quant=resolved.double_quant,
-        prepare_kbit=bool(resolved.switch("kbit_upcast")),
-        kbit_norms_only=resolved.switch("kbit_upcast") == "norms",
-        keeps_matmul_input=bool(resolved.switch("saved_input")),
-        reentrant=bool(resolved.switch("reentrant")),
-        transformers=str(resolved.switch("transformers") or ""),
+        prepare_kbit=resolved.switches.kbit_upcast != "none",
+        kbit_norms_only=resolved.switches.kbit_upcast == "norms",
+        keeps_matmul_input=resolved.switches.saved_input > 0,
+        reentrant=resolved.switches.reentrant,
+        transformers=resolved.switches.transformers,
         checkpointing=resolved.checkpointing,
         attention=resolved.attention,
         optimizer=resolved.optimizer,
@@ -44,8 +44,8 @@ def step_options(
         gradient_accumulation=resolved.grad_accum,
         steps=steps,
         layers=layers,
-        fp32_outputs=bool(resolved.switch("fp32_outputs")) and bool(resolved.autocast),
-        keep_outputs=resolved.framework.name == "peft-loop",
+        fp32_outputs=resolved.switches.fp32_outputs and bool(resolved.autocast),
+        keep_outputs=resolved.switches.keeps_outputs,
     )
 
 

@@ -1,0 +1,94 @@
+"""Switches: what a framework's code does with memory, typed; data/frameworks/*.json sets them.
+
+A switch is for what no recipe field says because nobody chooses it: the code simply does it. An
+unknown switch or a value of another type is an error. The default is what plain torch, transformers
+and PEFT of today do; a file states only what differs.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from planner.run.recipe import Section
+
+Flag = Annotated[bool, Field(strict=True)]
+AdapterDtype = Literal["fp32", "bf16", "fp16", "weights"]
+"""weights: the dtype of the base."""
+KbitUpcast = Literal["none", "norms", "all"]
+Kernel = Literal["rmsnorm", "swiglu", "rope", "lora"]
+
+
+class Switches(Section):
+    """What one implementation does with memory."""
+
+    # adapters
+    adapter_dtype: AdapterDtype = "fp32"
+    """dtype of LoRA matrices on a 16-bit base: PEFT's autocast_adapter_dtype makes them fp32."""
+    adapter_dtype_quantized: AdapterDtype = "fp32"
+    """The same on a quantised base; TRL from 1.0 on casts them to bf16."""
+
+    # optimizer
+    master_weights: Flag = False
+    """The optimizer keeps an fp32 copy of 16-bit trained weights, 4 bytes a parameter."""
+    master_weights_full_bf16: Flag = True
+    """With `master_weights`: also when all of a bf16 model is trained (else it rounds stochastically)."""
+    fp32_optimizer_state: Flag = False
+    """States are fp32 whatever the parameter's dtype; torch makes them as wide as the parameter."""
+    step_scratch_bytes: Annotated[int, Field(ge=0, strict=True)] = 0
+    """The step works slice by slice in this many bytes; 0: all tensors at once, as torch's foreach."""
+    embeddings_32bit_state: Flag = False
+    """8-bit optimizers keep the embeddings' states in 32 bit (bitsandbytes GlobalOptimManager)."""
+
+    # quantised bases
+    kbit_upcast: KbitUpcast = "none"
+    """What k-bit preparation leaves in fp32 beside the quantised linears, and the residual with it.
+
+    all: embeddings, head and norms (peft prepare_model_for_kbit_training); norms: only those
+    (TRL until 0.13 casts the rest back, peft_module_casting_to_bf16).
+    """
+    linear_experts: Flag = False
+    """Each expert is a linear of its own, which bitsandbytes quantises; fused ones stay 16-bit."""
+    quantized_head: Flag = False
+    """The LM head is quantised too, and dequantised to fp32 for its matmul (litgpt)."""
+    saved_input: Annotated[int, Field(ge=0, le=8, strict=True)] = 0
+    """Bytes an element of the input that a quantised matmul's node holds until backward."""
+    saved_output: Flag = False
+    """A linear's output is kept for what scales it afterwards (litgpt's adapter v2)."""
+
+    # layers
+    repeat_kv: frozenset[str] = frozenset()
+    """Model types whose keys and values are repeated for every query head before attention."""
+    fused: frozenset[Kernel] = frozenset()
+    """Kernels that keep fewer tensors than torch's operations: rmsnorm, swiglu, rope, lora."""
+    tiled_norms: Flag = False
+    """Norms run in the tiles of a tiled MLP."""
+    tiles_by_default: Flag = False
+    """The MLP is tiled whenever layers are checkpointed, unless the recipe says no."""
+    tiled_mlp_available: Flag = False
+    """The framework has a tiled MLP to offer as advice."""
+
+    # checkpointing
+    reentrant: Flag = False
+    """Checkpoints reentrantly (transformers < 5): the recomputed output lives through backward."""
+    frozen_embedding_leaf: Flag = True
+    """A frozen embedding's output is made a leaf (enable_input_require_grads), which its node holds."""
+    exact_host_slab: Flag = False
+    """Offloaded inputs go to one registered slab; torch's pinned blocks round up to a power of two."""
+
+    # loss and outputs
+    fp32_outputs: Flag = False
+    """Outputs become fp32 under mixed precision (accelerate's ConvertOutputsToFp32)."""
+    keeps_outputs: Flag = False
+    """The training loop holds the model's outputs, logits included, through backward."""
+    transformers: Annotated[str, Field(pattern=r"^(\d+\.\d+)?$")] = ""
+    """Release of transformers whose loss code runs, like 4.48; empty: 4.49 or newer."""
+
+    # rollout and start
+    raise_batch_to_generations: Flag = False
+    """GRPO's micro-batch is raised to a multiple of the generations."""
+    generates_whole_batch: Flag = False
+    """All sequences of a step are generated at once, those of gradient accumulation too."""
+    releases_kv: Flag = False
+    """The engine's KV memory is given back while training, its weights are not."""
+    fsdp_loads_full: Flag = False
+    """Under FSDP every rank loads the whole model before it is sharded."""
