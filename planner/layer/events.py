@@ -76,6 +76,7 @@ def _kept(layer: LayerSpec, hidden: int, settings: OpSettings) -> KeptEvents:
     assert out.grad is not None
     incoming = out.grad.block
     tape.run()
+    tape.end_graph()
     backward = LayerEvents(
         _without(tape.events, incoming, frees=False),
         first,
@@ -103,6 +104,7 @@ def _recomputed(layer: LayerSpec, hidden: int, settings: OpSettings) -> LayerEve
     early = list(tape.events)
     tape.events.clear()
     tape.run()
+    tape.end_graph()
     first = x.storage.block
     events = _without([*early, *again, *tape.events], first)
     return LayerEvents(
@@ -122,6 +124,7 @@ def _reentrant(layer: LayerSpec, hidden: int, settings: OpSettings) -> LayerEven
     assert out.grad is not None
     incoming = out.grad.block
     tape.run()
+    tape.end_graph()
     tape.drop(out)  # the recomputed output is a variable until its backward is done
     first = x.storage.block
     events = _without(_without(tape.events, first), incoming, frees=False)

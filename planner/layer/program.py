@@ -89,8 +89,7 @@ class Program:
             if s.saved_input != inner.size / columns:
                 wide = tape.op((inner,), columns * s.saved_input)
                 inner, cast = wide, True
-            # kept as an attribute of the autograd node: freed with the graph, not with the node
-            inner.storage.refs += 1
+            tape.hold(inner)  # freed with the graph, not with the node
         out = tape.op(
             (inner,),
             rows * s.act,

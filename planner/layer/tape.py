@@ -120,6 +120,7 @@ class Tape:
         self.events: list[Event] = []
         self.blocks = 0
         self.nodes: list[Node] = []
+        self.held: list[Storage] = []
         self.last_save = self.last_save_event = 0
         """How many points (events) there were when something was last saved for backward: inputs
         are saved before the operation runs, outputs after."""
@@ -241,6 +242,18 @@ class Tape:
         """Forget Python variables."""
         for value in values:
             self.release(value.storage)
+
+    def hold(self, value: Value) -> None:
+        """Keep a tensor as an attribute of its autograd node: until the graph goes."""
+        if self.grad_enabled:
+            value.storage.refs += 1
+            self.held.append(value.storage)
+
+    def end_graph(self) -> None:
+        """Forget the autograd nodes, whose backward is done."""
+        for storage in self.held:
+            self.release(storage)
+        self.held.clear()
 
     def start_backward(self, out: Value, grad_per_token: float) -> None:
         """Hand a gradient to `out`."""

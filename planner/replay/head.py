@@ -1,0 +1,182 @@
+"""The loss head's allocations in order, by the framework's law."""
+
+from dataclasses import dataclass
+
+from planner.allocator.pool import Chunk
+from planner.dtypes import element_bytes
+from planner.models.spec import ModelSpec
+from planner.replay.player import Player
+from planner.run.framework import LogitsLaw, width
+from planner.run.recipe import Method
+from planner.run.resolve import Resolved
+from planner.terms.gradients import gradient_width
+from planner.terms.logits import chunk_rows, head_width, scored_rows, tile_shape
+
+
+@dataclass(slots=True)
+class Head:
+    """The head of one model under one recipe."""
+
+    model: ModelSpec
+    r: Resolved
+    tokens: int
+    player: Player
+
+    @property
+    def law(self) -> LogitsLaw:
+        """The framework's law."""
+        return self.r.law
+
+    @property
+    def trained(self) -> bool:
+        """The head gets a gradient."""
+        return self.r.method is Method.FULL and self.r.trains
+
+    @property
+    def rows(self) -> int:
+        """Rows of hidden states that meet the vocabulary."""
+        most = scored_rows(self.r, self.law)
+        return max(1, most * self.tokens // max(1, self.r.tokens))
+
+    def run(self, hidden: Chunk | None, grads: list[Chunk], *, accumulate: bool) -> Chunk | None:
+        """Play the loss and its backward down to the gradient of the head's input, which is left.
+
+        `hidden` is the norm's output, freed when nothing needs it; the head's own gradient is added
+        to `grads`.
+        """
+        if self.law.kind == "full":
+            return self._full(hidden, grads, accumulate=accumulate)
+        return self._in_parts(hidden, grads, accumulate=accumulate)
+
+    def score(self, hidden: Chunk | None) -> None:
+        """Play log-probabilities without a graph."""
+        if self.law.kind == "full":
+            alive = self._begin(self.law.forward)
+            self.player.give(*alive.values())
+        else:
+            work = self._part()
+            self.player.give(*self.player.take_all(work))
+        self.player.give(hidden)
+
+    def _begin(self, tensors: tuple[tuple[str, str], ...]) -> dict[str, Chunk | None]:
+        act, count = element_bytes(self.r.compute_dtype), self.rows * self.model.vocab
+        alive: dict[str, Chunk | None] = {}
+        copies = self._copies()
+        for position, (name, dtype) in enumerate(tensors):
+            alive[name] = self.player.take(count * width(dtype, act))
+            if position == 0 and self.model.softcap:
+                alive["tanh"] = self.player.take(count * act)
+        for index, copy in enumerate(copies):
+            alive[f"copy {index}"] = copy
+        return alive
+
+    def _copies(self) -> list[Chunk]:
+        """Take the head's weight dequantised or cast, and its input's cast."""
+        model, r = self.model, self.r
+        act = element_bytes(r.compute_dtype)
+        if r.quantization and r.switches.quantized_head:
+            return self.player.take_all([4 * model.vocab * model.hidden])
+        if not r.autocast or head_width(r) == act:
+            return []
+        sizes = [act * model.hidden * model.vocab]
+        if self.trained:
+            sizes.append(act * model.hidden * self.rows)
+        return self.player.take_all(sizes)
+
+    def _full(
+        self, hidden: Chunk | None, grads: list[Chunk], *, accumulate: bool
+    ) -> Chunk | None:
+        player, act = self.player, element_bytes(self.r.compute_dtype)
+        count = self.rows * self.model.vocab
+        alive = self._begin(self.law.forward)
+        backward = {_same(name, alive): width(dtype, act) for name, dtype in self.law.backward}
+        copies = [name for name in alive if name.startswith("copy") or name == "tanh"]
+        for name in [n for n in alive if n not in backward and n not in copies]:
+            player.give(alive.pop(name))
+        made = 0
+        for name, each in backward.items():
+            if name not in alive:
+                alive[name] = player.take(count * each)
+                made = each
+        last = next(reversed([n for n in alive if n not in copies]), "")
+        gradient = alive.pop(last, None)
+        held = [name for name in alive if name in copies or name.startswith("outputs")]
+        for name in [n for n in alive if n not in held]:
+            player.give(alive.pop(name))
+        if made > act:  # the logits were made in 16 bits: so is their gradient
+            wide, gradient = gradient, player.take(count * act)
+            player.give(wide)
+        incoming = player.take(self.rows * self.model.hidden * act)
+        if self.trained:
+            self._weight_grad(grads, accumulate=accumulate)
+            player.give(hidden)
+        player.give(gradient, *alive.values())
+        return self._whole(incoming, act)
+
+    def _whole(self, incoming: Chunk | None, act: int) -> Chunk | None:
+        """Return the gradient of all tokens' hidden states from that of the scored rows."""
+        if self.rows == self.tokens:
+            return incoming
+        whole = self.player.take(self.tokens * self.model.hidden * act)
+        self.player.give(incoming)
+        return whole
+
+    def _weight_grad(self, grads: list[Chunk], *, accumulate: bool) -> None:
+        chunk = self.player.take(self.model.vocab * self.model.hidden * gradient_width(self.r))
+        if accumulate:
+            self.player.give(chunk)
+        elif chunk is not None:
+            grads.append(chunk)
+
+    def _part(self) -> list[int]:
+        """Return the blocks of one chunk or tile."""
+        law, act = self.law, element_bytes(self.r.compute_dtype)
+        if law.kind == "tiled":
+            tall, columns = tile_shape(self.model, self.r, law, self.rows)
+            one = 4 * tall * self.model.hidden
+            narrow = [tall * columns * act] if act < 4 else []
+            return [one, 4 * tall * columns, *narrow, one]
+        chunk = chunk_rows(self.model, self.r, law, self.rows, act)
+        vocab = min(self.model.vocab, law.chunk_vocab or self.model.vocab)
+        cast = 0 if head_width(self.r) == act else vocab * self.model.hidden * act
+        return [cast, *(chunk * vocab * width(dtype, act) for _, dtype in law.chunk)]
+
+    def _parts(self) -> int:
+        law, act = self.law, element_bytes(self.r.compute_dtype)
+        if law.kind == "tiled":
+            tall, columns = tile_shape(self.model, self.r, law, self.rows)
+            return -(-self.rows // tall) * -(-self.model.vocab // max(1, columns))
+        return -(-self.rows // max(1, chunk_rows(self.model, self.r, law, self.rows, act)))
+
+    def _in_parts(
+        self, hidden: Chunk | None, grads: list[Chunk], *, accumulate: bool
+    ) -> Chunk | None:
+        player, law, act = self.player, self.law, element_bytes(self.r.compute_dtype)
+        one = self.rows * self.model.hidden
+        kept = player.take_all(one * width(dtype, act) for _, dtype in law.hidden)
+        if law.drops_hidden:
+            player.give(hidden)
+            hidden = None
+        weight = self.model.vocab * self.model.hidden
+        sums = [weight * width(dtype, act) for _, dtype in law.head_grad] if self.trained else []
+        accumulators = player.take_all(sums)
+        work = self._part()
+        for _ in range(min(2, self._parts())):  # every part frees what the next one takes
+            player.passing(*work)
+        if self.trained and len(sums) == 1 and sums[0] == weight * gradient_width(self.r):
+            player.give(*accumulators) if accumulate else grads.extend(accumulators)
+        elif self.trained:
+            self._weight_grad(grads, accumulate=accumulate)
+            player.give(*accumulators)
+        player.give(hidden)
+        incoming = player.take(self.tokens * self.model.hidden * act)
+        player.give(*kept)
+        return incoming
+
+
+def _same(name: str, alive: dict[str, Chunk | None]) -> str:
+    """Return which of the forward's tensors a backward's tensor is: itself under another name."""
+    if name in alive:
+        return name
+    bare = name.removeprefix("outputs.")
+    return next((other for other in alive if bare == other or bare.startswith(other + ",")), name)
