@@ -1,6 +1,8 @@
 """The loss head's allocations in order, by the framework's law."""
 
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 from planner.allocator.pool import Chunk
 from planner.dtypes import element_bytes
@@ -11,6 +13,18 @@ from planner.run.recipe import Method
 from planner.run.resolve import Resolved
 from planner.terms.gradients import gradient_width
 from planner.terms.logits import chunk_rows, head_width, scored_rows, tile_shape
+
+
+class Step(NamedTuple):
+    """One allocation or free of vocabulary width."""
+
+    gone: str
+    """Freed, after `made` if there is one."""
+    made: str
+    each: int
+    """Bytes of an element of `made`; 0: `gone` goes on under that name."""
+    shifted: bool
+    """A row less for each sequence."""
 
 
 @dataclass(slots=True)
@@ -51,24 +65,15 @@ class Head:
     def score(self, hidden: Chunk | None) -> None:
         """Play log-probabilities without a graph."""
         if self.law.kind == "full":
-            alive = self._begin(self.law.forward)
-            self.player.give(*alive.values())
+            copies = self._copies()
+            forward, _ = in_order(self.law, element_bytes(self.r.compute_dtype))
+            alive: dict[str, Chunk | None] = {}
+            self._play(forward, alive)
+            self.player.give(*alive.values(), *copies)
         else:
             work = self._part()
             self.player.give(*self.player.take_all(work))
         self.player.give(hidden)
-
-    def _begin(self, tensors: tuple[tuple[str, str], ...]) -> dict[str, Chunk | None]:
-        act, count = element_bytes(self.r.compute_dtype), self.rows * self.model.vocab
-        alive: dict[str, Chunk | None] = {}
-        copies = self._copies()
-        for position, (name, dtype) in enumerate(tensors):
-            alive[name] = self.player.take(count * width(dtype, act))
-            if position == 0 and self.model.softcap:
-                alive["tanh"] = self.player.take(count * act)
-        for index, copy in enumerate(copies):
-            alive[f"copy {index}"] = copy
-        return alive
 
     def _copies(self) -> list[Chunk]:
         """Take the head's weight dequantised or cast, and its input's cast."""
@@ -87,31 +92,32 @@ class Head:
         self, hidden: Chunk | None, grads: list[Chunk], *, accumulate: bool
     ) -> Chunk | None:
         player, act = self.player, element_bytes(self.r.compute_dtype)
-        count = self.rows * self.model.vocab
-        alive = self._begin(self.law.forward)
-        backward = {_same(name, alive): width(dtype, act) for name, dtype in self.law.backward}
-        copies = [name for name in alive if name.startswith("copy") or name == "tanh"]
-        for name in [n for n in alive if n not in backward and n not in copies]:
-            player.give(alive.pop(name))
-        made = 0
-        for name, each in backward.items():
-            if name not in alive:
-                alive[name] = player.take(count * each)
-                made = each
-        last = next(reversed([n for n in alive if n not in copies]), "")
-        gradient = alive.pop(last, None)
-        held = [name for name in alive if name in copies or name.startswith("outputs")]
-        for name in [n for n in alive if n not in held]:
-            player.give(alive.pop(name))
-        if made > act:  # the logits were made in 16 bits: so is their gradient
-            wide, gradient = gradient, player.take(count * act)
-            player.give(wide)
+        copies = self._copies()
+        forward, backward = in_order(self.law, act)
+        alive: dict[str, Chunk | None] = {}
+        self._play(forward, alive)
+        if self.model.softcap:
+            copies.extend(player.take_all([self.rows * self.model.vocab * act]))
+        self._play(backward, alive)
         incoming = player.take(self.rows * self.model.hidden * act)
         if self.trained:
             self._weight_grad(grads, accumulate=accumulate)
             player.give(hidden)
-        player.give(gradient, *alive.values())
+        player.give(*reversed(alive.values()), *copies)
         return self._whole(incoming, act)
+
+    def _play(self, steps: tuple[Step, ...], alive: dict[str, Chunk | None]) -> None:
+        vocab = self.model.vocab
+        for gone, made, each, shifted in steps:
+            if made and each:
+                rows = self.rows - (self.r.sequences if shifted else 0)
+                fresh = self.player.take(rows * vocab * each)
+                self.player.give(alive.pop(gone, None))
+                alive[made] = fresh
+            elif made and gone:
+                alive[made] = alive.pop(gone)
+            elif gone:
+                self.player.give(alive.pop(gone, None))
 
     def _whole(self, incoming: Chunk | None, act: int) -> Chunk | None:
         """Return the gradient of all tokens' hidden states from that of the scored rows."""
@@ -174,7 +180,52 @@ class Head:
         return incoming
 
 
-def _same(name: str, alive: dict[str, Chunk | None]) -> str:
+@cache
+def in_order(law: LogitsLaw, act: int) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+    """Return the steps of a law's forward and backward, when logits are computed in `act` bytes."""
+    if not law.order:
+        return _from_totals(law, act)
+    halves: tuple[list[Step], list[Step]] = ([], [])
+    half = 0
+    for text in law.order:
+        if text == "|":
+            half = 1
+        elif text.startswith("-"):
+            halves[half].append(Step(text[1:], "", 0, False))
+        else:
+            names, _, kind = text.partition(": ")
+            gone, _, made = names.rpartition(" > ")
+            dtype, _, rows = kind.partition(" ")
+            halves[half].append(Step(gone, made, width(dtype, act), rows == "shifted"))
+    return tuple(halves[0]), tuple(halves[1])
+
+
+def _from_totals(law: LogitsLaw, act: int) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+    """Return the steps of a law that only says what is alive at its two largest moments."""
+    forward: list[Step] = []
+    first = width(law.forward[0][1], act) if law.forward else 0
+    if first > act and not any(width(dtype, act) == act for _, dtype in law.forward):
+        forward.append(Step("", "16-bit logits", act, False))  # the matmul's, which fp32 replaces
+    for name, dtype in law.forward:
+        gone = "16-bit logits" if forward and forward[-1].made == "16-bit logits" else ""
+        forward.append(Step(gone, name, width(dtype, act), False))
+    alive = [step.made for step in forward if step.made != "16-bit logits"]
+    lasting = {_same(name, alive): width(dtype, act) for name, dtype in law.backward}
+    forward += [Step(name, "", 0, False) for name in alive if name not in lasting]
+    made = [name for name in lasting if name not in alive]
+    backward = [Step("", name, lasting[name], False) for name in made]
+    last = made[-1] if made else next(reversed(lasting), "")
+    backward += [
+        Step(name, "", 0, False)
+        for name in lasting
+        if name != last and not name.startswith("outputs")
+    ]
+    if lasting.get(last, 0) > act:
+        backward.append(Step(last, "gradient", act, False))
+    return tuple(forward), tuple(backward)
+
+
+def _same(name: str, alive: list[str]) -> str:
     """Return which of the forward's tensors a backward's tensor is: itself under another name."""
     if name in alive:
         return name

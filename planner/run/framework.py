@@ -25,6 +25,10 @@ class LogitsLaw:
     forward: tuple[tuple[str, str], ...] = ()
     """(tensor, dtype) alive when the forward of the loss is at its largest; see `width`."""
     backward: tuple[tuple[str, str], ...] = ()
+    order: tuple[str, ...] = ()
+    """Every allocation of the loss in order, for the allocator's replay: "name: dtype", "-name" for a
+    free, "a > b: dtype" for a copy that replaces a, "|" where the backward starts. `shifted` after the
+    dtype: a row less for each sequence; `downcast`: back to 16 bits, nothing in fp32."""
     rows: str = "all"
     """all tokens of the micro-batch, or completion tokens only."""
     chunk_rows: int = 0
@@ -143,6 +147,7 @@ _PAIRS = ("forward", "backward", "chunk", "hidden", "head_grad")
 def _law(row: dict[str, Any]) -> LogitsLaw:
     values: dict[str, Any] = {key: value for key, value in row.items() if key not in _PAIRS}
     values |= {key: tuple(row[key].items()) for key in _PAIRS if key in row}
+    values["order"] = tuple(row.get("order", ()))
     return LogitsLaw(**values)
 
 
@@ -156,4 +161,6 @@ def width(dtype: str, act_bytes: int) -> int:
         return act_bytes
     if dtype == "upcast":
         return 4 if act_bytes < 4 else 0
+    if dtype == "downcast":
+        return act_bytes if act_bytes < 4 else 0
     return {"fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "bool": 1}[dtype]
