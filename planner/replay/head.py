@@ -15,6 +15,10 @@ from planner.terms.gradients import gradient_width
 from planner.terms.logits import chunk_rows, head_width, scored_rows, tile_shape
 
 
+SCALES_LOGITS = ("granite", "cohere")
+"""Families whose forward always multiplies or divides the logits (modeling_granite, modeling_cohere)."""
+
+
 class Step(NamedTuple):
     """One allocation or free of vocabulary width."""
 
@@ -66,7 +70,7 @@ class Head:
         """Play log-probabilities without a graph."""
         if self.law.kind == "full":
             copies = self._copies()
-            forward, _ = in_order(self.law, element_bytes(self.r.compute_dtype))
+            forward, _ = self._steps(element_bytes(self.r.compute_dtype))
             alive: dict[str, Chunk | None] = {}
             self._play(forward, alive)
             self.player.give(*alive.values(), *copies)
@@ -93,18 +97,38 @@ class Head:
     ) -> Chunk | None:
         player, act = self.player, element_bytes(self.r.compute_dtype)
         copies = self._copies()
-        forward, backward = in_order(self.law, act)
+        forward, backward = self._steps(act)
         alive: dict[str, Chunk | None] = {}
         self._play(forward, alive)
-        if self.model.softcap:
-            copies.extend(player.take_all([self.rows * self.model.vocab * act]))
         self._play(backward, alive)
+        if self._scales or self.model.softcap:  # its gradient, out of place
+            self._play((Step(next(reversed(alive)), "unscaled gradient", act, False),), alive)
         incoming = player.take(self.rows * self.model.hidden * act)
         if self.trained:
             self._weight_grad(grads, accumulate=accumulate)
             player.give(hidden)
         player.give(*reversed(alive.values()), *copies)
         return self._whole(incoming, act)
+
+    @property
+    def _scales(self) -> bool:
+        """The model's forward scales its logits, out of place; some do so even by 1."""
+        return self.model.logit_scale != 1 or self.model.model_type.startswith(SCALES_LOGITS)
+
+    def _steps(self, act: int) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+        """Return the law's steps, with what the model does to its logits first."""
+        forward, backward = in_order(self.law, act)
+        name = forward[0].made
+        if self.model.softcap:  # logits / cap, tanh, * cap: three tensors, tanh's is saved
+            scaled = (
+                Step(name, "divided", act, False),
+                Step("divided", "tanh", act, False),
+                Step("", name, act, False),
+            )
+            forward = (forward[0], *scaled, *forward[1:])
+        elif self._scales:
+            forward = (forward[0], Step(name, name, act, False), *forward[1:])
+        return forward, backward
 
     def _play(self, steps: tuple[Step, ...], alive: dict[str, Chunk | None]) -> None:
         vocab = self.model.vocab
