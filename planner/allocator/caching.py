@@ -1,6 +1,6 @@
 """CUDA's caching allocator, simulated: what torch reserves for a sequence of allocations and frees.
 
-Rules and constants as in c10/cuda/CUDACachingAllocator.cpp of torch 2.13; one device, one stream.
+Rules and constants as in c10/cuda/CUDACachingAllocator.cpp of torch 2.13; one device.
 
 * Requests round up to 512 bytes, or to a fraction of a power of two (roundup_power2_divisions).
 * Up to 1 MiB: the small pool, in 2 MiB segments. Larger: the large pool, in 20 MiB segments below
@@ -155,19 +155,25 @@ class CachingAllocator:
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self.peak_reserved_bytes = self.reserved_at_peak_bytes = 0
         self.requests = 0
-        expandable = self.config.expandable_segments
-        self.small = Pool(small=True, expandable=expandable)
-        self.large = Pool(small=False, expandable=expandable)
+        self.pools: dict[tuple[int, bool], Pool] = {}
+        """By stream and size class: a block serves only the stream that allocated it."""
+
+    def pool(self, stream: int, *, small: bool) -> Pool:
+        """Return the pool of a stream."""
+        key = (stream, small)
+        if key not in self.pools:
+            self.pools[key] = Pool(small=small, expandable=self.config.expandable_segments)
+        return self.pools[key]
 
     @property
     def reserved_bytes(self) -> int:
         """Bytes taken from the device."""
-        return self.small.reserved_bytes + self.large.reserved_bytes
+        return sum(pool.reserved_bytes for pool in self.pools.values())
 
     @property
     def segments(self) -> int:
         """Segments held now."""
-        return self.small.segments + self.large.segments
+        return sum(pool.segments for pool in self.pools.values())
 
     def round_size(self, size: int) -> int:
         """Return the block size for a request of `size` bytes."""
@@ -178,10 +184,10 @@ class CachingAllocator:
             return _next_division(size, divisions)
         return -(-size // MIN_BLOCK) * MIN_BLOCK
 
-    def malloc(self, size: int) -> Chunk | None:
+    def malloc(self, size: int, stream: int = 0) -> Chunk | None:
         """Return a block, or None when the device is full even after the cache was given back."""
         size = self.round_size(size)
-        pool = self.small if size <= SMALL_SIZE else self.large
+        pool = self.pool(stream, small=size <= SMALL_SIZE)
         self.requests += 1
         chunk = self._find(pool, size) or self._grow(pool, size)
         if chunk is None:
@@ -198,13 +204,12 @@ class CachingAllocator:
     def free(self, chunk: Chunk) -> None:
         """Give a block back to the cache, merged with its free neighbours."""
         self.allocated_bytes -= chunk.size
-        pool = self.small if chunk.small else self.large
         chunk.freed_at = self.requests
-        pool.give_back(chunk)
+        chunk.pool.give_back(chunk)
 
     def empty_cache(self) -> int:
         """Return every unused segment to the device; the bytes freed."""
-        return self.small.release() + self.large.release()
+        return sum(pool.release() for pool in self.pools.values())
 
     def _find(self, pool: Pool, size: int) -> Chunk | None:
         chunk = pool.best_fit(size)
@@ -220,7 +225,7 @@ class CachingAllocator:
     def _grow(self, pool: Pool, size: int) -> Chunk | None:
         self._collect_garbage()
         chunk = self._map(pool, size)
-        if chunk is None and self._release_oversized(size):
+        if chunk is None and self._release_oversized(pool, size):
             chunk = self._map(pool, size)
         if chunk is None and self.empty_cache():
             chunk = self._map(pool, size)
@@ -244,20 +249,21 @@ class CachingAllocator:
         if worth:
             pool.split(chunk, size)
 
-    def _release_oversized(self, size: int) -> int:
+    def _release_oversized(self, pool: Pool, size: int) -> int:
         """Give back whole oversized blocks, enough for `size` (release_available_cached_blocks)."""
         limit = self.config.max_split_size_bytes
         if limit == NO_LIMIT:
             return 0
-        return self.large.release_at_least(max(size, limit), floor=limit)
+        return pool.release_at_least(max(size, limit), floor=limit)
 
     def _collect_garbage(self) -> None:
         share = self.config.garbage_collection_threshold
         if not share or self.capacity_bytes is None:
             return
         excess = self.reserved_bytes - int(share * self.capacity_bytes)
-        if excess > 0:
-            self.large.collect(excess, now=self.requests)
+        for pool in self.pools.values():
+            if excess > 0 and not pool.small:
+                excess -= pool.collect(excess, now=self.requests)
 
 
 def allocation_size(size: int) -> int:

@@ -21,7 +21,7 @@ class Chunk:
 
     size: int
     address: int
-    small: bool
+    pool: "Pool"
     free: bool = True
     mapped: bool = True
     """False: a hole of an expandable range that was given back to the device."""
@@ -63,11 +63,11 @@ class Pool:
         """Take a segment from the device; the caller uses or splits it."""
         self.reserved_bytes += size
         self.segments += 1
-        return Chunk(size, next(self._addresses), self.small)
+        return Chunk(size, next(self._addresses), self)
 
     def split(self, chunk: Chunk, size: int) -> None:
         """Cut `chunk` to `size`; the rest becomes a free block after it."""
-        rest = Chunk(chunk.size - size, chunk.address + size, self.small)
+        rest = Chunk(chunk.size - size, chunk.address + size, self)
         rest.freed_at = chunk.freed_at
         chunk.size = size
         self._link(chunk, rest)
@@ -101,18 +101,20 @@ class Pool:
             total += chunk.size
         return self._drop(chosen) if total >= size else 0
 
-    def collect(self, excess: int, *, now: int) -> None:
+    def collect(self, excess: int, *, now: int) -> int:
         """Return segments that were idle longer than average until `excess` bytes are back."""
+        wanted = excess
         while excess > 0:
             idle = [chunk for _, _, chunk in self._free if chunk.whole]
             if not idle:
-                return
+                break
             average = sum(now - chunk.freed_at for chunk in idle) / len(idle)
             old = [chunk for chunk in idle if now - chunk.freed_at >= average]
             for chunk in old:
                 if excess <= 0:
                     break
                 excess -= self._drop([chunk])
+        return wanted - excess
 
     def expand(self, size: int, room: int | None) -> Chunk | None:
         """Map pages so that `size` bytes are free in one piece; None when `room` is not enough."""
@@ -133,7 +135,7 @@ class Pool:
             head.size += pages
             return head
         address = head.address + head.size if head is not None else 0
-        grown = Chunk(pages, address, self.small)
+        grown = Chunk(pages, address, self)
         if head is not None:
             self._link(head, grown)
         else:
@@ -155,7 +157,7 @@ class Pool:
             return None
         self.reserved_bytes += pages
         if pages < hole.size:
-            rest = Chunk(hole.size - pages, hole.address + pages, self.small, mapped=False)
+            rest = Chunk(hole.size - pages, hole.address + pages, self, mapped=False)
             hole.size = pages
             self._link(hole, rest)
         hole.mapped = True
