@@ -13,7 +13,7 @@ from planner.answers.advise import Advice, Change
 from planner.errors import UnknownNameError, VramwiseError
 from planner.plan import Plan, plan
 from planner.report import summary
-from planner.run.framework import frameworks
+from planner.run.framework import frameworks, pick
 from planner.run.recipe import Task
 from planner.terms.term import Term
 from planner.units import format_bytes
@@ -200,7 +200,7 @@ def curve(run: Run, result: Plan) -> None:
 
 def curve_lines(run: Run) -> dict[str, list[tuple[int, int]]]:
     """Return (tokens, peak bytes) of every framework that can express the run."""
-    own = run.recipe.framework
+    own = pick(run.recipe.framework).name
     names = [own, *(name for name in SIDE_BY_SIDE if name != own and name in frameworks())]
     if run.recipe.task is Task.SERVE:
         names = [own]

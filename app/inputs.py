@@ -15,6 +15,7 @@ from app.runs import DEFAULTS, OWN_SIZE, Run
 from planner.errors import VramwiseError
 from planner.machines.machine import Machine, find_gpu
 from planner.models.spec import ModelSpec
+from planner.run.framework import pick
 from planner.run.recipe import MachineSection, Recipe
 from planner.run.resolve import resolve
 from planner.run.runfile import machine_of
@@ -84,7 +85,7 @@ def set_recipe(recipe: Recipe, run: Run | None = None) -> None:
     """Write a recipe into the widgets; lengths become one context and the prompt in it."""
     for knob in KNOBS:
         st.session_state[knob.key] = knobs.to_widget(knob, knobs.read_path(recipe, knob.path))
-    st.session_state["framework"] = recipe.framework
+    st.session_state["framework"] = pick(recipe.framework).name
     if run is not None:
         resolved = resolve(run.model, recipe, run.machine)
         st.session_state["context"] = resolved.seq_tokens

@@ -11,7 +11,7 @@ from app.knobs import KNOBS, MORE, Group
 from app.links import MAX_GIB
 from app.runs import OWN_SIZE
 from planner.machines.machine import MAX_GPUS
-from planner.run.framework import find_framework
+from planner.run.framework import pick
 
 
 def model_widget() -> None:
@@ -98,7 +98,7 @@ def _more(defaults: Mapping[str, Any]) -> None:
 
 def _defaults(framework: str | None, task: str) -> dict[str, Any]:
     """Return what a framework does by itself, by recipe path."""
-    found = find_framework(framework).task_defaults(task) if framework else {}
+    found = pick(framework).task_defaults(task) if framework else {}
     engine = ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "sleep_level")
     inner = {f"engine.{name}": found.get(name) for name in engine}
     return {**found, **inner, "engine.kind": found.get("engine")}

@@ -7,6 +7,7 @@ from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
 from planner.phases import Phase, budget
 from planner.reserved import communication_bytes, reserved
+from planner.run.framework import planned_as, spelled
 from planner.run.recipe import Recipe, Sharding
 from planner.run.resolve import Resolved, resolve
 from planner.terms.term import Term
@@ -93,11 +94,24 @@ class Plan:
         """Return the phase of that name."""
         return next(phase for phase in self.phases if phase.name == name)
 
+    def _framework(self) -> dict[str, Any]:
+        law, asked = self.resolved.framework, spelled(self.resolved.framework_asked)
+        return {
+            "name": law.name,
+            "family": law.family,
+            "version_asked": asked.version or None,
+            "versions": law.versions,
+            "package": law.package or law.family,
+            "planned_as": planned_as(law, self.resolved.framework_asked),
+            "source": law.source,
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON document of `vramwise plan --json`."""
         return {
             "schema_version": SCHEMA_VERSION,
             "model": self.model,
+            "framework": self._framework(),
             "verdict": self.verdict,
             "fits": self.fits,
             "why": self.why,

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from planner.run.framework import planned_as
 from planner.units import format_bytes
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def text(plan: "Plan", levers: Sequence["Advice"] = ()) -> str:
     notes += [f"  not modelled: {note}" for note in plan.not_modeled]
     if notes:
         lines += ["", *notes]
-    lines.append(f"  framework: {r.framework.title} ({r.framework.versions})")
+    lines.append(f"  planned as {planned_as(r.framework, r.framework_asked)}")
     return "\n".join(lines)
 
 

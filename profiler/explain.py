@@ -82,7 +82,7 @@ def _what_a_cpu_does_otherwise(cell: Cell, plan: Plan) -> list[str]:
             "  on a CPU torch updates one tensor at a time; on a GPU all at once (foreach), with "
             "temporaries for all"
         ]
-    if cell.term == "logits" and plan.resolved.framework.name == "trl":
+    if cell.term == "logits" and plan.resolved.switches.trace_step == "trl":
         # trl/trainer/utils.py, _fused_forward: `compact = _use_triton(device)`
         return [
             "  on a CPU TRL scores every position in torch ops with whole-tile temporaries; on a "

@@ -21,6 +21,7 @@ from planner.accuracy.sft_recipe import recipe_of
 from planner.errors import UnsupportedError
 from planner.models.catalogue import load_catalogue
 from planner.models.spec import ModelSpec
+from planner.run.framework import pick
 from planner.run.recipe import Recipe, Task
 from planner.run.resolve import resolve
 from profiler.subjects.from_recipe import step_options
@@ -29,12 +30,6 @@ from profiler.subjects.options import StepOptions
 from profiler.subjects.trl_grpo import Temperature, TrlGrpo
 from profiler.trace import Subject, trace
 
-SFT_FRAMEWORKS = ("hf-trainer", "peft-loop", "fms-hf-tuning")
-GRPO_TEMPERATURE = {
-    "trl-0.15": Temperature.NONE,
-    "trl-1.9": Temperature.IN_PLACE,
-    "trl-1.12": Temperature.COPY,
-}
 FUSED = ("foak", "liger", "unsloth", "scattermoe", "fused")
 INTERVAL = (0.97, 1.03)
 QUANTITY = "peak_allocated"
@@ -47,17 +42,18 @@ def score(files: Iterable[Path]) -> Accuracy:
 
 def predict(row: Row) -> Prediction:
     """Return what the trace says about `row`; raises NotCovered with the reason."""
-    options, model, framework = _step(row)
-    return around(QUANTITY, peak_bytes(options, model, framework=framework), *INTERVAL)
+    options, model, temperature = _step(row)
+    return around(QUANTITY, peak_bytes(options, model, temperature=temperature), *INTERVAL)
 
 
 def subject_of(row: Row) -> Subject:
     """Return the step of `row` at full depth; raises NotCovered with the reason."""
-    options, _, framework = _step(row)
-    return _Frozen(options, GRPO_TEMPERATURE.get(framework)).subject()
+    options, _, temperature = _step(row)
+    return _Frozen(options, temperature).subject()
 
 
-def _step(row: Row) -> tuple[StepOptions, ModelSpec, str]:
+def _step(row: Row) -> tuple[StepOptions, ModelSpec, Temperature | None]:
+    """Return the step of a row, and how full GRPO logits meet the temperature (None: an SFT step)."""
     if row.quantity != QUANTITY:
         raise NotCovered("the trace tier scores peak_allocated")
     model = model_named(row["model"])
@@ -72,7 +68,8 @@ def _step(row: Row) -> tuple[StepOptions, ModelSpec, str]:
         options = replace(step_options(resolved, config, steps=1), warm_optimizer=True)
     except UnsupportedError as error:
         raise NotCovered(str(error)) from error
-    return options, model, resolved.framework.name
+    grpo = resolved.task is Task.GRPO
+    return options, model, Temperature(resolved.switches.grpo_temperature) if grpo else None
 
 
 def _recipe(row: Row, model: ModelSpec) -> Recipe:
@@ -81,7 +78,7 @@ def _recipe(row: Row, model: ModelSpec) -> Recipe:
         raise NotCovered("the trace runs one GPU")
     if row.layout is Layout.RL:
         recipe = rl_recipe(row, model)
-        if recipe.task is not Task.GRPO or recipe.framework not in GRPO_TEMPERATURE:
+        if recipe.task is not Task.GRPO or _trace_step(recipe) != "trl-full":
             raise NotCovered(f"{recipe.task} of {recipe.framework} has no reference step")
         return recipe
     if any(word in row["kernels"].lower() for word in FUSED):
@@ -89,14 +86,20 @@ def _recipe(row: Row, model: ModelSpec) -> Recipe:
     if row.integer("seq_len") is None:
         raise NotCovered("the run's length is not stated")
     recipe = recipe_of(row, model)
-    if not str(recipe.framework).startswith(SFT_FRAMEWORKS):
+    if _trace_step(recipe) != "hf":
         raise NotCovered(f"framework {recipe.framework} has no reference step")
     return recipe
 
 
-def peak_bytes(options: StepOptions, model: ModelSpec, *, framework: str = "") -> int:
+def _trace_step(recipe: Recipe) -> str:
+    switches = pick(recipe.framework).switches_of(recipe.task.value)
+    return switches.trace_step
+
+
+def peak_bytes(
+    options: StepOptions, model: ModelSpec, *, temperature: Temperature | None = None
+) -> int:
     """Return the peak at the model's full depth, from two traces of a few layers."""
-    temperature = GRPO_TEMPERATURE.get(framework)
     period = len(model.layers)
     few, more = 2 * period, 4 * period
     if more >= model.num_layers:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from planner.errors import UnsupportedError
+from planner.run.framework import frameworks
 from planner.run.recipe import Checkpointing, Loss, Method, Recipe, Task
 from planner.run.resolve import Resolved
 from profiler.storages import StorageTracker
@@ -19,15 +20,6 @@ from profiler.subjects.options import StepOptions
 from profiler.subjects.trl_grpo import Temperature, TrlGrpo
 from profiler.subjects.trl_sft import TrlSft
 from profiler.trace import Subject
-from profiler.trace_accuracy import GRPO_TEMPERATURE
-
-HF_STEPS = ("hf-trainer", "peft-loop", "fms-hf-tuning", "fms-hf-tuning-kbit")
-HF_TRAINERS = ("axolotl", "llamafactory", "ms-swift")
-"""Tools whose SFT is a subclass of the HF Trainer with the full-logits loss unless told otherwise."""
-REFERENCES = (
-    "hf-trainer, peft-loop, trl, trl-0.15, fms-hf-tuning, vramwise; sft with full logits also of "
-    "axolotl, llamafactory and ms-swift"
-)
 
 
 def subject_for(
@@ -40,29 +32,26 @@ def subject_for(
 ) -> Subject:
     """Return the step to trace for a recipe. Raises UnsupportedError when none expresses it."""
     options = step_options(resolved, config, layers=layers, steps=steps)
-    name = resolved.framework.name
+    step = resolved.switches.trace_step
     if resolved.task not in (Task.SFT, Task.GRPO):
         raise UnsupportedError(
             f"task {resolved.task} cannot be traced", hint="sft and grpo have steps to trace"
         )
     grpo = resolved.task is Task.GRPO
-    if name == "vramwise":
+    if step == "own":
         return VramwiseStep(options, resolved=resolved, recipe=recipe)
-    if name == "trl" or name in GRPO_TEMPERATURE:
-        fused = name == "trl"
-        if grpo:
-            way = GRPO_TEMPERATURE.get(name, Temperature.NONE)
-            return TrlGrpo(options, fused=fused, score=resolved.beta > 0, temperature=way)
-        return TrlSft(options) if fused else HfSft(options)
-    if not grpo and name in HF_STEPS:
+    if step in ("trl", "trl-full") and grpo:
+        way = Temperature(resolved.switches.grpo_temperature)
+        return TrlGrpo(options, fused=step == "trl", score=resolved.beta > 0, temperature=way)
+    if step == "trl":
+        return TrlSft(options)
+    # fused losses of the HF Trainer's subclasses are not ours to run
+    if not grpo and (step in ("hf", "trl-full") or (step, resolved.loss) == ("hf-full", Loss.FULL)):
         return HfSft(options)
-    if not grpo and name in HF_TRAINERS and resolved.loss is Loss.FULL:
-        return HfSft(
-            options
-        )  # the HF Trainer's own step; fused losses of theirs are not ours to run
+    traced = [law.name for law in frameworks().values() if law.switches.trace_step != "none"]
     raise UnsupportedError(
-        f"framework {name}: its {resolved.task} step cannot be traced",
-        hint=f"frameworks with steps: {REFERENCES}",
+        f"framework {resolved.framework.name}: its {resolved.task} step cannot be traced",
+        hint=f"frameworks with steps: {', '.join(traced)}",
     )
 
 

@@ -7,6 +7,7 @@ from planner.accuracy.lora_targets import lora_targets
 from planner.accuracy.prediction import NotCovered
 from planner.accuracy.rows import Row
 from planner.models.spec import ModelSpec
+from planner.run.framework import pick
 from planner.run.recipe import (
     Attention,
     Checkpointing,
@@ -109,8 +110,8 @@ def _framework(row: Row) -> str:
         if row["loss_impl"] != "full_logits":
             return "trl"
         if "trl 1.12" in row["notes"]:
-            return "trl-1.12"
-        return "trl-1.9" if _recent(row) else "trl-0.15"
+            return pick("trl", "1.12").name
+        return pick("trl", "1.9.2" if _recent(row) else "0.15").name
     known = {
         "unsloth": "unsloth",
         "hf": "hf-trainer",
@@ -121,7 +122,7 @@ def _framework(row: Row) -> str:
     }
     if name not in known:
         raise NotCovered(f"the framework {name!r} is not known")
-    return known[name]
+    return pick(known[name]).name
 
 
 def _mixed_precision(row: Row) -> str | None:

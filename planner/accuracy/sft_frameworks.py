@@ -1,11 +1,12 @@
-"""Which framework file of data/frameworks describes the code that a row's run used."""
+"""Which law of data/frameworks describes the code that a row's run used."""
 
 from planner.accuracy.prediction import NotCovered
 from planner.accuracy.rows import Row
+from planner.run.framework import pick
 
 
 def framework_of(row: Row) -> str:
-    """Return the framework's name for a fine-tuning row."""
+    """Return the name of the law for a fine-tuning row."""
     name, kernels = row["framework"].lower(), row["kernels"].lower()
     if row["method"] == "adapter_v2":
         return "litgpt-2023-adapter-v2"
@@ -16,29 +17,30 @@ def framework_of(row: Row) -> str:
         ("litgpt", "litgpt-2023" if row["source_family"].endswith("tables") else "litgpt"),
         ("torchtune", "torchtune"),
         ("torchtitan", "torchtitan"),
-        ("swift", "ms-swift-1.5" if "torch 2.1" in row["framework_version"] else "ms-swift"),
+        ("swift", "ms-swift==1.5" if "torch 2.1" in row["framework_version"] else "ms-swift"),
         ("peft", "peft-loop"),
         ("axolotl", "axolotl"),
-        ("llamafactory", "llama-factory"),
-        ("llama-factory", "llama-factory"),
+        ("llamafactory", "llamafactory"),
+        ("llama-factory", "llamafactory"),
         ("qwen finetune", "ms-swift-1.5"),
         ("trl", "trl"),
         ("transformers", "hf-trainer"),
         ("accelerate", "hf-trainer"),
     ):
         if word in name:
-            return framework
+            return pick(framework).name
     raise NotCovered(f"the framework {name[:40]!r} is not known" if name else "no framework named")
 
 
 def _fms(row: Row, kernels: str) -> str:
     if "scattermoe" in kernels:
         raise NotCovered("expert-parallel ScatterMoE kernels are not modelled")
-    name = "fms-hf-tuning"
+    name, foak = "fms-hf-tuning", "foak" in kernels
     if "bigcode" in row["model"]:
-        name += "-bigcode"
-    elif row["path"].endswith("/refs/a100_80gb.csv"):
-        name += "-2024"  # the first reference file, measured with an older loop
-    if kernels.startswith("baseline") and row.integer("n_gpus") == 1 and "bigcode" not in name:
-        return f"{name}-kbit"  # prepare_model_for_kbit_training, not under FSDP
-    return f"{name}-foak" if "foak" in kernels else name
+        return pick(f"{name}-bigcode-foak" if foak else f"{name}-bigcode").name
+    if kernels.startswith("baseline") and row.integer("n_gpus") == 1:
+        name += "-kbit"  # prepare_model_for_kbit_training, not under FSDP
+    elif foak:
+        name += "-foak"
+    # the releases of transformers in the reference files' requirements
+    return pick(name, "4.48.1" if row["path"].endswith("/refs/a100_80gb.csv") else "4.45.0").name

@@ -8,7 +8,7 @@ from planner.accuracy.prediction import NotCovered
 from planner.accuracy.rows import Row
 from planner.accuracy.sft_frameworks import framework_of
 from planner.models.spec import ModelSpec
-from planner.run.framework import find_framework
+from planner.run.framework import pick
 from planner.run.recipe import (
     Attention,
     Checkpointing,
@@ -111,7 +111,7 @@ def recipe_of(row: Row, model: ModelSpec) -> Recipe:
 
 
 def _default_context(framework: str) -> int:
-    return int(find_framework(framework).task_defaults("sft").get("context", 2048))
+    return int(pick(framework).task_defaults("sft").get("context", 2048))
 
 
 def method_of(row: Row) -> Method:

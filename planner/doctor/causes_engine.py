@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from planner.doctor.cause import Cause, Certainty, Signals, weights_bytes
+from planner.doctor.cause import Cause, Certainty, Signals
+from planner.doctor.state import weights_bytes
 from planner.units import GiB, format_bytes
 
 Rule = Callable[[Signals], Cause | None]
@@ -51,7 +52,7 @@ def no_cache_blocks(signals: Signals) -> Cause | None:
         share = weights // (signals.context.number("tp") or 1)
         budget = int((util or 0.9) * card)
         formula = f"budget {util or 0.9:g} * {format_bytes(card)} = {format_bytes(budget)}; weights {format_bytes(share)}"
-        if share > 0.9 * budget:
+        if share > budget and signals.context.model:
             certainty = Certainty.PROVEN
     return Cause(
         category="vllm_no_cache_blocks",
@@ -229,7 +230,7 @@ def host_memory(signals: Signals) -> Cause | None:
             f"{ranks} ranks * {format_bytes(one)} = {format_bytes(ranks * one)} of host memory"
         )
         host_gb = context.number("host_ram_gb")
-        if host_gb and ranks * one > host_gb * 10**9:
+        if host_gb and context.model and ranks * one > host_gb * 10**9:
             certainty = Certainty.PROVEN
     return Cause(
         category="host_full_copy_per_rank",

@@ -3,7 +3,8 @@
 import re
 from dataclasses import replace
 
-from planner.doctor.cause import Cause, Certainty, Signals, static_state, weights_bytes
+from planner.doctor.cause import Cause, Certainty, Signals
+from planner.doctor.state import static_state, trains_at_all, weights_bytes
 from planner.units import format_bytes
 
 _TRAINED_HEAD = re.compile(
@@ -77,7 +78,7 @@ def whole_model(signals: Signals) -> Cause | None:
         return None
     context, card = signals.context, signals.card_bytes
     weights = weights_bytes(context)
-    exceeds = bool(weights and card and weights > card)
+    exceeds = bool(weights and card and weights > card and context.model)
     found = signals.candidate("weight")
     parts = (
         [f"one copy {format_bytes(weights)}, card {format_bytes(card)}"] if weights and card else []
@@ -94,7 +95,7 @@ def whole_model(signals: Signals) -> Cause | None:
         category = "full_copy_per_gpu"
         explanation = "every rank puts a whole copy of the weights on its GPU: sharding was not active when the model was loaded."
     elif (
-        weights and card and weights > 0.92 * card and context.task in ("sft", "grpo", "dpo", "ppo")
+        card and context.task in ("sft", "grpo", "dpo", "ppo") and not trains_at_all(context, card)
     ):
         category = "static_state"
         explanation = "the base weights alone fill the card, whatever the batch or the rank: context, gradients and activations come on top."
@@ -133,7 +134,8 @@ def gathered(signals: Signals) -> Cause | None:
         if weights
         else ""
     )
-    exceeds = bool(weights and signals.card_bytes and weights > signals.card_bytes)
+    card = signals.card_bytes
+    exceeds = bool(weights and card and weights > card and context.model)
     return Cause(
         category="gather_full_params",
         certainty=Certainty.PROVEN if one_layer or exceeds else Certainty.CONSISTENT,
@@ -170,8 +172,9 @@ def does_not_fit(signals: Signals) -> Cause | None:
     state = static_state(context)
     if state is None or card is None or (not context.method and context.task != "ppo"):
         return None
-    sure = (bool(signals.context.method) and state.low_bytes > card) or (
-        signals.context.mixed_fp32 and state.high_bytes > card
+    sure = state.exact and (
+        (bool(signals.context.method) and state.low_bytes > card)
+        or (signals.context.mixed_fp32 and state.high_bytes > card)
     )
     near = state.high_bytes > card
     if not near:

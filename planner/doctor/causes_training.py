@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from planner.doctor.budget import foreign_bytes
 from planner.doctor.candidates import implied_tokens
-from planner.doctor.cause import Cause, Certainty, Signals, static_state
+from planner.doctor.cause import Cause, Certainty, Signals
 from planner.doctor.causes_state import (
     does_not_fit,
     gathered,
@@ -15,6 +15,7 @@ from planner.doctor.causes_state import (
     upcast,
     whole_model,
 )
+from planner.doctor.state import static_state
 from planner.units import GiB, format_bytes
 
 OWN_SHARE = 0.6

@@ -7,6 +7,7 @@ from itertools import islice
 from planner.errors import VramwiseError
 from planner.machines.machine import find_gpu
 from planner.models.spec import ModelSpec
+from planner.run.framework import pick
 from planner.run.recipe import Method, Recipe, Sharding, Task
 from planner.units import GiB
 
@@ -232,7 +233,7 @@ def _with_recipe(context: Context, recipe: Recipe) -> Context:
         if recipe.sharding is not Sharding.NONE
         else context.sharding,
         utilization=recipe.engine.gpu_memory_utilization or context.utilization,
-        unsloth=context.unsloth or recipe.framework == "unsloth",
+        unsloth=context.unsloth or pick(recipe.framework).family == "unsloth",
     )
 
 

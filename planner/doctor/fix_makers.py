@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from planner.doctor.cause import Signals, static_state, weights_bytes
+from planner.doctor.cause import Signals
+from planner.doctor.state import saved_bytes, weights_bytes
+from planner.run.recipe import Method, Optimizer, Sharding
 from planner.units import format_bytes
 
 EXPANDABLE = (
@@ -173,55 +175,44 @@ def graphs(signals: Signals) -> list[Fix]:
 
 def static(signals: Signals) -> list[Fix]:
     """Smaller or sharded states."""
-    context, state = signals.context, static_state(signals.context)
+    context = signals.context
     fixes: list[Fix] = []
-    params = context.parameters
-    if context.method == "full" and params:
-        share = max(1, context.gpus if context.sharding in ("zero3", "fsdp") else 1)
+    if context.method == "full":
         fixes.append(
-            Fix(
-                change="8-bit AdamW",
-                saved_bytes=6 * params // share,
-                formula="8 -> 2 B a parameter",
-            )
+            _planned("8-bit AdamW", saved_bytes(context, optimizer=Optimizer.ADAMW_8BIT), "states")
         )
         fixes.append(
-            Fix(
-                change="LoRA instead of full fine-tuning",
-                saved_bytes=(state.high_bytes - 2 * params // share) if state else None,
-            )
+            _planned("LoRA instead of full fine-tuning", saved_bytes(context, method=Method.LORA))
         )
-    if context.method in ("lora", "full", "") and params:
-        fixes.append(
-            Fix(
-                change="a 4-bit base (QLoRA)",
-                saved_bytes=int(1.45 * params),
-                formula="2 -> 0.55 B a parameter",
-            )
-        )
+    if context.method in ("lora", "full", ""):
+        fixes.append(_planned("a 4-bit base (QLoRA)", saved_bytes(context, method=Method.QLORA)))
     if context.sharding in ("", "none", "ddp", "zero1", "zero2"):
-        fixes.append(
-            Fix(
-                change="shard weights, gradients and optimizer over the GPUs: ZeRO-3 or FSDP full shard"
-            )
-        )
+        change = "shard weights, gradients and optimizer over the GPUs: ZeRO-3 or FSDP full shard"
+        shared = saved_bytes(context, sharding=Sharding.ZERO3) if context.gpus > 1 else None
+        fixes.append(_planned(change, shared))
     fixes.append(Fix(change="offload the optimizer to host memory"))
     return fixes
 
 
+def _planned(change: str, saved: int | None, what: str = "static state") -> Fix:
+    """Return a fix with the planner's saving of it."""
+    if not saved or saved < 0:
+        return Fix(change=change)
+    return Fix(change=change, saved_bytes=saved, formula=f"the plan's {what} without and with it")
+
+
 def optimizer(signals: Signals) -> list[Fix]:
     """Smaller optimizer states or none of its temporaries."""
-    params = signals.context.parameters
-    share = signals.context.gpus if signals.context.sharding.startswith(("zero", "fsdp")) else 1
+    context = signals.context
+    method = {} if context.method else {"method": Method.FULL}
     return [
-        Fix(
-            change="8-bit or paged AdamW",
-            saved_bytes=6 * params // share if params else None,
-            formula="8 -> 2 B a parameter" if params else "",
+        _planned(
+            "8-bit or paged AdamW",
+            saved_bytes(context, **method, optimizer=Optimizer.ADAMW_8BIT),
+            "states",
         ),
         Fix(
             change="a fused optimizer (adamw_torch_fused) or foreach=False: no parameter-sized temporaries",
-            saved_bytes=2 * params // share if params else None,
         ),
         Fix(change="offload the optimizer, or shard it over more ranks"),
     ]

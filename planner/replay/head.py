@@ -8,7 +8,7 @@ from planner.allocator.pool import Chunk
 from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
 from planner.replay.player import Player
-from planner.run.framework import LogitsLaw, width
+from planner.run.logits_law import LogitsLaw, width
 from planner.run.recipe import Method
 from planner.run.resolve import Resolved
 from planner.terms.gradients import gradient_width
@@ -117,7 +117,7 @@ class Head:
 
     def _steps(self, act: int) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
         """Return the law's steps, with what the model does to its logits first."""
-        forward, backward = in_order(self.law, act)
+        forward, backward = in_order(self.law, act, bool(self.r.autocast))
         name = forward[0].made
         if self.model.softcap:  # logits / cap, tanh, * cap: three tensors, tanh's is saved
             scaled = (
@@ -205,7 +205,9 @@ class Head:
 
 
 @cache
-def in_order(law: LogitsLaw, act: int) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+def in_order(
+    law: LogitsLaw, act: int, autocast: bool
+) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
     """Return the steps of a law's forward and backward, when logits are computed in `act` bytes."""
     if not law.order:
         return _from_totals(law, act)
@@ -220,8 +222,16 @@ def in_order(law: LogitsLaw, act: int) -> tuple[tuple[Step, ...], tuple[Step, ..
             names, _, kind = text.partition(": ")
             gone, _, made = names.rpartition(" > ")
             dtype, _, rows = kind.partition(" ")
-            halves[half].append(Step(gone, made, width(dtype, act), rows == "shifted"))
+            halves[half].append(Step(gone, made, _width(dtype, act, autocast), rows == "shifted"))
     return tuple(halves[0]), tuple(halves[1])
+
+
+def _width(dtype: str, act: int, autocast: bool) -> int:
+    if dtype == "downcast":
+        return act if act < 4 else 0
+    if dtype == "outputs":
+        return 4 if autocast and act < 4 else 0
+    return width(dtype, act)
 
 
 def _from_totals(law: LogitsLaw, act: int) -> tuple[tuple[Step, ...], tuple[Step, ...]]:

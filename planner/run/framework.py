@@ -1,107 +1,28 @@
-"""Frameworks: how a code base implements a recipe, read from data/frameworks.
+"""Which law a framework and version is planned by. `pick` is the one place that chooses.
 
-One JSON file per framework and range of versions. `defaults` are recipe fields by task ("all"
-first, then the task's own), `switches` say what the code does with memory, `logits` names every
-tensor of vocabulary width with its dtype. Every file says where it was read, and when.
+Importers, accuracy, the live recipe, trace, doctor and the command line all come here with a name
+as people write it: trl, trl-1.9, trl==1.9.0, trl@1.9.
 """
 
-import json
-from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
+import re
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 from planner.datafiles import data_dir
-from planner.errors import UnknownNameError
-from planner.run.runfile import validate
-from planner.run.switches import Switches
+from planner.errors import UnknownNameError, UsageError
+from planner.run.framework_files import Framework, load_frameworks
 
+if TYPE_CHECKING:
+    from packaging.version import Version
 
-@dataclass(frozen=True, kw_only=True)
-class LogitsLaw:
-    """What one implementation of the loss keeps per (token x vocabulary) element, or its tiles."""
-
-    kind: str
-    """full, chunked (whole rows of the vocabulary) or tiled (rows by columns, never a whole row)."""
-    forward: tuple[tuple[str, str], ...] = ()
-    """(tensor, dtype) alive when the forward of the loss is at its largest; see `width`."""
-    backward: tuple[tuple[str, str], ...] = ()
-    order: tuple[str, ...] = ()
-    """Every allocation of the loss in order, for the allocator's replay: "name: dtype", "-name" for a
-    free, "a > b: dtype" for a copy that replaces a, "|" where the backward starts. `shifted` after the
-    dtype: a row less for each sequence; `downcast`: back to 16 bits, nothing in fp32."""
-    rows: str = "all"
-    """all tokens of the micro-batch, or completion tokens only."""
-    chunk_rows: int = 0
-    chunk_count: int = 0
-    """Instead of chunk_rows: the rows are cut into this many chunks."""
-    chunk_ratio: bool = False
-    """Rows are the next power of two of N / ceil(V / H), so that a chunk is as large as hidden."""
-    chunk_vocab: int = 0
-    """0 = the whole vocabulary."""
-    chunk: tuple[tuple[str, str], ...] = ()
-    """(tensor, dtype) per element of a chunk."""
-    hidden: tuple[tuple[str, str], ...] = ()
-    """(tensor, dtype) of [rows, H] kept until the loss is done."""
-    head_grad: tuple[tuple[str, str], ...] = ()
-    """(tensor, dtype) of [V, H] beside the gradient itself when the head is trained."""
-    drops_hidden: bool = False
-    """The rows are copied, so the norm's output is free again before the head runs."""
-    max_chunk_bytes: int = 0
-    """Chunk rows are chosen so that one chunk stays below this."""
-    min_chunk_bytes: int = 0
-    head_share: int = 0
-    """tiled: a tile may take the head's 16-bit weight over this, between min and max_chunk_bytes."""
-    tile_rows: int = 0
-    """tiled: rows of one tile at most; its columns are what the budget leaves."""
-    source: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Framework:
-    """One framework and range of versions."""
-
-    name: str
-    title: str
-    versions: str
-    aliases: tuple[str, ...] = ()
-    defaults: dict[str, dict[str, Any]] = field(default_factory=dict)
-    switches: Switches = field(default_factory=Switches)
-    logits: dict[str, LogitsLaw] = field(default_factory=dict)
-    source: str = ""
-    retrieved: str = ""
-    notes: str = ""
-
-    @cache  # noqa: B019  (frameworks live as long as the process)
-    def task_defaults(self, task: str) -> dict[str, Any]:
-        """Return the defaults of one task."""
-        return {**self.defaults.get("all", {}), **self.defaults.get(task, {})}
-
-    def law(self, task: str, loss: str) -> LogitsLaw:
-        """Return the logits law of a task and loss kind ("full" or "chunked")."""
-        for key in (f"{task}-{loss}", loss):
-            if key in self.logits:
-                return self.logits[key]
-        return _common_laws()[loss]
-
-    def __hash__(self) -> int:
-        return hash(self.name)
+_SPELLED = re.compile(r"(?P<name>.+?)\s*(?P<how>={1,3}|@|~=?)\s*v?(?P<version>[^\s=~@]*)")
+_TRAILING = re.compile(r"(?P<name>.+?)[- ]v?(?P<version>\d[\w.+!]*)")
 
 
 @cache
 def frameworks() -> dict[str, Framework]:
-    """Return every framework by name."""
-    found = {}
-    for entry in sorted((data_dir() / "frameworks").iterdir(), key=lambda item: item.name):
-        if entry.name.endswith(".json") and not entry.name.startswith("_"):
-            row = json.loads(entry.read_text(encoding="utf-8"))
-            found[row["name"]] = _framework(row, label=f"data/frameworks/{entry.name}")
-    return found
-
-
-@cache
-def _common_laws() -> dict[str, LogitsLaw]:
-    text = (data_dir() / "frameworks" / "_losses.json").read_text(encoding="utf-8")
-    return {name: _law(row) for name, row in json.loads(text)["laws"].items()}
+    """Return every law by name."""
+    return load_frameworks(data_dir() / "frameworks")
 
 
 @cache
@@ -113,54 +34,128 @@ def _index() -> dict[str, str]:
     }
 
 
-def find_framework(name: str) -> Framework:
-    """Return a framework by name or alias; raises UnknownNameError with near matches."""
-    key = name.lower().strip()
-    found = _index().get(key)
-    if found is None:
-        raise UnknownNameError("framework", name, _index(), hint=", ".join(frameworks()))
-    return frameworks()[found]
+class Asked(NamedTuple):
+    """A spelling, taken apart: `trl==1.9` is (trl, 1.9, exact), `trl~2.0` (trl, 2.0, nearest)."""
+
+    name: str
+    version: str
+    nearest: bool
 
 
-def _framework(row: dict[str, Any], *, label: str) -> Framework:
-    laws = {
-        key: _common_laws()[law] if isinstance(law, str) else _law(law)
-        for key, law in row.get("logits", {}).items()
-    }
-    return Framework(
-        name=row["name"],
-        title=row["title"],
-        versions=row["versions"],
-        aliases=tuple(row.get("aliases", ())),
-        defaults=row.get("defaults", {}),
-        switches=validate(Switches, row.get("switches", {}), label=f"{label}: switches"),
-        logits=laws,
-        source=row["source"],
-        retrieved=row["retrieved"],
-        notes=row.get("notes", ""),
+def spelled(text: str) -> Asked:
+    """Take a spelling apart; a law's own name (trl-1.9) asks for that law and no version."""
+    key = text.lower().strip()
+    if key in _index():
+        return Asked(key, "", nearest=False)
+    match = _SPELLED.fullmatch(key)
+    if match is None:
+        match = _TRAILING.fullmatch(key)
+        if match is None or match["name"] not in _index():
+            return Asked(key, "", nearest=False)
+    nearest = match.groupdict().get("how", "").startswith("~")
+    return Asked(match["name"], match["version"], nearest=nearest)
+
+
+@lru_cache(maxsize=256)
+def pick(name: str, version: str | None = None) -> Framework:
+    """Return the law of a framework and version; without a version the newest, or the law named.
+
+    `name` may hold the version: trl==1.9.0, trl@1.9, trl-1.9; trl~2.0 takes the nearest law when
+    none covers 2.0. Raises UnknownNameError with near names, UsageError when no law covers the
+    version.
+    """
+    asked = spelled(name)
+    if version is not None and asked.version and asked.version != version:
+        raise UsageError(f"framework: {name} and version {version} contradict each other")
+    known = _index().get(asked.name)
+    if known is None:
+        raise UnknownNameError("framework", asked.name, _index(), hint=", ".join(families()))
+    found = frameworks()[known]
+    wanted = version if version is not None else asked.version
+    if not wanted:
+        if asked.name != name.lower().strip():
+            raise UsageError(f"framework: {name[:60]!r} names no version", hint="like trl==1.9")
+        return found
+    release = _release(wanted)
+    laws = laws_of(found.family, found.variant)
+    matching = [law for law in laws if law.matches(release)]
+    if matching:
+        return matching[0]
+    if asked.nearest:
+        return min(laws, key=lambda law: _distance(law, release))
+    raise UsageError(
+        f"framework: no law covers {found.family} {wanted}",
+        hint="known: "
+        + "; ".join(f"{law.name} ({law.range})" for law in laws)
+        + f"; `{found.family}~{wanted}` takes the nearest",
     )
 
 
-_PAIRS = ("forward", "backward", "chunk", "hidden", "head_grad")
+def planned_as(framework: Framework, asked: str) -> str:
+    """Return `TRL 1.9 (>=1.0,<1.12)` and the version that was asked for, if one was."""
+    version = spelled(asked).version
+    return f"{framework.title} ({framework.range})" + (f", asked for {version}" if version else "")
 
 
-def _law(row: dict[str, Any]) -> LogitsLaw:
-    values: dict[str, Any] = {key: value for key, value in row.items() if key not in _PAIRS}
-    values |= {key: tuple(row[key].items()) for key in _PAIRS if key in row}
-    values["order"] = tuple(row.get("order", ()))
-    return LogitsLaw(**values)
+def fallback_note(framework: Framework, asked: str) -> str:
+    """Return what to know when the nearest law stands in for a version, or nothing."""
+    wanted = spelled(asked)
+    if not wanted.nearest or framework.matches(_release(wanted.version)):
+        return ""
+    return (
+        f"no law covers {framework.family} {wanted.version}: planned as {framework.title} "
+        f"({framework.range}), the nearest"
+    )
 
 
-def width(dtype: str, act_bytes: int) -> int:
-    """Return bytes per element of a law's dtype word.
+def families() -> dict[str, list[Framework]]:
+    """Return the laws of every family, newest first."""
+    found: dict[str, list[Framework]] = {}
+    for law in frameworks().values():
+        found.setdefault(law.family, []).append(law)
+    return {name: sorted(laws, key=_age, reverse=True) for name, laws in sorted(found.items())}
 
-    act: the compute dtype. fp32, bf16: what they say. upcast: an fp32 copy, nothing when the
-    values are fp32 already. outputs: the model's outputs held by the caller (act).
-    """
-    if dtype == "act":
-        return act_bytes
-    if dtype == "upcast":
-        return 4 if act_bytes < 4 else 0
-    if dtype == "downcast":
-        return act_bytes if act_bytes < 4 else 0
-    return {"fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "bool": 1}[dtype]
+
+def laws_of(family: str, variant: str = "") -> list[Framework]:
+    """Return the laws that compete for a version, newest first."""
+    return [law for law in families()[family] if law.variant == variant]
+
+
+def _release(text: str) -> "Version":
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return Version(text)
+    except InvalidVersion:
+        raise UsageError(
+            f"framework: {text[:40]!r} is not a version", hint="like 1.9 or 0.18.2"
+        ) from None
+
+
+def _bounds(framework: Framework) -> list[tuple[int, ...]]:
+    """Return the releases that a range names; their order and distance is all that is used."""
+    return [
+        tuple(int(part) for part in number.split("."))
+        for number in re.findall(r"\d+(?:\.\d+)*", framework.versions)
+    ]
+
+
+def _age(framework: Framework) -> tuple[bool, tuple[int, ...], bool]:
+    # the family's name is its newest law; of one range the plain one comes before its variants
+    return (
+        framework.name == framework.family,
+        max(_bounds(framework), default=()),
+        not framework.variant,
+    )
+
+
+def _distance(framework: Framework, release: "Version") -> float:
+    """Return how far a release is from the nearer end of a range, in major versions."""
+
+    def place(parts: tuple[int, ...]) -> float:
+        major, minor, *_ = (*parts, 0, 0)
+        return major + minor / 100
+
+    return min(
+        (abs(place(bound) - place(release.release)) for bound in _bounds(framework)), default=0.0
+    )

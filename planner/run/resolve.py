@@ -7,7 +7,9 @@ from planner.dtypes import QUANTIZATIONS, TRAIN_DTYPES, normal_dtype
 from planner.errors import UnsupportedError, UsageError
 from planner.machines.machine import Machine
 from planner.models.spec import MixerKind, ModelSpec
-from planner.run.framework import Framework, LogitsLaw, find_framework
+from planner.run.framework import fallback_note, pick
+from planner.run.framework_files import Framework
+from planner.run.logits_law import LogitsLaw
 from planner.run.recipe import (
     Attention,
     Checkpointing,
@@ -31,6 +33,10 @@ class Resolved:
     algorithm: str
     method: Method
     framework: Framework
+    framework_asked: str
+    """The framework as the recipe spells it, like trl==1.9.0."""
+    switches: Switches
+    """What the framework's code does with memory in this task."""
     trains: bool
     dtype: str
     """Base weights as loaded."""
@@ -97,22 +103,17 @@ class Resolved:
         """dtype inside linears and attention."""
         return self.autocast or self.dtype
 
-    @property
-    def switches(self) -> Switches:
-        """What the framework's code does with memory."""
-        return self.framework.switches
-
 
 def _choose(value: Any, defaults: dict[str, Any], key: str, fallback: Any) -> Any:
     return value if value is not None else defaults.get(key, fallback)
 
 
-def _tiled(recipe: Recipe, framework: Framework, defaults: dict[str, Any]) -> bool:
+def _tiled(recipe: Recipe, switches: Switches, defaults: dict[str, Any]) -> bool:
     """Return whether layers run in tiles of tokens; some frameworks do beside checkpointing."""
     if recipe.tiled_mlp is not None:
         return recipe.tiled_mlp
     checkpointing = _choose(recipe.checkpointing, defaults, "checkpointing", "none")
-    return framework.switches.tiles_by_default and checkpointing != "none"
+    return switches.tiles_by_default and checkpointing != "none"
 
 
 def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
@@ -120,10 +121,11 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
 
     Raises UsageError for contradictions, UnsupportedError for what the model cannot express.
     """
-    framework = find_framework(recipe.framework)
+    framework = pick(recipe.framework)
+    switches = framework.switches_of(recipe.task.value)
     task = recipe.task
     defaults = framework.task_defaults(task.value)
-    notes: list[str] = []
+    notes = list(filter(None, [fallback_note(framework, recipe.framework)]))
     trains = task is not Task.SERVE
     dtype, autocast = _dtypes(model, recipe, defaults)
     quantization = _quantization(model, recipe, trains)
@@ -145,14 +147,16 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         algorithm=recipe.algorithm or task.value,
         method=recipe.method,
         framework=framework,
+        framework_asked=recipe.framework,
+        switches=switches,
         trains=trains,
         dtype=dtype,
         autocast=autocast if trains else "",
         quantization=quantization,
         double_quant=bool(_choose(recipe.double_quant, defaults, "double_quant", True)),
-        master_weights=_master(recipe, framework, dtype),
+        master_weights=_master(recipe, switches, dtype),
         gradient_dtype=normal_dtype(recipe.gradient_dtype or dtype, field="gradient_dtype"),
-        **_lora_fields(recipe, framework, quantization, dtype),
+        **_lora_fields(recipe, switches, quantization, dtype),
         optimizer=Optimizer(_choose(recipe.optimizer, defaults, "optimizer", "adamw")),
         optimizer_offload=recipe.optimizer_offload,
         optimizer_in_backward=recipe.optimizer_in_backward,
@@ -171,7 +175,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         loss=loss,
         law=_law(framework, task, loss, autocast),
         loss_chunk_rows=recipe.loss_chunk_rows or 0,
-        tiled_mlp=_tiled(recipe, framework, defaults),
+        tiled_mlp=_tiled(recipe, switches, defaults),
         beta=float(beta),
         reference=_reference(recipe, task, float(beta)),
         sharding=recipe.sharding,
@@ -202,23 +206,22 @@ def _kernel_notes(model: ModelSpec) -> list[str]:
     ]
 
 
-def _master(recipe: Recipe, framework: Framework, dtype: str) -> bool:
+def _master(recipe: Recipe, switches: Switches, dtype: str) -> bool:
     """Return whether the optimizer keeps an fp32 copy of what is trained."""
     if recipe.master_weights is not None:
         return recipe.master_weights
-    if recipe.task is Task.SERVE or not framework.switches.master_weights:
+    if recipe.task is Task.SERVE or not switches.master_weights:
         return False
     if recipe.method is Method.FULL and dtype == "bf16":
         # our own trainer rounds bf16 weights stochastically instead of keeping a master
-        return framework.switches.master_weights_full_bf16
+        return switches.master_weights_full_bf16
     return True
 
 
 def _lora_fields(
-    recipe: Recipe, framework: Framework, quantization: str, dtype: str
+    recipe: Recipe, switches: Switches, quantization: str, dtype: str
 ) -> dict[str, Any]:
     lora = recipe.lora
-    switches = framework.switches
     usual = switches.adapter_dtype_quantized if quantization else switches.adapter_dtype
     adapter = lora.dtype or usual
     return {
@@ -346,11 +349,8 @@ def _sequences(
     rows: int = _choose(recipe.micro_batch_size, defaults, "micro_batch_size", 1)
     if recipe.task is Task.DPO:
         return 2 * rows
-    if (
-        recipe.task is Task.GRPO
-        and framework.switches.raise_batch_to_generations
-        and rows % generations
-    ):
+    switches = framework.switches_of(recipe.task.value)
+    if recipe.task is Task.GRPO and switches.raise_batch_to_generations and rows % generations:
         notes.append(f"{framework.name} raises the batch from {rows} to {generations} generations")
         return generations
     return rows
@@ -377,8 +377,8 @@ def _reference(recipe: Recipe, task: Task, beta: float) -> Reference:
 
 
 def _law(framework: Framework, task: Task, loss: Loss, autocast: str) -> LogitsLaw:
-    kind = loss.value
-    if autocast and framework.switches.fp32_outputs and loss is Loss.FULL:
+    kind, switches = loss.value, framework.switches_of(task.value)
+    if autocast and switches.fp32_outputs and loss is Loss.FULL:
         kind = "full-fp32"
     return framework.law(task.value, kind)
 

@@ -15,6 +15,8 @@ Flag = Annotated[bool, Field(strict=True)]
 AdapterDtype = Literal["fp32", "bf16", "fp16", "weights"]
 """weights: the dtype of the base."""
 KbitUpcast = Literal["none", "norms", "all"]
+Temperature = Literal["none", "in-place", "copy"]
+TraceStep = Literal["none", "own", "trl", "trl-full", "hf", "hf-full"]
 Kernel = Literal["rmsnorm", "swiglu", "rope", "lora"]
 
 
@@ -82,6 +84,16 @@ class Switches(Section):
     """The training loop holds the model's outputs, logits included, through backward."""
     transformers: Annotated[str, Field(pattern=r"^(\d+\.\d+)?$")] = ""
     """Release of transformers whose loss code runs, like 4.48; empty: 4.49 or newer."""
+
+    grpo_temperature: Temperature = "none"
+    """How full logits are divided by the sampling temperature: in-place on a slice, whose CopySlices
+    node copies the gradient of all logits, or as a copy."""
+    trace_step: TraceStep = "none"
+    """Which step of profiler/subjects runs the same code, for a trace.
+
+    own: this project's trainer. trl: its fused head. trl-full: its GRPO with full logits, and the HF
+    Trainer's SFT. hf: the HF Trainer's SFT; hf-full: that too, unless a fused loss is asked for.
+    """
 
     # rollout and start
     raise_batch_to_generations: Flag = False

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
-from planner.run.framework import LogitsLaw, width
+from planner.run.logits_law import LogitsLaw, width
 from planner.run.recipe import Method, Sharding
 from planner.run.resolve import Resolved
 from planner.terms.gradients import gradient_width

@@ -13,7 +13,8 @@ from planner.machines.machine import make_machine
 from planner.models.catalogue import catalogue_model
 from planner.phases import PHASES
 from planner.plan import Plan, plan
-from planner.run.framework import find_framework, width
+from planner.run.framework import pick
+from planner.run.logits_law import width
 from planner.run.recipe import RunFile
 from planner.run.runfile import machine_of, make_recipe, parse_yaml, validate
 from planner.terms.term import TERM_NAMES
@@ -88,7 +89,7 @@ def test_what_a_layer_keeps(row: list[str]) -> None:
 def test_bytes_per_logit(row: list[str]) -> None:
     name, task, forward, backward = row
     kind = "full-fp32" if "autocast" in name else "full"
-    law = find_framework(name.split(",")[0]).law(task, kind)
+    law = pick(name.split(",")[0]).law(task, kind)
     assert sum(width(dtype, 2) for _, dtype in law.forward) == int(forward)
     assert sum(width(dtype, 2) for _, dtype in law.backward) == int(backward)
 

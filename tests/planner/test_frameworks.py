@@ -1,20 +1,28 @@
-"""Every framework file is complete, loads, and resolves to a plan."""
+"""Framework files are complete and say only what differs; one function picks a version's law."""
 
 import json
+from itertools import combinations
+from pathlib import Path
+from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from planner.datafiles import data_dir
-from planner.errors import UnknownNameError
+from planner.errors import UnknownNameError, UsageError
 from planner.machines.machine import make_machine
 from planner.models.catalogue import catalogue_model
 from planner.plan import plan
-from planner.run.framework import LogitsLaw, find_framework, frameworks, width
+from planner.report import text as plan_text
+from planner.run.framework import families, frameworks, pick, spelled
+from planner.run.framework_files import load_frameworks
+from planner.run.logits_law import LogitsLaw, width
 from planner.run.recipe import EngineSection, Recipe, Task
 from planner.run.runfile import make_recipe
 
 ENGINE_KEYS = {"engine", *EngineSection.model_fields}
 MODEL = catalogue_model("llama-3.2-1b")
+CARD = make_machine("h100-sxm")
 
 
 @pytest.mark.parametrize("name", sorted(frameworks()))
@@ -22,12 +30,11 @@ def test_a_framework_file_is_complete(name: str) -> None:
     framework = frameworks()[name]
     assert framework.source
     assert framework.retrieved
-    assert framework.versions
-    for task, defaults in framework.defaults.items():
-        assert task == "all" or task in list(Task)
+    framework.matches(Version("1.0"))  # its range is a set of PEP 440 specifiers
+    for defaults in framework.defaults.values():
         for key, value in defaults.items():
             if key not in ENGINE_KEYS and key != "dtype":
-                make_recipe(**{key: value})  # names and values are those of a recipe
+                make_recipe(**{key: value})  # values are those of a recipe
     for law in framework.logits.values():
         assert isinstance(law, LogitsLaw)
         assert law.source
@@ -39,31 +46,122 @@ def test_a_framework_file_is_complete(name: str) -> None:
 @pytest.mark.parametrize("task", ["sft", "grpo", "dpo"])
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
 def test_every_framework_plans_every_task(name: str, task: str, method: str) -> None:
-    result = plan(
-        MODEL, make_recipe(task=task, method=method, framework=name), make_machine("h100-sxm")
-    )
+    result = plan(MODEL, make_recipe(task=task, method=method, framework=name), CARD)
     assert result.peak_bytes > MODEL.parameters // 2
     assert result.resolved.framework.name == name
 
 
-def test_what_trl_means_depends_on_its_version() -> None:
-    fields = {"task": "grpo", "method": "lora", "context": 8192, "micro_batch_size": 4}
-    machine = make_machine("h100-sxm")
-    old = plan(MODEL, make_recipe(framework="trl-0.15", **fields), machine)
-    new = plan(MODEL, make_recipe(framework="trl", checkpointing="none", **fields), machine)
-    assert old.peak_bytes > 1.3 * new.peak_bytes
-    assert find_framework("trl-1.16").name == "trl"
+@pytest.mark.parametrize("family", sorted(families()))
+def test_the_name_of_a_family_is_its_newest_law_and_no_version_has_two(family: str) -> None:
+    laws = families()[family]
+    assert laws[0].name == family
+    releases = [Version(f"{major}.{minor}") for major in range(6) for minor in range(60)]
+    for one, other in combinations(laws, 2):
+        if one.variant == other.variant:
+            both = [str(r) for r in releases if one.matches(r) and other.matches(r)]
+            assert not both, f"{one.name} and {other.name}"
+
+
+def test_extends_leaves_nothing_repeated() -> None:
+    folder = data_dir() / "frameworks"
+    for law in frameworks().values():
+        row = json.loads((folder / Path(law.file).name).read_text(encoding="utf-8"))
+        if not law.extends:
+            continue
+        parent = frameworks()[law.extends]
+        for task, fields in row.get("defaults", {}).items():
+            for key, value in fields.items():
+                assert parent.defaults.get(task, {}).get(key) != value, f"{law.name}: {task}.{key}"
+        for key, value in row.get("switches", {}).items():
+            assert parent.switches.model_dump(mode="json")[key] != value, f"{law.name}: {key}"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("trl", "trl"),
+        ("trl==1.9.0", "trl-1.9"),
+        ("trl@1.9", "trl-1.9"),
+        ("trl=1.9", "trl-1.9"),
+        ("TRL 1.9.2", "trl-1.9"),
+        ("trl-1.9.2", "trl-1.9"),
+        ("trl-1.9", "trl-1.9"),
+        ("trl==1.16.0.dev0", "trl"),
+        ("trl-1.16", "trl"),
+        ("trl-0.15", "trl-0.15"),
+        ("hf==5.19", "hf-trainer"),
+        ("fms-hf-tuning-kbit==4.45.0", "fms-hf-tuning-kbit-4.45"),
+        ("fms-hf-tuning-2024-kbit", "fms-hf-tuning-kbit"),
+        ("peft-loop==7", "peft-loop"),
+        ("ms-swift~3.2", "ms-swift"),
+        ("ms-swift~1.9", "ms-swift-1.5"),
+    ],
+)
+def test_every_spelling_goes_through_one_function(text: str, name: str) -> None:
+    assert pick(text).name == name
+
+
+def test_a_version_beside_the_name_is_the_same() -> None:
+    assert pick("trl", "1.9.2") is pick("trl==1.9.2")
+    assert spelled("trl==1.9.2").version == "1.9.2"
+    assert spelled("trl-1.9").version == ""  # a law's own name
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "hint"),
+    [
+        ("trl==0.7", "no law covers trl 0.7", "trl-0.15 (>=0.14"),
+        ("ms-swift==3.2", "no law covers ms-swift 3.2", "ms-swift-1.5 (<2); `ms-swift~3.2`"),
+        ("trl==", "'trl==' names no version", "trl==1.9"),
+        ("trl==new", "'new' is not a version", "like 1.9"),
+        ("unslth", "unknown framework 'unslth'", "unsloth"),
+        ("trll==1.9", "unknown framework 'trll'", "trl"),
+    ],
+)
+def test_a_version_without_a_law_is_one_line(text: str, message: str, hint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        pick(text)
+    assert message in caught.value.message
+    assert "\n" not in caught.value.message
+    assert hint in (caught.value.hint or "")
+
+
+def test_name_and_version_may_not_contradict() -> None:
+    with pytest.raises(UsageError, match="contradict"):
+        pick("trl==1.9", "1.16")
 
 
 def test_an_unknown_framework_lists_near_names() -> None:
     with pytest.raises(UnknownNameError) as caught:
-        find_framework("unslth")
+        pick("unslth")
     assert "unsloth" in (caught.value.hint or "")
 
 
+def test_the_version_is_part_of_the_answer() -> None:
+    result = plan(MODEL, make_recipe(framework="trl==1.9.2", task="grpo"), CARD)
+    law = frameworks()["trl-1.9"]
+    said = result.to_dict()["framework"]
+    assert (said["name"], said["family"]) == ("trl-1.9", "trl")
+    assert (said["version_asked"], said["versions"]) == ("1.9.2", law.versions)
+    assert f"planned as {law.title} ({law.versions}), asked for 1.9.2" in plan_text(result)
+
+
+def test_the_nearest_law_is_said() -> None:
+    result = plan(MODEL, make_recipe(framework="ms-swift~3.2"), CARD)
+    assert any("no law covers ms-swift 3.2" in note for note in result.assumptions)
+    exact = plan(MODEL, make_recipe(framework="ms-swift~4.1"), CARD)
+    assert not any("no law covers" in note for note in exact.assumptions)
+
+
+def test_what_trl_means_depends_on_its_version() -> None:
+    fields = {"task": "grpo", "method": "lora", "context": 8192, "micro_batch_size": 4}
+    old = plan(MODEL, make_recipe(framework="trl-0.15", **fields), CARD)
+    new = plan(MODEL, make_recipe(framework="trl", checkpointing="none", **fields), CARD)
+    assert old.peak_bytes > 1.3 * new.peak_bytes
+
+
 def test_the_default_dtype_of_trl_is_kept() -> None:
-    recipe = Recipe(task=Task.SFT, framework="trl")
-    resolved = plan(MODEL, recipe, make_machine("h100-sxm")).resolved
+    resolved = plan(MODEL, Recipe(task=Task.SFT, framework="trl"), CARD).resolved
     assert (resolved.dtype, resolved.autocast) == ("fp32", "bf16")
 
 
@@ -73,3 +171,72 @@ def test_shared_losses_name_their_source() -> None:
     assert document["source"]
     assert document["retrieved"]
     assert all(law["source"] for law in document["laws"].values())
+
+
+ROW = {"title": "Toy", "versions": ">=1", "source": "its code", "retrieved": "2026-11-30"}
+
+
+def write(folder: Path, **rows: dict[str, Any]) -> Path:
+    text = (data_dir() / "frameworks" / "_losses.json").read_text(encoding="utf-8")
+    (folder / "_losses.json").write_text(text, encoding="utf-8")
+    for name, row in rows.items():
+        document = {"name": name, **ROW, **row}
+        (folder / f"{name}.json").write_text(json.dumps(document), encoding="utf-8")
+    return folder
+
+
+def test_a_file_takes_from_its_parent_what_it_does_not_say(tmp_path: Path) -> None:
+    base = {
+        "defaults": {"all": {"loss": "full", "dtype": "bf16"}, "sft": {"context": 512}},
+        "switches": {"reentrant": True, "saved_input": 2},
+        "logits": {"full": "full"},
+    }
+    newer = {
+        "extends": "toy",
+        "family": "toy",
+        "defaults": {"all": {"dtype": None, "optimizer": "adamw"}},
+        "switches": {"saved_input": 4},
+        "task_switches": {"grpo": {"reentrant": False}},
+    }
+    laws = load_frameworks(write(tmp_path, toy=base, toy2=newer))
+    assert laws["toy2"].defaults == {
+        "all": {"loss": "full", "optimizer": "adamw"},
+        "sft": {"context": 512},
+    }
+    assert laws["toy2"].switches.reentrant
+    assert laws["toy2"].switches.saved_input == 4
+    assert laws["toy2"].switches_of("grpo").saved_input == 4
+    assert not laws["toy2"].switches_of("grpo").reentrant
+    assert laws["toy2"].logits == laws["toy"].logits
+    assert laws["toy"].switches.saved_input == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "message", "hint"),
+    [
+        ({"switches": {"reentrnt": True}}, "switches: reentrnt: unknown key", "reentrant"),
+        ({"task_switches": {"sft": {"fuzed": []}}}, "task_switches.sft: fuzed", "fused"),
+        ({"extends": "toi"}, "extends: unknown framework 'toi'", "toy"),
+        ({"extends": "toy"}, "extends: toy -> toy goes in a circle", ""),
+        ({"defaults": {"sfft": {}}}, "defaults.sfft: unknown task", "sft"),
+        ({"defaults": {"all": {"dtyp": "bf16"}}}, "defaults.all.dtyp: unknown key", "dtype"),
+        ({"logits": {"full": "ful"}}, "logits.full: unknown law 'ful'", "full"),
+        ({"logits": {"full": {"kind": "ful"}}}, "logits.full: kind: 'ful'", "full"),
+        ({"version": ">=1"}, "version: unknown key", "versions"),
+        ({"source": None}, "source: is missing", ""),
+    ],
+)
+def test_a_mistake_in_a_file_is_one_line_with_the_near_match(
+    tmp_path: Path, row: dict[str, Any], message: str, hint: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_frameworks(write(tmp_path, toy=row))
+    assert f"{tmp_path.name}/toy.json: {message}" in caught.value.message
+    assert "\n" not in caught.value.message
+    assert hint in (caught.value.hint or "")
+
+
+def test_a_wrong_range_names_the_file(tmp_path: Path) -> None:
+    law = load_frameworks(write(tmp_path, toy={"versions": "5.x (read: 5.19)"}))["toy"]
+    with pytest.raises(UsageError, match=r"toy\.json: versions: '5\.x \(read: 5\.19\)'"):
+        law.matches(Version("5.0"))

@@ -119,7 +119,7 @@ def test_mistral_qlora_follows_the_measured_line(batch: int) -> None:
     result = planned(
         "mistral-7b-v0.1",
         method="qlora",
-        framework="fms-hf-tuning-foak",
+        framework="fms-hf-tuning-foak==4.45",
         context=4096,
         micro_batch_size=batch,
         lora={"rank": 16, "targets": ("q_proj", "k_proj", "v_proj", "o_proj")},
@@ -133,7 +133,7 @@ def test_mistral_lora_follows_the_measured_runs(batch: int, expected: float) -> 
     result = planned(
         "mistral-7b-v0.1",
         method="lora",
-        framework="fms-hf-tuning-foak",
+        framework="fms-hf-tuning-foak==4.45",
         context=4096,
         micro_batch_size=batch,
         lora={"rank": 16, "targets": ("q_proj", "k_proj", "v_proj", "o_proj")},

@@ -11,6 +11,7 @@ import pytest
 
 from planner.errors import UsageError
 from planner.run.framework import frameworks
+from planner.run.framework_files import Framework
 from planner.run.runfile import validate
 from planner.run.switches import Switches
 
@@ -48,7 +49,11 @@ def test_nothing_else_is_read_of_switches(read: set[str]) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_switch_is_set_by_some_framework(name: str) -> None:
     default = Switches.model_fields[name].default
-    assert any(getattr(found.switches, name) != default for found in frameworks().values())
+
+    def values(law: Framework) -> list[object]:
+        return [getattr(found, name) for found in (law.switches, *law.task_switches.values())]
+
+    assert any(value != default for law in frameworks().values() for value in values(law))
 
 
 @pytest.mark.parametrize("name", NAMES)
