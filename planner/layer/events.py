@@ -55,6 +55,16 @@ def reentrant_events(layer: LayerSpec, hidden: int, settings: OpSettings) -> Lay
     return cached(_reentrant, layer, hidden, settings)
 
 
+def recomputed_held_events(layer: LayerSpec, hidden: int, settings: OpSettings) -> LayerEvents:
+    """Return the same of a layer whose gradients somebody else holds: none is reused in place."""
+    return cached(_recomputed_held, layer, hidden, settings)
+
+
+def reentrant_held_events(layer: LayerSpec, hidden: int, settings: OpSettings) -> LayerEvents:
+    """Return the older checkpoint's backward when somebody else holds the gradients."""
+    return cached(_reentrant_held, layer, hidden, settings)
+
+
 def _forward(layer: LayerSpec, hidden: int, settings: OpSettings) -> LayerEvents:
     tape = Tape(grad_enabled=False)
     x = tape.value(hidden * settings.residual)
@@ -86,7 +96,17 @@ def _kept(layer: LayerSpec, hidden: int, settings: OpSettings) -> KeptEvents:
     return KeptEvents(forward, backward)
 
 
-def _recomputed(layer: LayerSpec, hidden: int, settings: OpSettings) -> LayerEvents:
+def _recomputed_held(layer: LayerSpec, hidden: int, settings: OpSettings) -> LayerEvents:
+    return _recomputed(layer, hidden, settings, held=True)
+
+
+def _reentrant_held(layer: LayerSpec, hidden: int, settings: OpSettings) -> LayerEvents:
+    return _reentrant(layer, hidden, settings, held=True)
+
+
+def _recomputed(
+    layer: LayerSpec, hidden: int, settings: OpSettings, *, held: bool = False
+) -> LayerEvents:
     width = hidden * settings.residual
     tape = Tape(keep_weight_grads=not settings.accumulate, recomputed=True)
     x = tape.value(width)
@@ -100,6 +120,7 @@ def _recomputed(layer: LayerSpec, hidden: int, settings: OpSettings) -> LayerEve
     tape.start_backward(out, width)
     assert out.grad is not None
     incoming = out.grad.block
+    out.grad.refs += held
     tape.run_until_saved()
     early = list(tape.events)
     tape.events.clear()
@@ -115,7 +136,9 @@ def _recomputed(layer: LayerSpec, hidden: int, settings: OpSettings) -> LayerEve
     )
 
 
-def _reentrant(layer: LayerSpec, hidden: int, settings: OpSettings) -> LayerEvents:
+def _reentrant(
+    layer: LayerSpec, hidden: int, settings: OpSettings, *, held: bool = False
+) -> LayerEvents:
     width = hidden * settings.residual
     tape = Tape(keep_weight_grads=not settings.accumulate)
     x = tape.value(width)
@@ -123,6 +146,7 @@ def _reentrant(layer: LayerSpec, hidden: int, settings: OpSettings) -> LayerEven
     tape.start_backward(out, width)
     assert out.grad is not None
     incoming = out.grad.block
+    out.grad.refs += held
     tape.run()
     tape.end_graph()
     tape.drop(out)  # the recomputed output is a variable until its backward is done

@@ -14,7 +14,6 @@ from planner.run.resolve import Resolved
 from planner.terms.gradients import gradient_width
 from planner.terms.logits import chunk_rows, head_width, scored_rows, tile_shape
 
-
 SCALES_LOGITS = ("granite", "cohere")
 """Families whose forward always multiplies or divides the logits (modeling_granite, modeling_cohere)."""
 

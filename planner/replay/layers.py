@@ -8,12 +8,15 @@ from planner.layer.events import (
     forward_events,
     kept_events,
     recomputed_events,
+    recomputed_held_events,
     reentrant_events,
+    reentrant_held_events,
 )
 from planner.layer.program import OpSettings
 from planner.models.spec import LayerSpec, ModelSpec
 from planner.replay.player import Blocks, Player
-from planner.run.recipe import Checkpointing
+from planner.replay.units import Units
+from planner.run.recipe import Checkpointing, Sharding
 from planner.run.resolve import Resolved
 
 
@@ -26,6 +29,8 @@ class Layers:
     settings: OpSettings
     tokens: int
     player: Player
+    units: Units | None = None
+    """Set when layers are sharded."""
     inputs: list[Chunk | None] = field(default_factory=list)
     """Checkpointed layers' inputs, first to last; None: it waits on the host."""
     kept: list[Blocks] = field(default_factory=list)
@@ -43,6 +48,7 @@ class Layers:
     def no_grad(self, x: Chunk) -> Chunk:
         """Play all layers without a graph; `x` is freed."""
         for layer in self.order:
+            self._gather(layer)
             events = forward_events(layer, self.model.hidden, self.settings)
             left = self.player.play(events, self.tokens, {events.x: x})
             self.player.give(left.pop(events.x))
@@ -57,6 +63,7 @@ class Layers:
         every = self.r.checkpoint_every if self.r.checkpointing is Checkpointing.EVERY_K else 1
         resident = self.r.keep_layers if offload else self.model.num_layers
         for index, layer in enumerate(self.order):
+            self._gather(layer)
             events = forward_events(layer, self.model.hidden, self.settings)
             left = self.player.play(events, self.tokens, {events.x: x})
             if index % every:
@@ -69,8 +76,26 @@ class Layers:
             x = left[events.out]
         return x
 
+    def _gather(self, layer: LayerSpec, *, backward: bool = False) -> None:
+        if self.units is not None:
+            self.units.before(layer, backward=backward)
+
+    def _reduce(self, layer: LayerSpec, made: list[Chunk], grads: list[Chunk]) -> None:
+        if self.units is None:
+            grads.extend(made)
+        else:
+            self.units.after_backward(layer, made, grads)
+
+    @property
+    def _frozen_hooks(self) -> bool:
+        """FSDP1 watches a frozen unit's inputs (register_multi_grad_hook), which holds every layer's
+        input and the input's gradient until the backward ends."""
+        sharded = self.r.sharding is Sharding.FSDP and self.r.gpus > 1
+        return sharded and not self.settings.full and self.r.checkpointing is Checkpointing.FULL
+
     def _keep(self, x: Chunk) -> Chunk:
         for index, layer in enumerate(self.order):
+            self._gather(layer)
             events = self._kept_events(index, layer).forward
             left = self.player.play(events, self.tokens, {events.x: x})
             x = left.pop(events.out)
@@ -92,7 +117,12 @@ class Layers:
         if self.r.checkpointing is Checkpointing.NONE:
             return self._backward_kept(grad, grads)
         every = self.r.checkpoint_every if self.r.checkpointing is Checkpointing.EVERY_K else 1
-        pick = reentrant_events if self.r.switches.reentrant else recomputed_events
+        held = self._frozen_hooks
+        if self.r.switches.reentrant:
+            pick = reentrant_held_events if held else reentrant_events
+        else:
+            pick = recomputed_held_events if held else recomputed_events
+        hooked: list[Chunk | None] = []
         order = self.order
         fetched = self._fetch(len(self.inputs) - 1)
         for number in range(len(self.inputs) - 1, -1, -1):
@@ -102,13 +132,18 @@ class Layers:
             if len(segment) > 1:
                 grad = self._segment(first, segment, x, grad, grads)
                 continue
+            self._gather(segment[0], backward=True)
             events = pick(segment[0], self.model.hidden, self.settings)
             left = self.player.play(
                 events, self.tokens, {events.x: x, events.grad_out: grad}
             )
+            if held:
+                hooked += [grad, left.pop(events.x, None)]
+                left.pop(events.grad_out, None)
             grad = left.pop(events.grad_in)
             self.player.give(left.pop(events.x, None))
-            grads.extend(left.values())
+            self._reduce(segment[0], list(left.values()), grads)
+        self.player.give(*hooked)
         return grad
 
     def _fetch(self, number: int) -> Chunk | None:
@@ -124,6 +159,7 @@ class Layers:
         """Play the recompute and backward of several layers checkpointed as one."""
         inside = Layers(self.model, self.r, self.settings, self.tokens, self.player)
         for layer in segment:
+            self._gather(layer, backward=True)
             events = kept_events(layer, self.model.hidden, self.settings).forward
             left = self.player.play(events, self.tokens, {events.x: x})
             x = left.pop(events.out)
@@ -134,15 +170,17 @@ class Layers:
             left = self.player.play(events, self.tokens, {**left, events.grad_out: grad})
             grad = left.pop(events.grad_in)
             self.player.give(left.pop(events.x, None))
-            grads.extend(left.values())
+            self._reduce(layer, list(left.values()), grads)
         return grad
 
     def _backward_kept(self, grad: Chunk, grads: list[Chunk]) -> Chunk | None:
         incoming: Chunk | None = grad
         for index in range(self.model.num_layers - 1, -1, -1):
-            events = self._kept_events(index, self.order[index]).backward
+            layer = self.order[index]
+            self._gather(layer, backward=True)
+            events = self._kept_events(index, layer).backward
             blocks = {**self.kept.pop(), events.grad_out: incoming}
             left = self.player.play(events, self.tokens, blocks)
             incoming = left.pop(events.grad_in, None)
-            grads.extend(left.values())
+            self._reduce(layer, list(left.values()), grads)
         return incoming

@@ -22,11 +22,11 @@ class Player:
     def __init__(self, config: AllocatorConfig | None = None, capacity_bytes: int | None = None):
         self.device = CachingAllocator(config, capacity_bytes=capacity_bytes)
 
-    def take(self, size: int) -> Chunk | None:
+    def take(self, size: int, stream: int = 0) -> Chunk | None:
         """Allocate `size` bytes; None for none."""
         if size <= 0:
             return None
-        chunk = self.device.malloc(size)
+        chunk = self.device.malloc(size, stream)
         if chunk is None:
             raise DeviceFullError(size)
         return chunk

@@ -14,11 +14,13 @@ from planner.replay.layers import Layers
 from planner.replay.norm import norm_events
 from planner.replay.player import DeviceFullError, Player
 from planner.replay.tensors import loaded, trained
+from planner.replay.units import Units
 from planner.replay.update import Update
-from planner.run.recipe import Method, Task, Reference
+from planner.run.recipe import Method, Reference, Task
 from planner.run.resolve import Resolved
 from planner.terms.activations import op_settings
 from planner.terms.gradients import gradient_width
+from planner.terms.weights import SHARDED, weights
 
 STEPS = 2
 
@@ -66,12 +68,33 @@ class Run:
         self.model = model
         self.r = r
         self.player = player
-        self.trained = trained(model, r) if r.trains else []
+        self.sharded = r.sharding in SHARDED and r.gpus > 1
+        self.trained = self._trained() if r.trains else []
         self.update = Update(r, self.trained, player)
         self.once = op_settings(model, r)._replace(accumulate=False)
 
+    def _trained(self) -> list[int]:
+        """Return the elements of every tensor the optimizer sees on this rank."""
+        r = self.r
+        if self.sharded and r.method is Method.FULL:
+            return self._shards(-(-self.model.parameters // r.gpus))
+        ranks = r.gpus if self.sharded and not r.quantization else 1
+        return [-(-size // ranks) for size in trained(self.model, r)]
+
     def load(self, workspace_bytes: int, fixed_bytes: int) -> None:
         """Load the base, tensor by tensor, then adapters and what the first product needs."""
+        player = self.player
+        if self.sharded:
+            player.take_all(self._shards(weights(self.model, self.r).bytes))
+        else:
+            self._load_whole()
+        if self.r.method is not Method.FULL and self.r.trains:
+            width = element_bytes(self.r.adapter_dtype)
+            player.take_all(width * size for size in self.trained)
+        player.take(workspace_bytes)
+        player.take(fixed_bytes)
+
+    def _load_whole(self) -> None:
         player = self.player
         for tensor in loaded(self.model, self.r):
             temporary = player.take(tensor.passing)
@@ -80,11 +103,12 @@ class Run:
         if self.r.reference is Reference.SEPARATE and self.r.trains:
             for tensor in loaded(self.model, self.r):
                 player.take_all(tensor.blocks)
-        if self.r.method is not Method.FULL and self.r.trains:
-            width = element_bytes(self.r.adapter_dtype)
-            player.take_all(width * size for size in self.trained)
-        player.take(workspace_bytes)
-        player.take(fixed_bytes)
+
+    def _shards(self, total: int) -> list[int]:
+        """Return one flat block for the root unit and each layer, of `total` together."""
+        order = [self.model.layers[index].parameters for index in self.model.layer_order]
+        root = max(0, self.model.parameters - sum(order))
+        return [total * part // self.model.parameters for part in (root, *order)]
 
     def step(self, length: int) -> None:
         """Play one optimizer step on sequences of `length` tokens."""
@@ -111,7 +135,8 @@ class Run:
         return self.player.take_all([length * width * settings.residual] * 2)
 
     def _score(self, tokens: int) -> None:
-        layers = Layers(self.model, self.r, self.once, tokens, self.player)
+        units = Units(self.model, self.r, self.player) if self.sharded else None
+        layers = Layers(self.model, self.r, self.once, tokens, self.player, units)
         x = layers.no_grad(self._embed(tokens, self.once))
         head = Head(self.model, self.r, tokens, self.player)
         events = norm_events(self.model, self.once)
@@ -124,22 +149,28 @@ class Run:
         self, length: int, tokens: int, grads: list[Chunk], *, accumulate: bool
     ) -> None:
         player, settings = self.player, self.once._replace(accumulate=accumulate)
-        layers = Layers(self.model, self.r, settings, tokens, player)
+        units = Units(self.model, self.r, player) if self.sharded else None
+        if units is not None:
+            units.start()
+        layers = Layers(self.model, self.r, settings, tokens, player, units)
         head = Head(self.model, self.r, tokens, player)
         rotary = self._rotary(length, settings)
         last = layers.forward(self._embed(tokens, settings))
         events = norm_events(self.model, settings)
         kept = player.play(events.forward, tokens, {events.forward.x: last})
         out = kept.pop(events.forward.out)
-        grad = head.run(out, grads, accumulate=accumulate)
+        outside: list[Chunk] = grads if units is None else []
+        grad = head.run(out, outside, accumulate=accumulate)
         left = player.play(events.backward, tokens, {**kept, events.backward.grad_out: grad})
         grad = left.pop(events.backward.grad_in)
         last = left.pop(events.forward.x, None)
-        grads.extend(left.values())
+        outside.extend(left.values())
         first = layers.backward(last, grad, grads)
         player.give(*rotary)
-        self._embedding_grad(tokens, grads, accumulate=accumulate)
+        self._embedding_grad(tokens, outside, accumulate=accumulate)
         player.give(first)
+        if units is not None:
+            units.finish(outside, grads)
 
     def _embedding_grad(self, tokens: int, grads: list[Chunk], *, accumulate: bool) -> None:
         if self.r.method is not Method.FULL:

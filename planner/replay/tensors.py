@@ -13,7 +13,6 @@ from planner.run.resolve import Resolved
 from planner.terms.counts import BITSANDBYTES, LINEARS
 from planner.terms.weights import trained_width
 
-
 EIGHT_BIT = frozenset({"int8", "fp8", "fp8-block", "gptq-8bit"})
 """Schemes with a byte for every weight; the others pack two in one."""
 
