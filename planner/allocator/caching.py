@@ -12,6 +12,7 @@ Rules and constants as in c10/cuda/CUDACachingAllocator.cpp of torch 2.13; one d
 * Expandable segments: one growing range a pool, mapped in 2 MiB or 20 MiB pages, always split.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,6 +22,7 @@ from planner.allocator.pool import (
     MIN_BLOCK,
     MIN_LARGE_ALLOC,
     ROUND_LARGE,
+    SHIFT,
     SMALL_BUFFER,
     SMALL_SIZE,
     Chunk,
@@ -153,10 +155,17 @@ class CachingAllocator:
         self.config = config or AllocatorConfig()
         self.capacity_bytes = capacity_bytes
         self.allocated_bytes = self.peak_allocated_bytes = 0
+        self.reserved_bytes = 0
+        """Bytes taken from the device."""
         self.peak_reserved_bytes = self.reserved_at_peak_bytes = 0
         self.requests = 0
         self.pools: dict[tuple[int, bool], Pool] = {}
         """By stream and size class: a block serves only the stream that allocated it."""
+        self._first = (self.pool(0, small=False), self.pool(0, small=True))
+        self._plain = not self.config.expandable_segments and (
+            self.config.max_split_size_bytes == NO_LIMIT
+        )
+        self._rounds = self.config.roundup_power2_divisions > 1
 
     def pool(self, stream: int, *, small: bool) -> Pool:
         """Return the pool of a stream."""
@@ -164,11 +173,6 @@ class CachingAllocator:
         if key not in self.pools:
             self.pools[key] = Pool(small=small, expandable=self.config.expandable_segments)
         return self.pools[key]
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes taken from the device."""
-        return sum(pool.reserved_bytes for pool in self.pools.values())
 
     @property
     def segments(self) -> int:
@@ -186,19 +190,31 @@ class CachingAllocator:
 
     def malloc(self, size: int, stream: int = 0) -> Chunk | None:
         """Return a block, or None when the device is full even after the cache was given back."""
-        size = self.round_size(size)
-        pool = self.pool(stream, small=size <= SMALL_SIZE)
+        size = self.round_size(size) if self._rounds else (size + 511 & -512) or MIN_BLOCK
+        small = size <= SMALL_SIZE
+        pool = self.pool(stream, small=small) if stream else self._first[small]
         self.requests += 1
-        chunk = self._find(pool, size) or self._grow(pool, size)
+        chunk: Chunk | None
+        if self._plain:
+            keys = pool.keys
+            index = bisect_left(keys, size << SHIFT)
+            if index < len(keys):
+                chunk = pool.chunks.pop(keys.pop(index))
+            else:
+                chunk = self._grow(pool, size)
+        else:
+            chunk = self._find(pool, size) or self._grow(pool, size)
         if chunk is None:
             return None
-        self._split(pool, chunk, size)
+        if chunk.size - size >= pool.least_rest and (
+            pool.small or pool.expandable or size < self.config.max_split_size_bytes
+        ):
+            pool.split(chunk, size)
         chunk.free = False
         self.allocated_bytes += chunk.size
         if self.allocated_bytes > self.peak_allocated_bytes:
             self.peak_allocated_bytes = self.allocated_bytes
             self.reserved_at_peak_bytes = self.reserved_bytes
-        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         return chunk
 
     def free(self, chunk: Chunk) -> None:
@@ -209,7 +225,9 @@ class CachingAllocator:
 
     def empty_cache(self) -> int:
         """Return every unused segment to the device; the bytes freed."""
-        return sum(pool.release() for pool in self.pools.values())
+        freed = sum(pool.release() for pool in self.pools.values())
+        self.reserved_bytes -= freed
+        return freed
 
     def _find(self, pool: Pool, size: int) -> Chunk | None:
         chunk = pool.best_fit(size)
@@ -233,28 +251,24 @@ class CachingAllocator:
 
     def _map(self, pool: Pool, size: int) -> Chunk | None:
         room = None if self.capacity_bytes is None else self.capacity_bytes - self.reserved_bytes
+        before = pool.reserved_bytes
         if pool.expandable:
-            return pool.expand(size, room)
-        wanted = allocation_size(size)
-        if room is not None and wanted > room:
-            return None
-        return pool.new_segment(wanted)
-
-    def _split(self, pool: Pool, chunk: Chunk, size: int) -> None:
-        rest = chunk.size - size
-        if pool.small or pool.expandable:
-            worth = rest >= MIN_BLOCK
+            chunk = pool.expand(size, room)
         else:
-            worth = size < self.config.max_split_size_bytes and rest > SMALL_SIZE
-        if worth:
-            pool.split(chunk, size)
+            wanted = allocation_size(size)
+            chunk = None if room is not None and wanted > room else pool.new_segment(wanted)
+        self.reserved_bytes += pool.reserved_bytes - before
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        return chunk
 
     def _release_oversized(self, pool: Pool, size: int) -> int:
         """Give back whole oversized blocks, enough for `size` (release_available_cached_blocks)."""
         limit = self.config.max_split_size_bytes
         if limit == NO_LIMIT:
             return 0
-        return pool.release_at_least(max(size, limit), floor=limit)
+        freed = pool.release_at_least(max(size, limit), floor=limit)
+        self.reserved_bytes -= freed
+        return freed
 
     def _collect_garbage(self) -> None:
         share = self.config.garbage_collection_threshold
@@ -263,7 +277,9 @@ class CachingAllocator:
         excess = self.reserved_bytes - int(share * self.capacity_bytes)
         for pool in self.pools.values():
             if excess > 0 and not pool.small:
-                excess -= pool.collect(excess, now=self.requests)
+                freed = pool.collect(excess, now=self.requests)
+                excess -= freed
+                self.reserved_bytes -= freed
 
 
 def allocation_size(size: int) -> int:

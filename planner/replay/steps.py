@@ -85,7 +85,7 @@ class Run:
         """Load the base, tensor by tensor, then adapters and what the first product needs."""
         player = self.player
         if self.sharded:
-            player.take_all(self._shards(weights(self.model, self.r).bytes))
+            self._shard(self._load_whole() if self.r.quantization else [])
         else:
             self._load_whole()
         if self.r.method is not Method.FULL and self.r.trains:
@@ -94,15 +94,29 @@ class Run:
         player.take(workspace_bytes)
         player.take(fixed_bytes)
 
-    def _load_whole(self) -> None:
-        player = self.player
+    def _load_whole(self) -> list[Chunk]:
+        player, made = self.player, []
         for tensor in loaded(self.model, self.r):
             temporary = player.take(tensor.passing)
-            player.take_all(tensor.blocks)
+            made += player.take_all(tensor.blocks)
             player.give(temporary)
         if self.r.reference is Reference.SEPARATE and self.r.trains:
             for tensor in loaded(self.model, self.r):
-                player.take_all(tensor.blocks)
+                made += player.take_all(tensor.blocks)
+        return made
+
+    def _shard(self, whole: list[Chunk]) -> None:
+        """Make flat units and keep this rank's part; a quantised base was on the GPU whole."""
+        player = self.player
+        shards = self._shards(weights(self.model, self.r).bytes)
+        each = len(whole) // max(1, len(shards))
+        for size in (*shards[1:], shards[0]):  # layers first, the root unit last
+            flat = player.take(size * self.r.gpus)
+            player.give(*whole[:each])
+            whole = whole[each:]
+            player.take(size)
+            player.give(flat)
+        player.give(*whole)
 
     def _shards(self, total: int) -> list[int]:
         """Return one flat block for the root unit and each layer, of `total` together."""
