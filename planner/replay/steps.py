@@ -85,7 +85,7 @@ class Run:
         """Load the base, tensor by tensor, then adapters and what the first product needs."""
         player = self.player
         if self.sharded:
-            self._shard(self._load_whole() if self.r.quantization else [])
+            self._shard([])
         else:
             self._load_whole()
         if self.r.method is not Method.FULL and self.r.trains:
