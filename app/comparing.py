@@ -35,6 +35,7 @@ START: dict[str, Any] = {
     "checkpointing": "full",
     "attention": "flash",
     "dtype": "bf16",
+    "mixed_precision": "bf16",
     "beta": 0.0,
     "engine": {"kind": "vllm-push", "sleep_level": 1},
 }

@@ -137,7 +137,7 @@ def vllm_tokens(config: dict[str, Any], folder: Path) -> int:
     """Start vLLM on `config` with dummy weights and return the token count it reports."""
     from trainer.engines.vllm_llm import reported_kv_tokens, start_llm
     from trainer.engines.vllm_settings import VllmSettings
-    from trainer.engines.vllm_shared import shutdown
+    from trainer.engines.vllm_sleep import shutdown
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, default=str), encoding="utf-8")

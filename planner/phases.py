@@ -11,6 +11,7 @@ from planner.run.resolve import Resolved
 from planner.terms.activations import Activations, activations, dequantized
 from planner.terms.adapters import lora
 from planner.terms.engine import EngineCosts, engine_costs
+from planner.terms.generation import generating
 from planner.terms.gradients import gradient_width, gradients
 from planner.terms.logits import Logits, logits
 from planner.terms.optimizer import optimizer
@@ -246,7 +247,7 @@ def _serve(model: ModelSpec, r: Resolved, machine: Machine, base: Term, space: T
     running = engine_costs(model, r, machine, base.bytes + space.bytes)
     phases = (
         _phase("load", base, space),
-        _phase("rollout", base, running.kv, running.work, space),
+        _phase("rollout", base, running.kv, running.work, generating(model, r), space),
     )
     return Budget(phases, (), running.problem)
 

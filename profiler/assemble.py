@@ -156,7 +156,7 @@ def _notes(launch: Launch, journal: ProcessJournal | None) -> Iterator[str]:
             yield "no phases: the command did not import torch, or hooks were off (python -I and -E ignore them)"
         return
     if journal.follow:
-        yield "every tensor storage was followed: sizes are exact, times are not"
+        yield followed_note(str(journal.follow.get("device", "cpu")))
     elif not journal.device:
         yield "CPU run: allocated bytes are the C heap in use since torch was imported"
     if not journal.ended:
@@ -165,6 +165,14 @@ def _notes(launch: Launch, journal: ProcessJournal | None) -> Iterator[str]:
         yield f"out of memory on device {line['device']}: {line['requested']} bytes asked, {line['free']} free"
     yield from (f"memory snapshot: journal/{name}" for name in journal.snapshots)
     yield from journal.errors[:3]
+
+
+def followed_note(device: str) -> str:
+    """Say what `--follow` followed, by device type."""
+    note = f"every {device} tensor's storage was followed: sizes are exact, times are not"
+    if device == "cuda":
+        note += "; what the allocator held beyond them is overhead"
+    return note
 
 
 def _largest(values: Any) -> int | None:

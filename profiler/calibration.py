@@ -37,20 +37,21 @@ def this_machine(*, num_gpus: int = 1, path: Path | None = None) -> Machine | No
 
     if not torch.cuda.is_available():
         return None
-    device = torch.cuda.get_device_properties(0)
+    index = torch.cuda.current_device()
+    device = torch.cuda.get_device_properties(index)
     try:
         spec = find_gpu(device.name)
     except UsageError:
         spec = None
     machine = Machine(
-        vram_bytes=int(torch.cuda.mem_get_info(0)[1]),
+        vram_bytes=int(torch.cuda.mem_get_info(index)[1]),
         num_gpus=num_gpus,
         host_ram_bytes=psutil.virtual_memory().total,
         gpu=spec,
     )
     if spec is not None and spec.context_bytes is not None:
         machine = replace(machine, context_bytes=spec.context_bytes)
-    return apply(machine, path)
+    return apply(machine, path, device=device.name)
 
 
 def calibrate() -> Calibration:

@@ -34,7 +34,8 @@ def run_command(
         bool, typer.Option(help="Tell phases by torch's hooks, injected when Python starts.")
     ] = True,
     follow: Annotated[
-        bool, typer.Option("--follow", help="Follow every CPU tensor: exact, slower.")
+        bool,
+        typer.Option("--follow", help="Follow every tensor of the device in use: exact, slower."),
     ] = False,
     snapshot: Annotated[
         str, typer.Option(help="CUDA memory snapshot: oom, peak (with history) or none.")

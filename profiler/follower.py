@@ -16,29 +16,38 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from profiler.attribute import Summary, assign_terms, summarise, to_events
 from profiler.recording import Event, LiveTensor, PhaseRecord
 from profiler.startup.vramwise_phases import PhaseTracker
-from profiler.storages import DEVICE, Block, BlockEvent, StorageTracker
+from profiler.storages import DEVICE, HOST, Block, BlockEvent, StorageTracker
 
 MAX_EVENTS = 200_000
 """Fold earlier than at the step when so many have come (about 60 MB of them)."""
+CPU = "cpu"
 STANDING = "standing"
 """Pseudo-phase of what was alive when a fold began: no phase's peak."""
 
 
 class LiveStorages(StorageTracker):
-    """A StorageTracker that counts tensors of other device types as host memory."""
+    """A StorageTracker that counts tensors of other device types as host memory.
 
-    def __init__(self, device_type: str, *, on_full: Callable[[], None]) -> None:
+    Which type it follows, the first tensor on an accelerator decides; until one comes, the CPU.
+    """
+
+    def __init__(self, *, on_full: Callable[[], None], on_device: Callable[[], None]) -> None:
         super().__init__()
-        self.device_type = device_type
+        self.device_type = CPU
         self.enabled = True
         self._on_full = on_full
+        self._on_device = on_device
 
     def _add(self, tensor: torch.Tensor, op: str) -> Block | None:
         if not self.enabled:
             return None
         if len(self.events) > MAX_EVENTS:
             self._on_full()
-        if tensor.device.type == self.device_type:
+        kind = tensor.device.type
+        if self.device_type == CPU and kind not in (CPU, "meta"):
+            self.device_type = kind
+            self._on_device()
+        if kind == self.device_type:
             return super()._add(tensor, op)
         with self.on_host():
             return super()._add(tensor, op)
@@ -47,8 +56,8 @@ class LiveStorages(StorageTracker):
 class Follower:
     """Phases x terms of a live run from its tensors' storages."""
 
-    def __init__(self, phases: PhaseTracker, *, device_type: str | None = None) -> None:
-        self.storages = LiveStorages(device_type or _device_type(), on_full=self.fold)
+    def __init__(self, phases: PhaseTracker) -> None:
+        self.storages = LiveStorages(on_full=self.fold, on_device=self._all_so_far_is_host)
         self.phases: dict[str, PhaseRecord] = {}
         self.largest: tuple[LiveTensor, ...] = ()
         self.events: tuple[Event, ...] = ()
@@ -134,6 +143,14 @@ class Follower:
         assign_terms(whole, vocab=self.vocab)
         self._take(summarise(whole), whole)
 
+    def _all_so_far_is_host(self) -> None:
+        """Count what a program made before its first tensor on an accelerator as host memory."""
+        self.host_peak_bytes = max(self.host_peak_bytes, self.peak_bytes)
+        self.phases, self.largest, self.events, self.peak_bytes = {}, (), (), 0
+        made = (event.block for event in self.storages.events)
+        for block in (*made, *self._standing, *self.storages.live_blocks()):
+            block.place = HOST
+
     def _take(self, summary: Summary, events: list[BlockEvent]) -> None:
         self.host_peak_bytes = max(self.host_peak_bytes, summary.host_peak_bytes)
         for phase in summary.phases:
@@ -150,8 +167,9 @@ class Follower:
         return sum(b.bytes for b in self.storages.live_blocks() if b.place == DEVICE)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return phases and the largest tensors, JSON-ready."""
+        """Return the device type followed, phases and the largest tensors, JSON-ready."""
         return {
+            "device": self.storages.device_type,
             "phases": [asdict(phase) for phase in self.phases.values()],
             "largest": [asdict(tensor) for tensor in self.largest],
         }
@@ -181,7 +199,3 @@ class Follower:
 
 def _term_of(name: str) -> str:
     return "adapters" if "lora_" in name or "modules_to_save" in name else "weights"
-
-
-def _device_type() -> str:
-    return "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"

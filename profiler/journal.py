@@ -1,7 +1,7 @@
 """What recorded processes wrote down, read back: journals -> phases, peaks and a timeline."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +45,27 @@ class ProcessJournal:
     def phases(self) -> tuple[PhaseRecord, ...]:
         """Return the phases in the order of PHASES, each at its own peak."""
         if self.follow.get("phases"):
-            found = {each["name"]: PhaseRecord(**each) for each in self.follow["phases"]}
+            found = {each["name"]: self._followed(each) for each in self.follow["phases"]}
             return tuple(found[name] for name in (*PHASES, "other") if name in found)
         return tuple(
             phase_record(name, self.peaks[name])
             for name in (*PHASES, "other")
             if name in self.peaks
+        )
+
+    def _followed(self, each: dict[str, Any]) -> PhaseRecord:
+        """Return a followed phase; on a GPU what the allocator held beyond tensors is overhead."""
+        phase = PhaseRecord(**each)
+        allocator = self.peaks.get(phase.name)
+        if self.follow.get("device") != "cuda" or allocator is None:
+            return phase
+        rest = max(0, int(allocator["peak"]) - phase.peak_bytes)
+        terms = {**phase.terms_bytes, "overhead": phase.terms_bytes.get("overhead", 0) + rest}
+        return replace(
+            phase,
+            peak_bytes=phase.peak_bytes + rest,
+            terms_bytes={term: size for term, size in terms.items() if size},
+            reserved_bytes=allocator.get("reserved"),
         )
 
 

@@ -37,7 +37,7 @@ class LaunchSettings:
     rate_hz: float = 10.0
     hooks: bool = True
     follow: bool = False
-    """Follow every CPU tensor storage: exact, but slower."""
+    """Follow every tensor storage of the device that the program works on: exact, but slower."""
     snapshot: str = "oom"
     """When to dump a CUDA memory snapshot: oom, peak (history on) or none."""
     stdout: IO[Any] | None = None

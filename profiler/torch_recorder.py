@@ -21,7 +21,8 @@ from planner.errors import UsageError
 from profiler.follower import Follower
 from profiler.journal import phase_record
 from profiler.recording import PHASES, PhaseRecord, Recording
-from profiler.startup.vramwise_meters import PeakBook, meter_for
+from profiler.startup.vramwise_cuda import CudaMeter
+from profiler.startup.vramwise_meters import CpuMeter, PeakBook, static_terms
 from profiler.startup.vramwise_phases import PhaseTracker
 
 MAX_TIMELINE = 20_000
@@ -39,6 +40,8 @@ class LiveRecording:
         self._models = [] if model is None else [model]
         self._optimizers = [] if optimizer is None else [optimizer]
         self._book = None if follow else self._new_book()
+        if self._book is not None:
+            self._book.meter.take_peak()  # what was before is no peak of ours
         self._follower = Follower(self.phases) if follow else None
         self._complete = False
 
@@ -81,7 +84,11 @@ class LiveRecording:
         )
 
     def _new_book(self) -> PeakBook:
-        return PeakBook(meter_for(torch, self._models, self._optimizers), self.phases)
+        """Return the book of the device that this process works on right now."""
+        if torch.cuda.is_initialized():
+            return PeakBook(CudaMeter(torch), self.phases)
+        holding = sum(static_terms(self._models, self._optimizers).values())
+        return PeakBook(CpuMeter(torch, holding=holding), self.phases)
 
     def start(self) -> None:
         """Install the hooks."""
@@ -103,6 +110,8 @@ class LiveRecording:
             self._follower.stop()
         if self._book is not None:
             self._book.meter.close()
+        # hooks and recording refer to each other: what is kept here would outlive the `with` block
+        self._models, self._optimizers = [], []
         self._complete = complete
 
     def _on_change(self, old: str, new: str) -> None:
@@ -115,7 +124,7 @@ class LiveRecording:
             if self._book.meter.kind == "cpu" and torch.cuda.is_initialized():
                 self._book = self._new_book()
             peak, _ = self._book.close(old)
-            row |= {"allocated_bytes": peak, "reserved_bytes": self._book.meter.read()[1]}
+            row |= {"allocated_bytes": peak, "reserved_bytes": self._book.meter.reserved_now}
         self._timeline.append(row)
         if len(self._timeline) > MAX_TIMELINE:
             del self._timeline[::2]
@@ -139,7 +148,9 @@ class LiveRecording:
             "taken_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "elapsed_s": round(time.monotonic() - self._started_s, 3),
             "steps": self.phases.steps,
-            "method": "storages followed" if self._follower else "allocator totals",
+            "method": "allocator totals"
+            if self._follower is None
+            else f"{self._follower.storages.device_type} storages followed",
         }
 
 

@@ -162,7 +162,9 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     """Restore what `rng_state` returned."""
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+        # a machine with fewer GPUs than the one that saved
+        for index, saved in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(saved, torch.device("cuda", index))
 
 
 class StopSignal:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint, get_device_states, set_device_sta
 from planner.errors import UnsupportedError, UsageError
 from planner.run.recipe import Checkpointing
 from trainer.host_store import HostStore, Ticket
+from trainer.say import Say, silent
 
 LAYER_LISTS = ("layers", "h", "blocks")
 Forward = Callable[[Tensor], Any]
@@ -171,14 +172,15 @@ def checkpoint_layers(
     every: int = 1,
     keep_last: int = 1,
     store: HostStore | None = None,
+    say: Say = silent,
 ) -> CheckpointedLayers:
     """Checkpoint decoder layers in place: layer(hidden_states [B, T, H], ...) -> anything.
 
     none: leave them alone. full: every layer keeps its input. every-k: layers 0, k, 2k ... keep
     theirs, the inputs between are made again (one more forward). offload: every layer, inputs in
     host memory except those of the `keep_last` last layers (plain checkpointing on a CPU, where
-    there is nowhere to go). `store` replaces the default HostStore. Raises UsageError for sizes
-    that are out of range.
+    there is nowhere to go). `store` replaces the default HostStore; `say` is told when host memory
+    cannot be pinned. Raises UsageError for sizes that are out of range.
     """
     if every < 1:
         raise UsageError(f"checkpoint_every: {every} is not allowed", hint="allowed: 1 or above")
@@ -187,7 +189,7 @@ def checkpoint_layers(
     if mode is Checkpointing.NONE:
         layers = ()
     if mode is Checkpointing.OFFLOAD:
-        store = store or HostStore(len(layers), keep_last=keep_last)
+        store = store or HostStore(len(layers), keep_last=keep_last, say=say)
     step = every if mode is Checkpointing.EVERY_K else 1
     return CheckpointedLayers(
         layers, every=step, store=store if mode is Checkpointing.OFFLOAD else None

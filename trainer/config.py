@@ -7,7 +7,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from planner.errors import UnsupportedError, UsageError
-from planner.run.recipe import Loss, Method, Reference, RunFile, Section, Sharding, Task
+from planner.run.recipe import (
+    EngineKind,
+    Loss,
+    Method,
+    Recipe,
+    Reference,
+    RunFile,
+    Section,
+    Sharding,
+    Task,
+)
 from planner.run.runfile import read_yaml, validate
 
 Positive = Annotated[float, Field(gt=0)]
@@ -160,6 +170,19 @@ def parse_run(document: dict[str, Any], *, root: Path) -> tuple[RunFile, TrainSe
     return run, train.model_copy(update={"output": str(output)})
 
 
+def refuse_four_bit(recipe: Recipe) -> None:
+    """Raise UsageError for QLoRA through an engine that would serve the base as it was before."""
+    if recipe.method is Method.QLORA and recipe.engine.kind in (
+        EngineKind.VLLM_SHARED,
+        EngineKind.VLLM_PUSH,
+    ):
+        raise UsageError(
+            f"recipe.engine.kind: {recipe.engine.kind} cannot generate with a 4-bit policy: vLLM "
+            "(0.31 to 0.33) has no bitsandbytes layers, so it would serve other weights than are trained",
+            hint="engine kind transformers (the 4-bit policy itself generates), or method: lora",
+        )
+
+
 def _check_together(run: RunFile, train: TrainSection) -> None:
     """Refuse choices that contradict each other, before any long work."""
     recipe = run.recipe
@@ -169,6 +192,8 @@ def _check_together(run: RunFile, train: TrainSection) -> None:
         raise UsageError(
             f"recipe.quantization: {recipe.quantization!r} cannot be trained", hint="nf4 or fp4"
         )
+    if recipe.task is Task.GRPO:
+        refuse_four_bit(recipe)
     if train.warmup_steps >= train.steps:
         raise UsageError(
             f"train.warmup_steps: {train.warmup_steps} is not allowed",

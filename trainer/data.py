@@ -224,9 +224,10 @@ def _messages(prompt: Any, section: DatasetSection) -> list[dict[str, Any]] | No
 
 def _from_path(path: Path, *, split: str) -> Any:
     """Return the rows of a local file, or of a folder that holds data files."""
-    datasets = _datasets()
     if not path.exists():
         raise UsageError(f"train.dataset: no such file: {path}")
+    # JSON lines are read here: a machine without `datasets` can train on them
+    datasets: Any = None if path.suffix == ".jsonl" else _datasets()
     try:
         if path.is_dir() and (path / "dataset_info.json").exists():
             return datasets.load_from_disk(str(path))

@@ -225,8 +225,12 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
                 template = self._new_state(parameter)
                 self.state[parameter] = _restored(template, state_dict["state"][index])
         self._generators.clear()
+        here = {parameter.device.type: parameter.device for parameter in parameters}
         for name, random_state in state_dict.get("generators", {}).items():
-            self._generator(torch.device(name)).set_state(random_state.cpu())
+            # saved as cuda:1, resumed where the only GPU is cuda:0
+            device = here.get(torch.device(name).type)
+            if device is not None:
+                self._generator(device).set_state(random_state.cpu())
 
 
 def _restored(template: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,8 @@ from trainer.policy_update import learn
 from trainer.preflight import Preflight, prepare
 from trainer.rewards import Reward, check_reward_columns, load_rewards, score
 from trainer.rollout import Rollout, sample, sampling_settings
-from trainer.session import Result, Say, Session, prepare_output, silent
+from trainer.say import Say, silent
+from trainer.session import Result, Session, prepare_output
 
 SEED_STRIDE = 1_000_003
 """Between the sampling seeds of two steps; a prime, so that runs of near seeds don't share them."""

@@ -16,6 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from planner.units import format_bytes
+from trainer.say import Say, silent
+
 
 class Copies(Protocol):
     """Moves bytes between a device and the host slab; events order the moves."""
@@ -42,10 +45,11 @@ class Copies(Protocol):
 
 
 class CudaCopies:
-    """Copies on two side streams, one each way."""
+    """Copies on two side streams, one each way. `say` is told once when pinning was refused."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, say: Say = silent) -> None:
         self._device = device
+        self._say = say
         self._out = torch.cuda.Stream(device)
         self._back = torch.cuda.Stream(device)
         self._registered: set[int] = set()
@@ -54,20 +58,32 @@ class CudaCopies:
         """Return a slab registered with CUDA: exact, where pin_memory rounds to a power of two.
 
         Where the system refuses to pin that much (WSL, low locked-memory limits) the slab stays
-        pageable: slower copies, same results.
+        pageable: slower copies, same results. cudaMemcpyAsync to pageable memory returns when the
+        bytes are there, from it when they are staged (CUDA runtime API, "API synchronization
+        behavior"): the events still order everything.
         """
         slab = torch.empty(num_bytes, dtype=torch.uint8)
-        status = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), num_bytes, 0)
+        runtime = torch.cuda.cudart()
+        status = runtime.cudaHostRegister(slab.data_ptr(), num_bytes, 0)
         if int(status) == 0:
             self._registered.add(slab.data_ptr())
+            return slab
+        clear_last_error(self._device)
+        self._say(
+            f"offload: CUDA could not pin {format_bytes(num_bytes)} of host memory "
+            f"({runtime.cudaGetErrorString(status)}); copies are slower, results the same"
+        )
+        self._say = silent
         return slab
 
     def release(self, slab: Tensor) -> None:
         """Unregister the slab once no copy uses it."""
         if slab.data_ptr() in self._registered:
             torch.cuda.synchronize(self._device)
-            torch.cuda.cudart().cudaHostUnregister(slab.data_ptr())
+            status = torch.cuda.cudart().cudaHostUnregister(slab.data_ptr())
             self._registered.discard(slab.data_ptr())
+            if int(status):
+                clear_last_error(self._device)
 
     def to_host(self, source: Tensor, target: Tensor) -> Any:
         """Copy after what the compute stream has been given so far."""
@@ -88,6 +104,23 @@ class CudaCopies:
     def wait(self, event: Any) -> None:
         """Let the compute stream wait; the host goes on."""
         torch.cuda.current_stream(self._device).wait_event(event)
+
+
+def clear_last_error(device: torch.device) -> None:
+    """Take CUDA's last error away by meeting it in a kernel launched for that.
+
+    torch hands the status of cudaHostRegister back unchecked (torch/csrc/cuda/shared/cudart.cpp,
+    C10_CUDA_ERROR_HANDLED), so CUDA keeps it as this thread's last error, and the check after the next
+    launch, whatever kernel that is, raises it: C10_CUDA_KERNEL_LAUNCH_CHECK is
+    C10_CUDA_CHECK(cudaGetLastError()), which reads and resets it (torch 2.13 c10/cuda/CUDAException.h).
+    An error that stays (a device-side assertion) is raised again by whatever comes next.
+    """
+    try:
+        torch.ones(1, device=device).add_(1)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        pass
 
 
 class DirectCopies:
@@ -162,15 +195,22 @@ class HostStore:
     `num_layers` inputs come per forward pass, of which the last `keep_last` stay. The slab has
     exactly the size that one pass needs; it grows (only while empty) when a longer micro-batch
     comes, so `reserve` the longest first. CPU inputs are left alone unless `copies` is given.
+    `say` is told when the slab cannot be pinned.
     """
 
     def __init__(
-        self, num_layers: int, *, keep_last: int = 1, copies: Copies | None = None
+        self,
+        num_layers: int,
+        *,
+        keep_last: int = 1,
+        copies: Copies | None = None,
+        say: Say = silent,
     ) -> None:
         self.num_layers = num_layers
         self.keep_last = keep_last
         self.counts = OffloadCounts()
         self._copies = copies
+        self._say = say
         self._slab: Tensor | None = None
         self._used_bytes = 0
         # Weak: a ticket lives as long as the graph that may ask for it, and frees its place then.
@@ -180,7 +220,7 @@ class HostStore:
     def reserve(self, input_bytes: int, device: torch.device) -> None:
         """Make room for inputs of `input_bytes` each: (num_layers - keep_last) * input_bytes."""
         if self._copies is None and device.type == "cuda":
-            self._copies = CudaCopies(device)
+            self._copies = CudaCopies(device, self._say)
         needed = _aligned(input_bytes) * max(0, self.num_layers - self.keep_last)
         if self._copies is None or self._live or self.counts.slab_bytes >= needed:
             return

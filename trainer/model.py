@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from planner.errors import MissingExtraError, UnsupportedError, UsageError
 from planner.run.recipe import Attention, EngineKind, LoraSection, Method, Recipe
+from trainer.devices import run_device
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ATTENTION = {
@@ -51,6 +52,7 @@ class Policy:
     revision: str | None
     dtype: torch.dtype
     device: torch.device
+    """A GPU with its index: torch.device("cuda") equals no tensor's device."""
 
     @property
     def base(self) -> Any:
@@ -106,7 +108,7 @@ def load_policy(
 
     Weights have exactly the recipe's dtype (bf16 when it says none), never silently fp32.
     """
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = run_device(device)
     dtype = DTYPES.get(recipe.dtype or "bf16")
     if dtype is None:
         raise UsageError(

@@ -6,31 +6,33 @@ from contextlib import contextmanager
 import psutil
 import torch
 
+from profiler.startup.vramwise_cuda import CudaMeter
+
 
 class PhaseMemory:
     """`with memory("rollout"): ...` notes the phase's peak; `take()` returns the peaks since the last.
 
-    On a GPU allocated and reserved bytes as torch counts them. A CPU has no allocator that counts:
+    On a GPU allocated and reserved bytes as torch counts them, without what a sleeping vLLM has
+    unmapped (torch still counts its KV cache). A CPU has no allocator that counts:
     there it is the process's resident memory at the end of the phase, and nothing is reserved.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._meter = CudaMeter(torch) if device.type == "cuda" else None
         self._process = psutil.Process()
         self.peaks: dict[str, tuple[int, int | None]] = {}
         """Phase -> (allocated or resident, reserved)."""
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        on_gpu = self._device.type == "cuda"
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if self._meter is not None:
+            self._meter.take_peak()
         try:
             yield
         finally:
-            if on_gpu:
-                allocated = torch.cuda.max_memory_allocated(self._device)
-                reserved: int | None = torch.cuda.max_memory_reserved(self._device)
+            reserved: int | None
+            if self._meter is not None:
+                allocated, reserved = self._meter.take_peak()
             else:
                 allocated, reserved = self._process.memory_info().rss, None
             before = self.peaks.get(phase, (0, None))
@@ -41,7 +43,7 @@ class PhaseMemory:
 
     def take(self, planned_bytes: dict[str, int]) -> dict[str, int | None]:
         """Return metrics of the phases since the last call, beside what was planned."""
-        kind = "allocated" if self._device.type == "cuda" else "resident"
+        kind = "resident" if self._meter is None else "allocated"
         metrics: dict[str, int | None] = {}
         for phase, (allocated, reserved) in self.peaks.items():
             metrics[f"memory/{phase}/{kind}_bytes"] = allocated

@@ -4,7 +4,7 @@ Shapes: N scored tokens of a micro-batch, S completions of the rollout.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -71,15 +71,15 @@ class PolicyUpdate:
             with self._ready.policy.reference():
                 self._reference = self._score_tokens()
 
-    def micro_batches(self, part: Sequence[int], budget: int) -> list[MicroBatch]:
-        """Return the completions `part` in micro-batches of at most `budget` tokens."""
+    def micro_batches(self, part: Sequence[int], budget: int) -> Iterator[MicroBatch]:
+        """Yield the completions `part` in micro-batches of at most `budget` tokens."""
         return split(
             self.rollout,
             part,
             policy=self._ready.policy,
             budget_tokens=budget,
             layout=self._ready.layout,
-            share_prefix=self._train.share_prefix,
+            sharing=self._ready.sharing,
         )
 
     def loss(self, batch: MicroBatch, normaliser: float) -> tuple[Tensor, LossStats]:
@@ -119,6 +119,7 @@ class PolicyUpdate:
             logp = log_probs(ready.policy, batch, hidden, **ready.shape).logp
             for place, index in enumerate(batch.indices):
                 scored[index] = logp[batch.sequence_ids == place]
+            del batch, hidden, logp  # before the next one is made
         return scored
 
 

@@ -4,36 +4,32 @@ The rehearsal runs every phase once at the longest lengths that the recipe allow
 micro-batch, optimizer state), so that memory that runs out does so now and not at step 120.
 """
 
-import gc
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
-
-from planner.errors import UsageError, VramwiseError
-from planner.machines.machine import Machine, make_machine
+from planner.errors import VramwiseError
+from planner.machines.machine import Machine
 from planner.models.hub import find_model
 from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
 from planner.run.recipe import Attention, Checkpointing, Method, Recipe, RunFile, Task
 from planner.units import format_bytes, parse_bytes
 from profiler.recording import Recording
-from profiler.torch_recorder import record
-from trainer.batching import Layout, ScoredSequence, collate
+from trainer.batching import Layout
 from trainer.checkpointing import checkpoint_layers, decoder_layers
 from trainer.config import TrainSection
+from trainer.devices import check_driver, check_dtype, limited, occupied, run_device, this_machine
 from trainer.engines import make_engine
 from trainer.engines.protocol import Engine
-from trainer.engines.transformers import TransformersEngine
-from trainer.fake_device import FakeDevice
-from trainer.losses import sft_loss
+from trainer.engines.vllm_settings import settle_engine
 from trainer.model import Policy, load_policy
 from trainer.phase_memory import PhaseMemory
-from trainer.scoring import hidden_rows, log_probs
+from trainer.rehearsal import rehearse
+from trainer.say import Say, silent
+from trainer.shared_plan import Sharing, plan_sharing
+from trainer.shared_prefix import can_share
 from trainer.stepping import Stepper, TokenBudget, make_run_optimizer
 from trainer.tiled_mlp import tile_layers
 
@@ -62,6 +58,8 @@ class Preflight:
     """Context of the whole run: the pretended device limit, or nothing."""
     engine: Engine | None = None
     """What generates; None for SFT."""
+    sharing: Sharing | None = None
+    """How groups share their prompt in training; None: never."""
     measured: Recording | None = None
     """The rehearsal."""
 
@@ -69,10 +67,11 @@ class Preflight:
     def planned_bytes(self) -> dict[str, int]:
         """Return phase -> planned peak. Overhead is CUDA's: on a CPU there is none."""
         on_gpu = self.policy.device.type == "cuda"
-        return {
-            phase.name: sum(term.bytes for term in phase.terms if on_gpu or term.name != "overhead")
-            for phase in self.plan.phases
-        }
+        planned: dict[str, int] = {}
+        for phase in (*self.plan.phases, *(self.sharing.phases if self.sharing else ())):
+            size = sum(term.bytes for term in phase.terms if on_gpu or term.name != "overhead")
+            planned[phase.name] = max(size, planned.get(phase.name, 0))
+        return planned
 
     def save(self, output: Path) -> None:
         """Write the rehearsal where `vramwise profile compare` finds it."""
@@ -86,13 +85,17 @@ class Preflight:
         return {phase.name: phase.peak_bytes for phase in phases}
 
 
-def prepare(
-    run: RunFile, train: TrainSection, *, say: Callable[[str], None] = lambda text: None
-) -> Preflight:
+def prepare(run: RunFile, train: TrainSection, *, say: Say = silent) -> Preflight:
     """Plan, load and rehearse the run. Raises VramwiseError with advice when it cannot fit."""
     spec = find_model(run.model, revision=run.revision)
+    unused = check_driver()
+    check_dtype(run.recipe, run_device())
     machine = this_machine(run, train)
-    recipe, planned = solve(spec, settled(run.recipe), machine, train)
+    held = "" if train.device_memory else occupied(machine)
+    for note in filter(None, (unused, held)):
+        say(note)
+    wanted = settle_engine(settled(run.recipe))
+    recipe, planned = solve(spec, wanted, machine, train, held=held)
     policy = load_policy(
         run.model,
         recipe=recipe,
@@ -105,18 +108,21 @@ def prepare(
     if recipe.task is Task.GRPO:
         engine = make_engine(policy, recipe=recipe, plan=planned)
         engine.release()
-    apply_memory_choices(policy, recipe, must_tile=bool(run.recipe.tiled_mlp))
+    apply_memory_choices(policy, recipe, must_tile=bool(run.recipe.tiled_mlp), say=say)
     memory = PhaseMemory(policy.device)
-    tokens = (
-        train.micro_batch_tokens or (recipe.micro_batch_size or 1) * planned.resolved.seq_tokens
-    )
+    budget = _token_budget(recipe, planned, train)
     stepper = Stepper(
-        policy,
-        make_run_optimizer(policy, recipe, train),
-        train,
-        budget=TokenBudget(max(tokens, planned.resolved.seq_tokens)),
-        memory=memory,
+        policy, make_run_optimizer(policy, recipe, train), train, budget=budget, memory=memory
     )
+    sharing = None
+    if recipe.task is Task.GRPO and train.share_prefix is not False and can_share(policy.base):
+        sharing = plan_sharing(
+            spec,
+            planned,
+            budget_tokens=budget.tokens,
+            device=policy.device,
+            always=bool(train.share_prefix),
+        )
     ready = Preflight(
         recipe=recipe,
         plan=planned,
@@ -136,33 +142,13 @@ def prepare(
         prompts_per_step=_prompts_per_step(recipe, train),
         device=_device(train, policy),
         engine=engine,
+        sharing=sharing,
     )
     if train.preflight:
         with ready.device:
             ready = replace(ready, measured=rehearse(ready, train))
         say(table(ready))
     return ready
-
-
-def this_machine(run: RunFile, train: TrainSection) -> Machine:
-    """Return what the run may use: the pretended limit, this GPU, or this host's memory."""
-    host_ram = (
-        parse_bytes(run.machine.host_ram, field="machine.host_ram")
-        if run.machine.host_ram
-        else None
-    )
-    on_gpu = torch.cuda.is_available()
-    if train.device_memory:
-        limit = parse_bytes(train.device_memory, field="train.device_memory")
-        return Machine(vram_bytes=limit, host_ram_bytes=host_ram, context_bytes=0)
-    if on_gpu:
-        name = torch.cuda.get_device_name()
-        total = torch.cuda.get_device_properties(0).total_memory
-        try:
-            return make_machine(name, vram=total, host_ram=run.machine.host_ram)
-        except UsageError:  # a card that the catalogue doesn't have
-            return make_machine(vram=total, host_ram=run.machine.host_ram)
-    return Machine(vram_bytes=psutil.virtual_memory().available, context_bytes=0)
 
 
 def settled(recipe: Recipe) -> Recipe:
@@ -190,23 +176,23 @@ def settled(recipe: Recipe) -> Recipe:
 
 
 def solve(
-    spec: ModelSpec, recipe: Recipe, machine: Machine, train: TrainSection
+    spec: ModelSpec, recipe: Recipe, machine: Machine, train: TrainSection, *, held: str = ""
 ) -> tuple[Recipe, Plan]:
     """Return (recipe, plan) with the largest micro-batch that fits, unless the recipe names one.
 
-    Raises VramwiseError with advice when even one sequence doesn't fit.
+    Raises VramwiseError with advice when even one sequence doesn't fit; `held` says what others hold.
     """
     if recipe.micro_batch_size is not None:
         planned = plan(spec, recipe, machine)
         if not planned.fits:
             smaller, smaller_plan = _with_sequences(spec, recipe, machine, 1)
             if recipe.micro_batch_size == 1 or not smaller_plan.fits:
-                raise _refusal(planned)
+                raise _refusal(planned, held)
             return smaller, smaller_plan
         return recipe, planned
     low, best = 1, _with_sequences(spec, recipe, machine, 1)
     if not best[1].fits:
-        raise _refusal(best[1])
+        raise _refusal(best[1], held)
     most = train.prompts_per_step or 1
     if recipe.task is Task.GRPO:
         most *= best[1].resolved.num_generations
@@ -220,7 +206,9 @@ def solve(
     return best
 
 
-def apply_memory_choices(policy: Policy, recipe: Recipe, *, must_tile: bool = True) -> None:
+def apply_memory_choices(
+    policy: Policy, recipe: Recipe, *, must_tile: bool = True, say: Say = silent
+) -> None:
     """Checkpoint, offload and tile the policy's layers in place as the recipe says.
 
     `must_tile`: a model without an MLP that can be tiled is an error when tiles are asked for.
@@ -232,82 +220,10 @@ def apply_memory_choices(policy: Policy, recipe: Recipe, *, must_tile: bool = Tr
             mode=mode,
             every=recipe.checkpoint_every,
             keep_last=recipe.offload_keep_layers,
+            say=say,
         )
     if recipe.tiled_mlp:
         tile_layers(policy.base, tile_tokens=MLP_TILE_TOKENS, must=must_tile)
-
-
-def rehearse(ready: Preflight, train: TrainSection) -> Recording:
-    """Run every phase once at full size and return what each held; halves the micro-batch until it fits."""
-    while True:
-        try:
-            return _rehearse_once(ready, train)
-        except torch.OutOfMemoryError:
-            pass
-        ready.stepper.optimizer.zero_grad(set_to_none=True)
-        gc.collect()
-        try:
-            ready.stepper.budget.halve(ready.plan.resolved.seq_tokens)
-        except VramwiseError as error:
-            raise VramwiseError(
-                f"preflight: {error.message}; planned {format_bytes(ready.plan.peak_bytes)} of "
-                f"{format_bytes(ready.plan.capacity_bytes)}",
-                hint=error.hint,
-            ) from None
-
-
-def _rehearse_once(ready: Preflight, train: TrainSection) -> Recording:
-    """Return what every phase of a step holds at the longest lengths; weights stay as they are."""
-    policy = ready.policy
-    # its own optimizer: state is made for real, and thrown away with it
-    optimizer = make_run_optimizer(policy, ready.recipe, train)
-    with record(policy.model, optimizer, subject="vramwise preflight") as live:
-        with live.phase("step"):
-            _step_without_change(policy, optimizer)
-        engine = ready.engine
-        if isinstance(engine, TransformersEngine):  # vLLM has its whole pool since it started
-            rows = engine.max_rows(ready.prompts_per_step * ready.num_generations)
-            with live.phase("rollout"):
-                engine.rehearse(
-                    rows,
-                    num_prompts=-(-rows // ready.num_generations),
-                    prompt_tokens=ready.prompt_tokens,
-                    completion_tokens=ready.completion_tokens,
-                )
-        batch = _worst_batch(ready)
-        with live.phase("forward"):
-            hidden = hidden_rows(policy, batch)
-        with live.phase("loss"):
-            scored = log_probs(policy, batch, hidden, entropy=True, **ready.shape)
-            share = sft_loss(scored.logp, num_tokens=len(batch.targets))
-        del hidden, scored
-        with live.phase("backward"):
-            share.backward()
-        optimizer.zero_grad(set_to_none=True)
-    return live.recording
-
-
-def _step_without_change(policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-    """Step with gradients of 0 at a rate of 0: optimizer state exists, weights are as before."""
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    for _, parameter in policy.trainable():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-
-
-def _worst_batch(ready: Preflight) -> Any:
-    """Return a micro-batch of the longest sequences that the budget takes."""
-    length = ready.prompt_tokens + ready.completion_tokens
-    count = max(1, ready.stepper.budget.tokens // length)
-    scored = ready.completion_tokens if ready.recipe.task is Task.GRPO else length - 1
-    sequence = ScoredSequence(
-        token_ids=(ready.policy.tokenizer.eos_token_id or 0,) * length,
-        scored=(False,) * (length - scored) + (True,) * scored,
-    )
-    batch = collate([sequence] * count, range(count), layout=ready.layout)
-    return batch.to(ready.policy.device)
 
 
 def table(ready: Preflight) -> str:
@@ -331,12 +247,18 @@ def _with_sequences(
     return changed, plan(spec, changed, machine)
 
 
-def _refusal(planned: Plan) -> VramwiseError:
+def _refusal(planned: Plan, held: str) -> VramwiseError:
     return VramwiseError(
         f"the run does not fit: {format_bytes(planned.peak_bytes)} in {planned.peak_phase}, "
-        f"{format_bytes(planned.capacity_bytes)} on the device",
+        f"{format_bytes(planned.capacity_bytes)} on the device{f'; {held}' if held else ''}",
         hint=f"{planned.why}; `vramwise advise RUN.yaml` lists what would make it fit",
     )
+
+
+def _token_budget(recipe: Recipe, planned: Plan, train: TrainSection) -> TokenBudget:
+    longest = planned.resolved.seq_tokens
+    tokens = train.micro_batch_tokens or (recipe.micro_batch_size or 1) * longest
+    return TokenBudget(max(tokens, longest))
 
 
 def _prompts_per_step(recipe: Recipe, train: TrainSection) -> int:
@@ -357,11 +279,4 @@ def _device(train: TrainSection, policy: Policy) -> Any:
     if train.device_memory is None:
         return nullcontext()
     limit = parse_bytes(train.device_memory, field="train.device_memory")
-    if policy.device.type == "cuda":
-        total = torch.cuda.get_device_properties(policy.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), policy.device)
-        return nullcontext()
-    device = FakeDevice(limit)
-    for tensor in (*policy.model.parameters(), *policy.model.buffers()):
-        device.adopt(tensor)
-    return device
+    return limited(policy.device, limit, policy.model)

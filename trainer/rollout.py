@@ -3,7 +3,7 @@
 Shapes: N scored tokens of a micro-batch, S its sequences.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,8 @@ from trainer.data import Prompt
 from trainer.engines.protocol import Completion, Engine, SamplingSettings
 from trainer.model import Policy
 from trainer.sampling import stop_tokens
-from trainer.shared_prefix import can_share, collate_shared, shared_tokens, worth_sharing
+from trainer.shared_plan import Sharing
+from trainer.shared_prefix import collate_shared, shared_tokens, worth_sharing
 
 MAX_LOG_WEIGHT = 20.0
 """exp(20) is far over any cap; beyond it a sequence's product would overflow fp32."""
@@ -91,34 +92,32 @@ def split(
     policy: Policy,
     budget_tokens: int,
     layout: Layout,
-    share_prefix: bool | None,
-) -> list[MicroBatch]:
-    """Return micro-batches of the completions `chosen`, each at most `budget_tokens` tokens.
+    sharing: Sharing | None = None,
+) -> Iterator[MicroBatch]:
+    """Yield micro-batches of the completions `chosen`, each at most `budget_tokens` tokens.
 
-    A group shares one row where the model allows it and it is cheaper (`share_prefix` None), always
-    (True) or never (False); MicroBatch.indices count in the rollout.
+    One is made, on the policy's device, when it is asked for: masks of shared prompts are large.
+    `sharing`: a group shares one row where it fits and is cheaper; None never.
+    MicroBatch.indices count in the rollout.
     """
     pad = policy.tokenizer.pad_token_id or 0
     sequences = {index: rollout.sequence(index) for index in chosen}
-    shared, single = _shared_groups(rollout, sequences, policy, budget_tokens, share_prefix)
-    batches = []
-    eager = policy.base.config._attn_implementation == "eager"
+    rows_tokens = min(budget_tokens, sharing.budget_tokens) if sharing else 0
+    shared, single = _shared_groups(rollout, sequences, sharing, rows_tokens)
     sizes = [shared_tokens([sequences[index] for index in group]) for group in shared]
-    for picks in micro_batches(sizes, budget_tokens=budget_tokens, layout=Layout.SORTED):
-        batches.append(
-            collate_shared(
-                [[sequences[index] for index in shared[pick]] for pick in picks],
-                [index for pick in picks for index in shared[pick]],
-                pad_id=pad,
-                float_mask=policy.dtype if eager else None,
-            )
+    for picks in micro_batches(sizes, budget_tokens=rows_tokens, layout=Layout.SORTED):
+        yield collate_shared(
+            [[sequences[index] for index in shared[pick]] for pick in picks],
+            [index for pick in picks for index in shared[pick]],
+            pad_id=pad,
+            dtype=policy.dtype,
+            device=policy.device,
         )
     own = [sequences[index] for index in single]
     lengths = [len(sequence.token_ids) for sequence in own]
     for picks in micro_batches(lengths, budget_tokens=budget_tokens, layout=layout):
         batch = collate(own, picks, layout=layout, pad_id=pad)
-        batches.append(_renamed(batch, [single[pick] for pick in picks]))
-    return [batch.to(policy.device) for batch in batches]
+        yield replace(batch, indices=tuple(single[pick] for pick in picks)).to(policy.device)
 
 
 def importance_weights(
@@ -198,12 +197,11 @@ def sampler_log_probs(rollout: Rollout, batch: MicroBatch) -> Tensor | None:
 def _shared_groups(
     rollout: Rollout,
     sequences: dict[int, ScoredSequence],
-    policy: Policy,
+    sharing: Sharing | None,
     budget_tokens: int,
-    share_prefix: bool | None,
 ) -> tuple[list[list[int]], list[int]]:
     """Return (groups that share their prompt, the other sequences), as indices of the rollout."""
-    if share_prefix is False or not can_share(policy.base):
+    if sharing is None:
         return [], list(sequences)
     by_prompt: dict[int, list[int]] = {}
     for index in sequences:
@@ -211,13 +209,9 @@ def _shared_groups(
     shared, single = [], []
     for group in by_prompt.values():
         members = [sequences[index] for index in group]
-        fits = len(group) > 1 and shared_tokens(members) <= budget_tokens
-        if fits and (share_prefix or worth_sharing(members)):
+        fits = len(group) > 1 and shared_tokens(members) <= min(budget_tokens, sharing.row_tokens)
+        if fits and (sharing.always or worth_sharing(members, sharing.cost)):
             shared.append(group)
         else:
             single += group
     return shared, single
-
-
-def _renamed(batch: MicroBatch, indices: list[int]) -> MicroBatch:
-    return replace(batch, indices=tuple(indices))

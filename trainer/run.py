@@ -8,7 +8,8 @@ from typing import Any
 from planner.run.recipe import RunFile, Task
 from trainer.config import TrainSection, read_run
 from trainer.grpo import train_grpo
-from trainer.session import Result, Say, silent
+from trainer.say import Say, silent
+from trainer.session import Result
 from trainer.sft import train_sft
 
 SCHEMA_VERSION = 1

@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,10 @@ from trainer.config import TrainSection
 from trainer.data import Order
 from trainer.metrics import COMPLETIONS_FOLDER, METRICS_FILE, MetricsLog, Progress
 from trainer.model import Policy
+from trainer.say import Say as Say  # trainer.demo takes it from here
 from trainer.stepping import Stepper
 
 RUN_FILE = "run.yaml"
-Say = Callable[[str], None]
-"""Where prose goes: stderr for a command, nowhere by default."""
 OWN_NAMES = (
     checkpoints.FOLDER,
     COMPLETIONS_FOLDER,
@@ -27,10 +26,6 @@ OWN_NAMES = (
     "tensorboard",
     "preflight.json",
 )
-
-
-def silent(_text: str) -> None:
-    """Say nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,6 +4,7 @@ The loss is the mean over all trained tokens of the optimizer step, whatever the
 """
 
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from trainer.config import TrainSection
 from trainer.data import Order, Samples, check_columns, load_samples, tokenize_example
 from trainer.losses import sft_loss
 from trainer.preflight import Preflight, prepare
+from trainer.say import Say, silent
 from trainer.scoring import hidden_rows, log_probs
-from trainer.session import Result, Say, Session, prepare_output, silent
+from trainer.session import Result, Session, prepare_output
 
 
 def train_sft(
@@ -87,15 +89,15 @@ def next_batch(
     return sequences or next_batch(samples, order, ready=ready, train=train)
 
 
-def split(batch: list[ScoredSequence], budget_tokens: int, *, ready: Preflight) -> list[MicroBatch]:
-    """Return micro-batches of at most `budget_tokens` tokens."""
+def split(
+    batch: list[ScoredSequence], budget_tokens: int, *, ready: Preflight
+) -> Iterator[MicroBatch]:
+    """Yield micro-batches of at most `budget_tokens` tokens, each on the device when it is asked for."""
     lengths = [len(sequence.token_ids) for sequence in batch]
     pad = ready.policy.tokenizer.pad_token_id or 0
     picks = micro_batches(lengths, budget_tokens=budget_tokens, layout=ready.layout)
-    return [
-        collate(batch, pick, layout=ready.layout, pad_id=pad).to(ready.policy.device)
-        for pick in picks
-    ]
+    for pick in picks:
+        yield collate(batch, pick, layout=ready.layout, pad_id=pad).to(ready.policy.device)
 
 
 def loss(batch: MicroBatch, *, ready: Preflight, num_tokens: int) -> tuple[Tensor, float]:

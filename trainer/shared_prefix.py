@@ -3,9 +3,17 @@
 P + G*R tokens run instead of G*(P + R). Completions restart at the prompt's end in position; the
 prompt's last token predicts the first token of every completion, so its hidden state is scored G times.
 Shapes: B groups, T tokens of a row, N scored tokens, S sequences.
+
+The mask is what SDPA's kernels on CUDA take as it is, so that all layers share one: torch 2.13 turns a
+boolean mask into an additive one in every layer, and copies one whose rows don't begin at multiples of 16
+elements (aten/src/ATen/native/transformers/attention.cpp: convert_boolean_attn_mask, preprocess_mask,
+pad_bias); autograd would then keep a copy a layer. Only the flash kernel takes none at all
+(cuda/sdp_utils.cpp, check_for_attn_mask): `RowCost.masked` is what that costs.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -14,7 +22,36 @@ from torch import Tensor
 from trainer.batching import MicroBatch, ScoredSequence
 
 MAX_SHARED_TOKENS = 8192
-"""A row's mask has T^2 bytes: 64 MiB at this length."""
+"""A row's mask has 2 T^2 bytes in half precision: 128 MiB at this length."""
+ALIGNMENT = 16
+"""Elements; torch wants 8 or 16 by version (mem_eff_alignment)."""
+MASKED = -65504.0
+"""Added where a token must not look; fp16's lowest. torch takes it for cuDNN's kernel, which has trouble
+with -inf (attention.cpp, convert_boolean_attn_mask_cudnn); its exponential is 0 all the same."""
+MEMORY_EFFICIENT_SLOWDOWN = 2.3
+"""Time of SDPA's memory-efficient kernel over its flash kernel, a pair of tokens: 84.4 and 36.4 TFLOPS at
+8,192 tokens, 76.4 and 33.9 at 2,048 (NVIDIA/TileGym pull request 49, fp16, head_dim 128, causal); 1.9 on an
+A100 (facebookresearch/xformers issue 924, forward, the same two kernels)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowCost:
+    """What a step of the model costs, in FLOPs of its fastest attention kernel."""
+
+    token: float
+    """Each token: the decoder layers' matrix products."""
+    pair: float
+    """Each pair of tokens that attention visits."""
+    masked: float = 1.0
+    """A pair under a mask, over one in the causal kernel that needs none."""
+
+    def shared(self, tokens: int) -> float:
+        """Return the cost of one shared row: a mask is no reason to skip a tile, so all pairs count."""
+        return tokens * self.token + tokens**2 * self.pair * self.masked
+
+    def separate(self, lengths: Sequence[int]) -> float:
+        """Return the cost of rows of their own: the causal kernel skips half of the pairs."""
+        return sum(length * self.token + length**2 / 2 * self.pair for length in lengths)
 
 
 def can_share(model: Any) -> bool:
@@ -31,15 +68,17 @@ def can_share(model: Any) -> bool:
     return kinds == {"full_attention"} and not windowed and not has_state and masked
 
 
-def worth_sharing(group: Sequence[ScoredSequence]) -> bool:
+def worth_sharing(group: Sequence[ScoredSequence], cost: RowCost) -> bool:
     """Return whether the shared row is cheaper than separate rows.
 
-    Fewer tokens always run; but the mask makes attention dense: T^2 pairs instead of
-    sum (P + R)^2 / 2. Separate rows win once the prompt is short beside its completions.
+    Fewer tokens always run; but attention visits all T^2 pairs, in a slower kernel, instead of
+    sum (P + R)^2 / 2 in the fastest. Separate rows win once the prompt is short beside its completions,
+    and for longer prompts the smaller the model is.
     """
     shared = shared_tokens(group)
-    separate = sum(len(sequence.token_ids) ** 2 for sequence in group) / 2
-    return len(group) > 1 and shared <= MAX_SHARED_TOKENS and shared**2 <= 2 * separate
+    if len(group) < 2 or shared > MAX_SHARED_TOKENS:
+        return False
+    return cost.shared(shared) < cost.separate([len(sequence.token_ids) for sequence in group])
 
 
 def prompt_tokens(sequence: ScoredSequence) -> int:
@@ -49,8 +88,14 @@ def prompt_tokens(sequence: ScoredSequence) -> int:
 
 def shared_tokens(group: Sequence[ScoredSequence]) -> int:
     """Return the tokens of a group's row; a completion's last token predicts nothing and stays out."""
+    return part_ends(group)[-1]
+
+
+def part_ends(group: Sequence[ScoredSequence]) -> list[int]:
+    """Return where the parts of a group's row end: the prompt, then each completion."""
     prompt = prompt_tokens(group[0])
-    return prompt + sum(len(sequence.token_ids) - prompt - 1 for sequence in group)
+    parts = (len(sequence.token_ids) - prompt - 1 for sequence in group)
+    return list(accumulate(parts, initial=prompt))
 
 
 def collate_shared(
@@ -58,61 +103,74 @@ def collate_shared(
     indices: Sequence[int],
     *,
     pad_id: int,
-    float_mask: torch.dtype | None = None,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> MicroBatch:
-    """Return the micro-batch of `groups`; `indices` names its sequences in order.
+    """Return the micro-batch of `groups` on `device`; `indices` names its sequences in order.
 
-    `float_mask`: eager attention adds its mask, so it wants 0 / lowest in this dtype; None = boolean.
+    `dtype`: the model's; an additive mask must have its queries'.
     """
-    width = max(shared_tokens(group) for group in groups)
+    ends = [part_ends(group) for group in groups]
+    width = max(row[-1] for row in ends)
     ids = torch.full((len(groups), width), pad_id)
     positions = torch.zeros_like(ids)
-    # segment 0 = prompt, 1.. = completions, -1 = padding (sees itself: softmax of nothing is NaN)
-    segments = torch.full_like(ids, -1)
     rows: list[int] = []
     targets: list[int] = []
     owners: list[int] = []
     owner = 0
     for row, group in enumerate(groups):
-        prompt = prompt_tokens(group[0])
-        cursor = prompt
+        prompt = ends[row][0]
         ids[row, :prompt] = torch.tensor(group[0].token_ids[:prompt])
         positions[row, :prompt] = torch.arange(prompt)
-        segments[row, :prompt] = 0
-        for number, sequence in enumerate(group, 1):
+        for sequence, (start, end) in zip(group, pairwise(ends[row]), strict=True):
             completion = sequence.token_ids[prompt:]
-            span = slice(cursor, cursor + len(completion) - 1)
-            ids[row, span] = torch.tensor(completion[:-1], dtype=ids.dtype)
-            positions[row, span] = prompt + torch.arange(len(completion) - 1)
-            segments[row, span] = number
+            ids[row, start:end] = torch.tensor(completion[:-1], dtype=ids.dtype)
+            positions[row, start:end] = prompt + torch.arange(end - start)
             for offset, token in enumerate(completion):
                 if sequence.scored[prompt + offset]:
-                    before = prompt - 1 if offset == 0 else cursor + offset - 1
+                    before = prompt - 1 if offset == 0 else start + offset - 1
                     rows.append(row * width + before)
                     targets.append(token)
                     owners.append(owner)
-            cursor = span.stop
             owner += 1
-    return MicroBatch(
+    batch = MicroBatch(
         indices=tuple(indices),
         input_ids=ids,
         position_ids=positions,
-        attention_mask=_mask(segments, float_mask),
+        attention_mask=None,
         rows=torch.tensor(rows, dtype=torch.long),
         targets=torch.tensor(targets, dtype=torch.long),
         sequence_ids=torch.tensor(owners, dtype=torch.long),
         cu_seqlens=torch.zeros(1, dtype=torch.int32),
         max_length=width,
     )
+    mask = shared_mask(ends, dtype=dtype, device=device)
+    return replace(batch.to(device), attention_mask=mask)
 
 
-def _mask(segments: Tensor, float_mask: torch.dtype | None) -> Tensor:
-    """Return [B, 1, T, T]: earlier tokens of the prompt or of the own completion are visible."""
-    same = segments[:, :, None] == segments[:, None, :]
-    prompt = (segments == 0)[:, None, :] & (segments >= 0)[:, :, None]
-    causal = torch.ones(segments.shape[1], segments.shape[1], dtype=torch.bool).tril()
-    visible = ((same | prompt) & causal)[:, None]
-    if float_mask is None:
-        return visible
-    lowest = torch.finfo(float_mask).min
-    return torch.zeros(visible.shape, dtype=float_mask).masked_fill(~visible, lowest)
+def shared_mask(
+    ends: Sequence[Sequence[int]], *, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return the additive mask [B, 1, T, T] of rows whose parts end at `ends`, made on `device`.
+
+    A token sees the earlier tokens of the prompt and of its own completion. Padding sees the prompt: a
+    softmax over nothing would be NaN. In memory rows are padded to ALIGNMENT.
+    """
+    width = max(row[-1] for row in ends)
+    mask = torch.full((len(ends), 1, width, padded(width)), MASKED, dtype=dtype, device=device)
+    for row, parts in enumerate(ends):
+        prompt = parts[0]
+        mask[row, 0, prompt:, :prompt] = 0.0
+        for start, end in pairwise((0, *parts)):
+            mask[row, 0, start:end, start:end].triu_(1)
+    return mask[..., :width]
+
+
+def mask_bytes(rows: int, tokens: int, element_bytes: int) -> int:
+    """Return the bytes of the mask of `rows` rows of `tokens` tokens."""
+    return rows * tokens * padded(tokens) * element_bytes
+
+
+def padded(width: int) -> int:
+    """Return `width` rounded up to ALIGNMENT."""
+    return -(-width // ALIGNMENT) * ALIGNMENT

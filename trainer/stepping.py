@@ -2,7 +2,7 @@
 
 import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -108,14 +108,14 @@ class Stepper:
         self,
         step: int,
         *,
-        micro_batches: Callable[[int], Sequence[MicroBatch]],
+        micro_batches: Callable[[int], Iterable[MicroBatch]],
         loss: Callable[[MicroBatch], tuple[Tensor, T]],
         longest: int,
     ) -> Update[T]:
         """Do one optimizer step at the learning rate of `step`.
 
-        `micro_batches(budget)` splits the step's work, `loss(batch)` returns a micro-batch's share of the
-        loss and its statistics, `longest` is the longest sequence in tokens. When memory runs out the
+        `micro_batches(budget)` splits the step's work, one at a time; `loss(batch)` returns a
+        micro-batch's share of the loss and its statistics, `longest` is the longest sequence in tokens. When memory runs out the
         budget is halved and the whole step done again: half a step's gradients are worth nothing.
         """
         while True:
@@ -130,7 +130,7 @@ class Stepper:
     def _attempt(
         self,
         step: int,
-        micro_batches: Callable[[int], Sequence[MicroBatch]],
+        micro_batches: Callable[[int], Iterable[MicroBatch]],
         loss: Callable[[MicroBatch], tuple[Tensor, T]],
     ) -> Update[T] | None:
         """Return the update, or None when memory ran out: then no frame holds its tensors."""
@@ -148,7 +148,7 @@ class Stepper:
     def _accumulate(
         self,
         step: int,
-        micro_batches: Callable[[int], Sequence[MicroBatch]],
+        micro_batches: Callable[[int], Iterable[MicroBatch]],
         loss: Callable[[MicroBatch], tuple[Tensor, T]],
     ) -> Update[T]:
         self.optimizer.zero_grad(set_to_none=True)
@@ -162,7 +162,7 @@ class Stepper:
             total = total + share.detach()
             stats.append(part)
             num_tokens += batch.num_tokens
-            del share
+            del share, batch  # before the next one is made
         scale, lr = self.scale, learning_rate(step, self._train)
         norm, stepped = math.nan, False
         if math.isfinite(float(total)):

@@ -2,8 +2,7 @@
 
 from pydantic import ValidationError
 
-from planner.accuracy.kernels import predict_kernel
-from planner.accuracy.prediction import NotCovered, Prediction
+from planner.accuracy.prediction import NotARun, NotCovered, Prediction
 from planner.accuracy.rl_rows import predict_rl
 from planner.accuracy.rows import Layout, Row
 from planner.accuracy.sft_rows import predict_sft
@@ -12,14 +11,16 @@ from planner.errors import VramwiseError
 
 
 def predict_row(row: Row) -> Prediction:
-    """Return what the planner says about `row`; raises NotCovered with the reason."""
+    """Return what a plan says about `row`; raises NotCovered with the reason, NotARun for no run."""
+    if row.is_law:
+        raise NotARun("a kernel or loss-head benchmark: benchmarks/laws")
+    if row.is_estimate:
+        raise NotARun("somebody's estimate, no measurement: vramwise published")
     try:
         if row.layout is Layout.VLLM:
             return predict_vllm(row)
         if row.layout is Layout.RL:
             return predict_rl(row)
-        if row["model"].startswith(("kernel ", "lm_head ")):
-            return predict_kernel(row)
         return predict_sft(row)
     except VramwiseError as error:  # the planner refuses it: its own sentence is the reason
         raise NotCovered(error.message) from error

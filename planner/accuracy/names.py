@@ -13,6 +13,7 @@ from planner.families import model_spec_from_config
 from planner.machines.machine import Machine, find_gpu, make_machine
 from planner.models.catalogue import catalogue_model, load_catalogue
 from planner.models.spec import ModelSpec, ModuleKind, ModuleSpec
+from planner.terms.standing import model_of_size
 from planner.units import GiB
 
 _SUFFIXES = [
@@ -134,13 +135,13 @@ def _measured_model(entry: dict[str, Any]) -> ModelSpec:
 
 
 @cache
-def parameters_named(text: str) -> int:
-    """Return the parameters of a named model, encoders included, that is only loaded."""
+def loaded_model(text: str) -> ModelSpec:
+    """Return a named model that is only loaded; encoders, of which only a size is known, included."""
     for candidate in _candidates(text):
         entry = _measured().get(candidate)
         if entry and not entry["config"]:
-            return int(entry["parameters"])
-    return model_named(text).parameters
+            return model_of_size(int(entry["parameters"]))
+    return model_named(text)
 
 
 @cache
@@ -204,17 +205,28 @@ _GPU_SPELLINGS = (
 )
 
 
+_SIZE = re.compile(r"\b\d+ ?g[bi]+\b")
+
+
 @cache
 def machine_named(text: str, num_gpus: int = 1, total_gib: float = 0.0) -> Machine:
-    """Return the machine a row names, or a card of the printed total; 80 GiB when unknown."""
+    """Return the machine a row names; `total_gib` or a printed "(79.22 GiB)" is what torch saw.
+
+    Raises NotCovered when neither the card nor its memory is known: nothing is assumed.
+    """
+    printed = re.search(r"\(([\d.]+) GiB\)", text)
+    total = total_gib or (float(printed[1]) if printed else 0.0)
     name = re.sub(r"^\d+x ", "", text.lower())
+    bare = re.sub(r"\(.*|,.*", "", name).strip()
     choices = [alias for pattern, alias in _GPU_SPELLINGS if re.search(pattern, name)][:1]
-    for choice in (*choices, re.sub(r"\(.*|,.*", "", name).strip()):
+    for choice in (*choices, bare, _SIZE.sub("", bare).strip()):
         try:
             spec = find_gpu(choice)
-            known = spec.torch_total_bytes or 80 * GiB
-            total = int(total_gib * GiB) if total_gib else known
-            return make_machine(spec.id, gpus=num_gpus, vram=total)
         except VramwiseError:
             continue
-    return make_machine(gpus=num_gpus, vram=int((total_gib or 80) * GiB))
+        vram = int(total * GiB) if total else spec.torch_total_bytes
+        if vram:
+            return make_machine(spec.id, gpus=num_gpus, vram=vram)
+    if total:
+        return make_machine(gpus=num_gpus, vram=int(total * GiB))
+    raise NotCovered(f"the card {text[:40]!r} is not known" if text else "the row names no card")

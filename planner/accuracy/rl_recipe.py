@@ -128,7 +128,9 @@ def _framework(row: Row) -> str:
 def _mixed_precision(row: Row) -> str | None:
     if "bf16 autocast" in row["notes"]:
         return "bf16"
-    return "none" if row["framework"] == "custom" else None
+    if row["framework"] == "custom":
+        return "none"
+    return "bf16" if row["framework"] == "trl" else None  # what its users set until 0.19 made it so
 
 
 def _one_sequence(row: Row) -> int | None:

@@ -85,9 +85,34 @@ class Row:
         return self.number("confidence") or 0.0
 
     @property
+    def is_law(self) -> bool:
+        """The row measures one kernel or loss head, no run: benchmarks/laws scores it."""
+        name, quantity = self["model"], self.quantity
+        return name.startswith(("kernel ", "lm_head")) or quantity.startswith(
+            ("component:logprob_", "oom_alloc", "component:entropy_", "component:loss_")
+        )
+
+    @property
+    def is_estimate(self) -> bool:
+        """The row is a vendor's own arithmetic, no measurement: `published` takes such tables apart."""
+        if self.layout is not Layout.RL:
+            return False
+        published = (
+            "training",
+            "grpo_logits",
+            "inference_weights",
+            "kv_cache",
+            "logits",
+            "weights",
+        )
+        return self.quantity.startswith("vendor_estimate") or self.quantity in {
+            f"component:{name}" for name in published
+        }
+
+    @property
     def failed(self) -> bool:
         """The run ran out of memory: its value is not a measurement."""
-        return self["oom"] in {"1", "true", "True"}
+        return self["oom"] in {"1", "true", "True"} or self.quantity in {"oom", "oom_gt"}
 
     def number(self, column: str) -> float | None:
         """Return a column as a number, or None when it is empty or not one number."""

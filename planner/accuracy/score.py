@@ -6,9 +6,10 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from planner.accuracy.prediction import NotCovered, Prediction
+from planner.accuracy.prediction import NotARun, NotCovered, Prediction
 from planner.accuracy.rows import MIN_CONFIDENCE, Row, read_rows
 from planner.datafiles import data_dir
+from planner.plan import Plan
 
 FAILED = "the planner failed on it"
 Predictor = Callable[[Row], Prediction]
@@ -31,6 +32,12 @@ class Scored:
         return (self.prediction.value - self.truth) / abs(self.truth)
 
     @property
+    def width(self) -> float:
+        """Width of the predicted interval over the predicted value."""
+        prediction = self.prediction
+        return (prediction.high - prediction.low) / max(abs(prediction.value), 1)
+
+    @property
     def inside(self) -> bool:
         """The published value lies in the predicted interval."""
         return self.prediction.low <= self.truth <= self.prediction.high
@@ -46,6 +53,10 @@ class Statistics:
     bias: float
     """Median signed error."""
     interval_coverage: float
+    interval_width: float
+    """Median width of the interval over the predicted value."""
+    planned: int
+    """Rows answered by plan(); the others are arithmetic on a log's own lines."""
 
 
 class Uncovered(NamedTuple):
@@ -56,18 +67,64 @@ class Uncovered(NamedTuple):
     source: str = ""
 
 
+class Verdict(NamedTuple):
+    """What a plan said of a run whose end is known."""
+
+    id: str
+    source: str
+    ran: bool
+    """False: it ran out of memory, or its engine refused to start."""
+    verdict: str
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """Verdicts of plans against how the runs ended; one a run."""
+
+    rows: tuple[Verdict, ...]
+
+    def count(self, verdict: str, *, ran: bool) -> int:
+        """Return how many runs that ended so were given this verdict."""
+        return sum(row.ran is ran and row.verdict == verdict for row in self.rows)
+
+    def to_dict(self) -> dict[str, int]:
+        """Return the counts of `accuracy --json`."""
+        return {
+            "ran": sum(row.ran for row in self.rows),
+            "oom": sum(not row.ran for row in self.rows),
+            "oom_called_fits": self.count("fits", ran=False),
+            "ran_called_no": self.count("does not fit", ran=True),
+            "ran_called_tight": self.count("tight", ran=True),
+        }
+
+
 @dataclass(slots=True)
 class Accuracy:
     """The outcome of scoring some files."""
 
     rows: int = 0
-    """Rows with enough confidence whose run did not fail."""
+    """Figures of runs that worked, with enough confidence to be held to them."""
     scored: list[Scored] = field(default_factory=list)
+    low_confidence: list[Scored] = field(default_factory=list)
+    """Rows below the confidence: scored apart, never in the headline."""
     not_covered: list[Uncovered] = field(default_factory=list)
+    elsewhere: list[Uncovered] = field(default_factory=list)
+    """Rows that are no run's memory: kernel benchmarks, somebody's estimates."""
+    runs: dict[tuple[str, bool], Verdict] = field(default_factory=dict)
+
+    @property
+    def verdicts(self) -> Verdicts:
+        """Return the verdicts, one for every run and end."""
+        return Verdicts(tuple(self.runs.values()))
 
     def by_quantity(self) -> dict[str, Statistics]:
-        """Return statistics per canonical quantity, largest group first."""
-        return _grouped(self.scored, lambda item: item.prediction.quantity)
+        """Return statistics per canonical quantity, largest group first; unsure rows last, apart."""
+        sure = _grouped(self.scored, lambda item: item.prediction.quantity)
+        unsure = _grouped(
+            self.low_confidence, lambda item: f"low_confidence_{item.prediction.quantity}"
+        )
+        return sure | unsure
 
     def by_source(self) -> dict[str, dict[str, Statistics]]:
         """Return statistics per source and quantity."""
@@ -90,7 +147,7 @@ def measurement_files() -> list[Path]:
 
 
 def score_files(files: Iterable[Path], *, predict: Predictor | None = None) -> Accuracy:
-    """Score every row of `files` that has enough confidence and whose run did not fail."""
+    """Score every figure of `files`; runs that failed are judged by the plan's verdict alone."""
     if predict is None:
         from planner.accuracy.dispatch import predict_row
 
@@ -98,23 +155,41 @@ def score_files(files: Iterable[Path], *, predict: Predictor | None = None) -> A
     result = Accuracy()
     for path in files:
         for row in read_rows(path):
-            if row.confidence >= MIN_CONFIDENCE and not row.failed:
-                result.rows += 1
-                _score(row, predict, result)
+            _score(row, predict, result)
     return result
 
 
 def _score(row: Row, predict: Predictor, result: Accuracy) -> None:
+    sure = row.confidence >= MIN_CONFIDENCE
     try:
+        if row.failed:
+            _judge(row, predict(row), result)
+            return
+        result.rows += sure
         truth = row.truth()
         if truth is None:
             raise NotCovered("the figure has no value or its unit is not known")
-        result.scored.append(Scored(row, truth, predict(row)))
+        item = Scored(row, truth, predict(row))
+        (result.scored if sure else result.low_confidence).append(item)
+        if sure:
+            _judge(row, item.prediction, result)
+    except NotARun as reason:
+        result.rows -= sure and not row.failed
+        result.elsewhere.append(Uncovered(row.id, str(reason), row.source))
     except NotCovered as reason:
-        result.not_covered.append(Uncovered(row.id, str(reason), row.source))
+        if sure and not row.failed:
+            result.not_covered.append(Uncovered(row.id, str(reason), row.source))
     except Exception as error:  # one row must not cost the report; a test looks for this reason
         why = f"{FAILED}: {type(error).__name__} ({error})"
         result.not_covered.append(Uncovered(row.id, why, row.source))
+
+
+def _judge(row: Row, prediction: Prediction, result: Accuracy) -> None:
+    """Keep the plan's verdict on the run, once for each run and end."""
+    plan = prediction.plan
+    if plan is not None and plan.machine.gpu is not None:
+        key = (f"{row.layout}:{row.run}", not row.failed)
+        result.runs.setdefault(key, Verdict(row.id, row.source, not row.failed, plan.verdict, plan))
 
 
 def summarise(items: list[Scored]) -> Statistics:
@@ -127,6 +202,8 @@ def summarise(items: list[Scored]) -> Statistics:
         p90_abs_error=errors[rank],
         bias=median(item.error for item in items),
         interval_coverage=sum(item.inside for item in items) / len(items),
+        interval_width=median(item.width for item in items),
+        planned=sum(item.prediction.planned for item in items),
     )
 
 

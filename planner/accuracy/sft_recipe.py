@@ -67,7 +67,6 @@ _SMALL_STATE = frozenset(
         "delora",
         "cartridges",
         "gralora",
-        "osf",
     ]
 )
 """PEFT methods whose trained state is at most a few million parameters: planned as a LoRA of the
@@ -145,11 +144,13 @@ def quantization_of(text: str) -> str | None:
 
 
 def _double_quant(row: Row) -> bool | None:
-    if not row["base_quant"] or "gptq" in row["base_quant"]:
+    """Return whether the constants are quantised too; None = the framework's own default."""
+    text = row["base_quant"].lower()
+    if not text or "gptq" in text:
         return None
     if "litgpt" in row["framework"].lower():
-        return row["base_quant"].endswith("-dq")
-    return True  # fms-hf-tuning, ms-swift and torchtune nest the constants
+        return text.endswith("-dq")
+    return True if re.search(r"double|nested|-dq", text) else None
 
 
 def _mixed_precision(row: Row) -> str | None:

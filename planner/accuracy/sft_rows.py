@@ -3,8 +3,9 @@
 import re
 from typing import NamedTuple
 
+from planner.accuracy.inference_rows import generation_run
 from planner.accuracy.lengths import typical_tokens
-from planner.accuracy.names import machine_named, model_named, parameters_named
+from planner.accuracy.names import loaded_model, machine_named, model_named
 from planner.accuracy.prediction import NotCovered, Prediction, around
 from planner.accuracy.rows import Row
 from planner.accuracy.sft_recipe import recipe_of
@@ -13,15 +14,28 @@ from planner.accuracy.variants import litgpt_model, selective_bytes
 from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
-from planner.run.recipe import Recipe, Sharding
+from planner.run.recipe import Recipe, Sharding, Task
 from planner.units import GiB
 
 ALLOCATED = (0.9, 1.1)
 """Tensors are counted one by one; what the interval covers is dataset padding and library versions."""
-LENGTH_MATTERS = 1.25
-"""A row without its length is planned when one token and the framework's default differ by less."""
 STATIC_SLACK = (0.95, 1.05)
 """Weights, adapters and states are counted exactly; blocks round up to 512 bytes or 2 MiB."""
+PHASES = ("load", "forward", "loss", "backward", "step")
+
+
+class Run(NamedTuple):
+    """What a row describes, known before the run."""
+
+    row: Row
+    quantity: str
+    model: ModelSpec
+    recipe: Recipe
+    machine: Machine
+
+    def at(self, context: int) -> "Run":
+        """Return the run with samples of another length."""
+        return self._replace(recipe=self.recipe.model_copy(update={"context": max(1, context)}))
 
 
 def predict_sft(row: Row) -> Prediction:
@@ -31,48 +45,46 @@ def predict_sft(row: Row) -> Prediction:
     if row["method"] in {"none", "load"}:
         return _loaded(row)
     if "inference" in row["method"]:
-        from planner.accuracy.inference_rows import predict_inference
-
-        return predict_inference(row)
-    run = _run(row)
-    if run.quantity.startswith("static") or row.integer("seq_len") is not None:
-        if "max_seq_length is a cap" in row["notes"]:
-            return _capped(run)
-        return _answer(run)
-    return _any_length(run)
+        return _generated(row)
+    run = run_of(row)
+    if row["seq_len"] and row.integer("seq_len") is None:
+        raise NotCovered(f"the sequence length {row['seq_len'][:20]!r} is not a number")
+    if not row["seq_len"] and not run.quantity.startswith("static"):
+        raise NotCovered("the row does not state the sequence length")
+    if "max_seq_length is a cap" in row["notes"]:
+        return _capped(run)
+    return _answer(run)
 
 
 def _loaded(row: Row) -> Prediction:
     """Return the figure of a process that only holds a CUDA context or a loaded model."""
-    context = machine_named(row["gpu"]).context_bytes
-    quantity = row.quantity.lower()
+    quantity, machine = row.quantity.lower(), machine_named(row["gpu"])
+    dtype = "bf16" if "16" in row["weights_dtype"] else "fp32"
+    model = loaded_model(row["model"] or "smollm2-135m")  # a bare context needs some model to plan
+    result = plan(model, Recipe(task=Task.SERVE, dtype=dtype, framework="hf-trainer"), machine)
+    weights, context = load_bytes(result), machine.context_bytes
     if quantity.startswith("cuda_context"):
-        return around("cuda_context", context, 0.5, 3)
-    weights = parameters_named(row["model"]) * (2 if "16" in row["weights_dtype"] else 4)
+        return around("cuda_context", context, 0.5, 3, result)
     if quantity.startswith("nvidia_smi_used after"):
-        return Prediction(
-            "nvidia_smi_used_loaded", weights + context, weights, weights + 3 * context
-        )
+        total = weights + context
+        return Prediction("nvidia_smi_used_loaded", total, weights, total + 2 * context, result)
     if quantity.startswith("allocated after load"):
-        return around("static_load_allocated", weights, *STATIC_SLACK)
+        return around("static_load_allocated", weights, *STATIC_SLACK, result)
     raise NotCovered(f"the figure {row.quantity[:50]!r} is not one that the planner states")
 
 
-class _Run(NamedTuple):
-    """What a row describes."""
-
-    row: Row
-    quantity: str
-    model: ModelSpec
-    recipe: Recipe
-    machine: Machine
-
-    def at(self, context: int) -> "_Run":
-        """Return the run with samples of another length."""
-        return self._replace(recipe=self.recipe.model_copy(update={"context": max(1, context)}))
+def _generated(row: Row) -> Prediction:
+    """Return the peak of generating one sequence, of the largest part where layers are split."""
+    if "peak_allocated" not in row.quantity:
+        raise NotCovered(f"the figure {row.quantity[:50]!r} is not one that the planner states")
+    models, recipe, machine = generation_run(row)
+    results = [plan(model, recipe, machine) for model in models]
+    largest = max(results, key=lambda result: result.peak_bytes)
+    return figure("peak_allocated", largest)
 
 
-def _run(row: Row) -> _Run:
+def run_of(row: Row) -> Run:
+    """Return the run of a fine-tuning row; raises NotCovered with the reason."""
     model = model_named(row["model"])
     if "litgpt" in row["framework"].lower():
         model = litgpt_model(model)
@@ -80,10 +92,10 @@ def _run(row: Row) -> _Run:
         model = stage_models(row, model)[-1]  # the last one has the head
     recipe = divide_tokens(row, recipe_of(row, model))
     machine = machine_named(row["gpu"], gpus_of(row, recipe))
-    return _Run(row, canonical(row.quantity), model, recipe, machine)
+    return Run(row, canonical(row.quantity), model, recipe, machine)
 
 
-def _answer(run: _Run) -> Prediction:
+def _answer(run: Run) -> Prediction:
     result = plan(run.model, run.recipe, run.machine)
     _refuse_impossible(run.row, result)
     extra = _second_set(run) if run.quantity == "peak_reserved" else 0
@@ -92,26 +104,15 @@ def _answer(run: _Run) -> Prediction:
     return figure(run.quantity, result, extra)
 
 
-def _capped(run: _Run) -> Prediction:
-    """Return the figure of a run whose samples are shorter than the stated cap."""
-    most, half = _answer(run), _answer(run.at((run.recipe.context or 2) // 2))
+def _capped(run: Run) -> Prediction:
+    """Return the figure of a run whose samples are at most as long as the stated cap."""
     if run.quantity == "reserved_mean_over_steps":
-        # a cap says only that samples are shorter: half of it stands for the mean
-        least = _answer(run.at(1))
-        return Prediction(run.quantity, half.value, least.low, most.value)
-    return Prediction(run.quantity, most.value, half.value, most.high)
+        raise NotCovered("a mean over steps depends on lengths that the row does not state")
+    most, half = _answer(run), _answer(run.at((run.recipe.context or 2) // 2))
+    return Prediction(run.quantity, most.value, half.value, most.high, most.plan)
 
 
-def _any_length(run: _Run) -> Prediction:
-    """Return the figure of a run without a stated length, where the length matters little."""
-    short, long = _answer(run.at(1)), _answer(run)
-    if long.value > LENGTH_MATTERS * short.value:
-        raise NotCovered("the row does not state the sequence length")
-    middle = (short.value * long.value) ** 0.5
-    return Prediction(run.quantity, middle, short.low, long.high)
-
-
-def _second_set(run: _Run) -> int:
+def _second_set(run: Run) -> int:
     """Return the head's blocks that samples of typical length leave in the allocator."""
     typical, context = typical_tokens(run.row), run.recipe.context
     if typical is None or context is None:
@@ -154,15 +155,17 @@ def canonical(quantity: str) -> str:
         (r"^allocated_stage", "static_allocated"),
         (r"^peak_allocated_model_init|^allocated_after_load", "static_load_allocated"),
         (r"^peak_reserved_model_init|^reserved_before", "static_load_reserved"),
-        (r"^peak_allocated", "peak_allocated"),
+        (rf"^peak_allocated_({'|'.join(PHASES)})$", "phase_allocated"),
+        (r"^peak_allocated(_\(.*)?$", "peak_allocated"),
         (r"^peak_active", "peak_active"),
-        (r"^peak_reserved", "peak_reserved"),
+        (r"^peak_reserved(_\(.*)?$", "peak_reserved"),
         (r"^reserved_max_over_training", "reserved_max_over_training"),
         (r"^reserved_mean", "reserved_mean_over_steps"),
         (r"^nvidia_smi_used_peak", "nvidia_smi_used_peak"),
     ):
-        if re.search(pattern, text):
-            return name
+        found = re.search(pattern, text)
+        if found:
+            return f"{name}_{found[1]}" if name == "phase_allocated" else name
     raise NotCovered(f"the figure {quantity[:50]!r} is not one that the planner states")
 
 
@@ -170,19 +173,22 @@ def figure(quantity: str, result: Plan, extra: int = 0) -> Prediction:
     """Return one figure of a plan with its interval."""
     allocated = result.allocated_peak_bytes
     if quantity in {"peak_allocated", "peak_active"}:
-        return Prediction(quantity, allocated, ALLOCATED[0] * allocated, ALLOCATED[1] * allocated)
+        return around(quantity, allocated, *ALLOCATED, result)
+    if quantity.startswith("phase_allocated_"):
+        phase = result.phase(quantity.removeprefix("phase_allocated_"))
+        return around(quantity, phase.total_bytes, *ALLOCATED, result)
     if quantity == "static_allocated":
-        return around(quantity, static_bytes(result), *STATIC_SLACK)
+        return around(quantity, static_bytes(result), *STATIC_SLACK, result)
     if quantity.startswith("static_load"):
-        return around(quantity, load_bytes(result), *STATIC_SLACK)
+        return around(quantity, load_bytes(result), *STATIC_SLACK, result)
     low, high = result.low_bytes, result.high_bytes
     if quantity == "nvidia_smi_used_peak":
         outside = result.device_used_bytes - result.reserved_peak_bytes
         # driver and desktop processes are on the card too; a context is 0.3 to 1.3 GiB
-        return Prediction(quantity, result.device_used_bytes, low, high + outside + GiB)
+        return Prediction(quantity, result.device_used_bytes, low, high + outside + GiB, result)
     limit = max(result.reserved_peak_bytes, result.capacity_bytes)
     value = min(result.reserved_peak_bytes + extra, limit)
-    return Prediction(quantity, value, low, max(high + extra, value))
+    return Prediction(quantity, value, low, max(high + extra, value), result)
 
 
 def static_bytes(result: Plan) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from planner.accuracy.names import machine_named, model_named
 from planner.accuracy.prediction import NotCovered
 from planner.accuracy.rows import Row
+from planner.machines.machine import Machine
 from planner.models.spec import MixerKind, ModelSpec
 from planner.run.recipe import LoraSection, Method, Recipe, Task
 from planner.run.resolve import resolve
@@ -63,7 +64,7 @@ class Engine:
         for name, per_weight in GGUF_BYTES.items():
             if name in self.text.lower():
                 return int(model.parameters * per_weight / self.tp) + self._rotary()
-        machine = machine_named("")
+        machine = Machine(vram_bytes=80 * GiB)
         recipe = Recipe(task=Task.SERVE, quantization=self.scheme or "none", framework="vllm")
         resolved = resolve(model, recipe, machine)
         total = base_weights(model, resolved).total
@@ -101,7 +102,7 @@ class Engine:
             return 0
         section = LoraSection(rank=self.lora_rank, targets="all-linear")
         recipe = Recipe(task=Task.SFT, method=Method.LORA, lora=section)
-        resolved = resolve(self.model, recipe, machine_named(""))
+        resolved = resolve(self.model, recipe, Machine(vram_bytes=80 * GiB))
         return 2 * adapters(self.model, resolved).parameters // self.tp
 
     def activation_bytes(self) -> int:

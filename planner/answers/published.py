@@ -196,6 +196,7 @@ def _unsloth_op_level(run: str) -> tuple[dict[str, int], str]:
         checkpointing="full" if run == "trl" else "offload",
         attention="flash",
         dtype="bf16",
+        mixed_precision="bf16",
         beta=0.0,
         engine={**engine, "kv_bytes": kv},
     )

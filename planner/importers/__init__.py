@@ -34,6 +34,7 @@ from planner.importers.names import resolve_model
 from planner.importers.python_calls import Calls, read_calls
 from planner.importers.settings import Imported, ImportReport, Settings
 from planner.importers.shell import Script, parse_shell
+from planner.importers.versions import stated
 
 __all__ = [
     "TOOLS",
@@ -168,6 +169,17 @@ def _import(
     raise _unknown()
 
 
+_PACKAGES = {
+    "axolotl": ("axolotl",),
+    "llamafactory": ("llamafactory", "llama-factory"),
+    "torchtune": ("torchtune",),
+    "ms-swift": ("ms-swift", "swift"),
+    "verl": ("verl",),
+    **dict.fromkeys(("trl", "alignment-handbook", "open-r1"), ("trl",)),
+}
+"""What a file calls the package whose version decides."""
+
+
 def _mapping_or_none(text: str) -> dict[str, Any] | None:
     first = text.lstrip().split("\n", 1)[0]
     if first.startswith("#!") or re.match(r"(?:import|from|def|class) ", first):
@@ -213,6 +225,7 @@ def _from_mapping(
     flat = flatten(document)
     version = version or written_version(text)
     kind = tool or tool_of_mapping(document, flat, text)
+    version = version or stated(text, *_PACKAGES.get(kind or "", ()))
     if kind == "axolotl":
         return axolotl.read(flat, version=version, base=path, text=_comments(text))
     if kind == "llamafactory":
@@ -259,12 +272,16 @@ def _comments(text: str) -> str:
 def _from_shell(
     script: Script, text: str, path: Path | None, version: str | None, launch: Launch | None
 ) -> Imported | None:
-    for reader in (vllm.read_script, ms_swift.read_script, verl.read_script):
-        if (found := reader(script, version=version)) is not None:
+    if (found := vllm.read_script(script, version=version)) is not None:
+        return found
+    for tool, reader in (("ms-swift", ms_swift.read_script), ("verl", verl.read_script)):
+        if (found := reader(script, version=version or stated(text, *_PACKAGES[tool]))) is not None:
             return found
     for command, environment in zip(script.commands, script.prefixes, strict=True):
-        found = trl_command(command, path=path, version=version, launch=launch)
-        found = found or llamafactory_command(command, version=version)
+        at = version or stated(text, *_PACKAGES["trl"])
+        found = trl_command(command, path=path, version=at, launch=launch)
+        at = version or stated(text, *_PACKAGES["llamafactory"])
+        found = found or llamafactory_command(command, version=at)
         if found is not None:
             return found
         nested = nested_config(command, environment, path)
@@ -278,7 +295,7 @@ def _from_shell(
 def _from_python(source: str, text: str, version: str | None) -> Imported:
     calls = read_calls(source)
     if calls.has(*unsloth.LOADERS):
-        return unsloth.read(calls, version=version)
+        return unsloth.read(calls, version=version or stated(text, "unsloth"))
     if calls.has("LLM") and not calls.has("GRPOTrainer", "SFTTrainer"):
         values = trl_script.constants(calls.last("LLM"))
         if isinstance(model := (calls.last("LLM") or {}).get("*0"), str):

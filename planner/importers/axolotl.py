@@ -26,7 +26,7 @@ def read(
 ) -> Imported:
     """Return an axolotl config as a run; `base` is its path, for the DeepSpeed file it names."""
     settings = Settings(values, tool="axolotl", version=version or VERSION, assumed=version is None)
-    recipe: dict[str, Any] = {"framework": "axolotl"}
+    recipe: dict[str, Any] = {"framework": settings.framework("axolotl")}
     engine: dict[str, Any] = {}
     model = str(settings.raw("base_model", to="model"))
     kind = settings.raw("rl", to="task")

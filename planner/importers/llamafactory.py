@@ -22,7 +22,7 @@ def read(
     )
     if "model_name_or_path" not in values:
         return _read_v1(settings)
-    recipe: dict[str, Any] = {"framework": "llamafactory"}
+    recipe: dict[str, Any] = {"framework": settings.framework("llamafactory")}
     model = str(settings.raw("model_name_or_path", to="model"))
     stage = str(settings.raw("stage", to="task", default="sft"))
     recipe["task"] = {"dpo": Task.DPO, "kto": Task.DPO}.get(stage, Task.SFT)
@@ -146,7 +146,7 @@ def _sharding(
 
 def _read_v1(settings: Settings) -> Imported:
     """The newer schema: model, micro_batch_size, peft_config, dist_config, quant_config."""
-    recipe: dict[str, Any] = {"framework": "llamafactory", "task": Task.SFT}
+    recipe: dict[str, Any] = {"framework": settings.framework("llamafactory"), "task": Task.SFT}
     model = str(settings.raw("model", to="model"))
     peft = str(
         settings.raw("peft_config.name", "peft_config.type", to="method", default="none")

@@ -39,7 +39,7 @@ def read(
 ) -> Imported:
     """Return ms-swift arguments as a run; the environment gives the GPUs."""
     settings = Settings(
-        values, tool="ms-swift", version=version or VERSION, assumed=version is None
+        values, tool="ms-swift", version=version or _by_keys(values), assumed=version is None
     )
     inside = {key: value for key, value in settings.values.items() if key[:4].upper() == "ENV."}
     environment = {**(environment or {}), **{key[4:]: str(value) for key, value in inside.items()}}
@@ -49,7 +49,7 @@ def read(
         settings.raw("rlhf_type", to="task", default="dpo" if values.get("verb") == "rlhf" else "")
     )
     task = _TASKS.get(kind, Task.SFT)
-    recipe: dict[str, Any] = {"framework": "ms-swift", "task": task}
+    recipe: dict[str, Any] = {"framework": settings.framework("ms-swift"), "task": task}
     if kind and task is Task.SFT:
         settings.effect(f"rlhf_type {kind} is planned as SFT: its second model is not counted")
     method = _method(settings, recipe, model)
@@ -76,6 +76,13 @@ def read(
     return settings.finish(
         model, recipe=recipe, lora=_lora(settings, method), engine=engine, gpus=gpus
     )
+
+
+def _by_keys(values: dict[str, Any]) -> str:
+    """Return the newest release that names the tuner as the file does: sft_, train_, tuner_type."""
+    if "sft_type" in values or "model_id_or_path" in values:
+        return "2.6"
+    return "3.12" if "train_type" in values else VERSION
 
 
 def _method(settings: Settings, recipe: dict[str, Any], model: str) -> Method:

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from planner.errors import UsageError
+from planner.run.framework import fallback_note, pick
+from planner.run.framework_files import Framework
 from planner.run.recipe import EngineSection, LoraSection, MachineSection, Recipe, RunFile
 
 _NUMBER = re.compile(r"^\s*(\d[\d_,]*)(?:\.0+)?\s*([kKmM]?)\s*$")
@@ -99,6 +101,20 @@ class Settings:
         self.values = {str(key): value for key, value in values.items()}
         self.report = ImportReport(tool=tool, version=version, version_assumed=assumed)
         self.used: set[str] = set()
+
+    def law(self, family: str) -> Framework:
+        """Return the law of the file's version, the nearest if none covers it."""
+        return pick(f"{family}~{self.report.version}")
+
+    def framework(self, family: str) -> str:
+        """Return how the recipe names the law; a version without one is said, and its neighbour taken."""
+        law, version = self.law(family), self.report.version
+        note = fallback_note(law, f"{family}~{version}")
+        if note:
+            self.effect(note)
+            return f"{family}~{version}"
+        newest = self.report.version_assumed and law.name == family
+        return family if newest or not law.versions else f"{family}=={version}"
 
     @property
     def source(self) -> str:

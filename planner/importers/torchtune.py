@@ -54,7 +54,7 @@ def read(values: dict[str, Any], *, version: str | None = None, text: str = "") 
     model, kind = model_of(component)
     if "/" not in model:
         settings.unread("model._component_", component, "the model: not in the table of components")
-    recipe: dict[str, Any] = {"framework": "torchtune"}
+    recipe: dict[str, Any] = {"framework": settings.framework("torchtune")}
     dpo = (
         "DPO" in str(settings.values.get("loss._component_", ""))
         or "dpo" in text.lower()[:4000].split("tune run", 1)[-1][:80]

@@ -1,6 +1,6 @@
 """TRL: TrlParser YAML (also alignment-handbook and open-r1), `trl sft|grpo|dpo` lines, scripts by AST.
 
-Defaults by version were read in the trl wheels 0.18.0, 0.19.1, 0.24.0, 1.0.0 and 1.16.0.
+A version's defaults are those of its law in data/frameworks.
 """
 
 import re
@@ -15,6 +15,8 @@ from planner.run.recipe import EngineKind, Loss, Method, Reference, Sharding, Ta
 VERSION = "1.16.0"
 OPEN_R1_VERSION = "0.18.0"
 HANDBOOK_VERSION = "0.19.1"
+_OPTIM = {"adamw": "adamw_torch", "adamw-fused": "adamw_torch_fused"}
+_SFT_LOSSES = ("nll", "chunked_nll", "dft")
 RENAMED = ("torch_dtype", "max_seq_length", "max_prompt_length")
 """Keys of older releases; from 1.0 on the scripts ignore them silently."""
 
@@ -41,17 +43,20 @@ def read(
     the settings come from Python keyword arguments, where a model object keeps its dtype and
     unknown names would raise instead of being ignored.
     """
+    if version is None and is_script and assumed == VERSION:
+        assumed = _newest_that_knows(values)
     settings = Settings(values, tool=tool, version=version or assumed, assumed=version is None)
     at = version_tuple(settings.report.version)
     task = task or _task(settings)
-    recipe: dict[str, Any] = {"framework": _framework(task, at, settings), "task": task}
+    recipe: dict[str, Any] = {"framework": settings.framework("trl"), "task": task}
+    usual = settings.law("trl").task_defaults(task.value)
     model = str(settings.raw("model_name_or_path", "model_name", "model", to="model", default=""))
     method = _method(settings, recipe, model)
-    _precision(settings, recipe, at, is_script)
-    words.hf_batch(settings, recipe, default=8)
-    _lengths(settings, recipe, task, at, is_script)
-    _compute(settings, recipe, at)
-    engine = _engine(settings, recipe, method, at) if task is Task.GRPO else {}
+    _precision(settings, recipe, at, is_script, usual)
+    words.hf_batch(settings, recipe, default=8, optim=_OPTIM[usual["optimizer"]])
+    _lengths(settings, recipe, task, at, is_script, usual)
+    _compute(settings, recipe, at, usual)
+    engine = _engine(settings, recipe, method, at, usual) if task is Task.GRPO else {}
     if task is Task.DPO:
         recipe["beta"] = settings.number("beta", to="beta", default=0.1)
         precomputed = settings.flag("precompute_ref_log_probs")
@@ -63,12 +68,21 @@ def read(
     )
 
 
-def _compute(settings: Settings, recipe: dict[str, Any], at: tuple[int, int]) -> None:
+def _newest_that_knows(values: dict[str, Any]) -> str:
+    """Return the newest release that takes a script's keywords: a later one would raise."""
+    if "max_seq_length" in values:
+        return "0.19.1"
+    return "0.27.2" if "max_prompt_length" in values else VERSION
+
+
+def _compute(
+    settings: Settings, recipe: dict[str, Any], at: tuple[int, int], usual: dict[str, Any]
+) -> None:
     on = settings.flag(
         "gradient_checkpointing",
         "activation_checkpointing",
         to="checkpointing",
-        default=at >= (0, 24),
+        default=usual["checkpointing"] == "full",
     )
     settings.raw("gradient_checkpointing_kwargs", "gradient_checkpointing_kwargs.use_reentrant")
     offload = settings.flag("activation_offloading")
@@ -77,8 +91,11 @@ def _compute(settings: Settings, recipe: dict[str, Any], at: tuple[int, int]) ->
         settings.raw("attn_implementation", to="attention", default="sdpa")
     )
     liger = settings.flag("use_liger_kernel", "use_liger", "use_liger_loss", to="loss")
-    recipe["loss"] = Loss.CHUNKED if liger or at >= (1, 0) else Loss.FULL
-    if not liger:
+    kind = settings.raw("loss_type", to="loss") if recipe["task"] is Task.SFT else None
+    # from 1.15 on every SFT loss goes through the fused head
+    default = usual["loss"] == "chunked" and (kind is None or at >= (1, 15))
+    recipe["loss"] = Loss.CHUNKED if liger or default or kind == "chunked_nll" else Loss.FULL
+    if not liger and kind is None:
         settings.defaulted("loss", recipe["loss"].value)
 
 
@@ -97,16 +114,11 @@ def _sharding(
     return finish_sharding(settings, recipe, gpus)
 
 
-def _framework(task: Task, at: tuple[int, int], settings: Settings) -> str:
-    if at >= (1, 0):
-        return "trl"
-    return "trl-0.15" if task is Task.GRPO else "hf-trainer"
-
-
 def _task(settings: Settings) -> Task:
     if settings.has("num_generations", "max_completion_length", "use_vllm", "reward_funcs"):
         return Task.GRPO
-    if settings.has("beta", "precompute_ref_log_probs", "loss_type"):
+    likelihood = settings.values.get("loss_type") in _SFT_LOSSES
+    if settings.has("beta", "precompute_ref_log_probs", "loss_type") and not likelihood:
         return Task.DPO
     return Task.SFT
 
@@ -131,7 +143,11 @@ def _method(settings: Settings, recipe: dict[str, Any], model: str) -> Method:
 
 
 def _precision(
-    settings: Settings, recipe: dict[str, Any], at: tuple[int, int], is_script: bool
+    settings: Settings,
+    recipe: dict[str, Any],
+    at: tuple[int, int],
+    is_script: bool,
+    usual: dict[str, Any],
 ) -> None:
     new = at >= (1, 0)
     given = (
@@ -148,12 +164,14 @@ def _precision(
         )
     elif given is None:
         given = settings.raw("torch_dtype", to="dtype")
-    default = "fp32"
+    default = str(usual["dtype"])
     recipe["dtype"] = words.dtype(given) or ("bf16" if given == "auto" else default)
     if given is None:
         settings.defaulted("dtype", default)
     fp16 = settings.flag("fp16")
-    bf16 = settings.flag("bf16", to="mixed_precision", default=not fp16 and at >= (0, 19))
+    bf16 = settings.flag(
+        "bf16", to="mixed_precision", default=not fp16 and usual["mixed_precision"] == "bf16"
+    )
     recipe["mixed_precision"] = "bf16" if bf16 else "fp16" if fp16 else "none"
     if recipe["dtype"] == "fp32" and recipe["mixed_precision"] != "none":
         settings.effect(
@@ -162,19 +180,23 @@ def _precision(
 
 
 def _lengths(
-    settings: Settings, recipe: dict[str, Any], task: Task, at: tuple[int, int], is_script: bool
+    settings: Settings,
+    recipe: dict[str, Any],
+    task: Task,
+    at: tuple[int, int],
+    is_script: bool,
+    usual: dict[str, Any],
 ) -> None:
     if task is Task.GRPO:
-        default = 512 if at >= (1, 1) else 256
         recipe["completion_length"] = settings.count(
-            "max_completion_length", to="completion_length", default=default
+            "max_completion_length", to="completion_length", default=usual["completion_length"]
         )
-        if at >= (1, 0):
+        if at >= (0, 28):
             if settings.has("max_prompt_length") and not is_script:
                 settings.unread(
                     "max_prompt_length",
                     settings.raw("max_prompt_length"),
-                    "gone from TRL 1.0 on: prompts are not truncated",
+                    "gone from TRL 0.28 on: prompts are not truncated",
                 )
             else:
                 recipe["prompt_length"] = settings.count("max_prompt_length", to="prompt_length")
@@ -183,14 +205,14 @@ def _lengths(
             )
         else:
             recipe["prompt_length"] = settings.count(
-                "max_prompt_length", to="prompt_length", default=512
+                "max_prompt_length", to="prompt_length", default=usual["prompt_length"]
             )
         recipe["num_generations"] = settings.count(
-            "num_generations", to="num_generations", default=8
+            "num_generations", to="num_generations", default=usual["num_generations"]
         )
         return
     keys = ["max_length"]
-    if at < (0, 24) or is_script:
+    if at < (0, 20) or is_script:
         keys.append("max_seq_length")
     elif settings.has("max_seq_length"):
         settings.unread(
@@ -198,18 +220,22 @@ def _lengths(
             settings.raw("max_seq_length"),
             f"TRL {settings.report.version} does not know this key and ignores it: max_length is 1024",
         )
-    recipe["context"] = settings.count(*keys, to="context", default=1024)
+    recipe["context"] = settings.count(*keys, to="context", default=usual["context"])
     settings.raw("max_prompt_length")
     recipe["packing"] = settings.flag("packing", to="packing") or settings.flag("padding_free")
 
 
 def _engine(
-    settings: Settings, recipe: dict[str, Any], method: Method, at: tuple[int, int]
+    settings: Settings,
+    recipe: dict[str, Any],
+    method: Method,
+    at: tuple[int, int],
+    usual: dict[str, Any],
 ) -> dict[str, Any]:
-    beta = settings.number("beta", to="beta", default=0.04 if at < (0, 19) else 0.0)
+    beta = settings.number("beta", to="beta", default=usual["beta"])
     recipe["beta"] = beta
     recipe["algorithm"] = settings.raw(
-        "loss_type", to="algorithm", default="dapo" if at >= (0, 24) else "bnpo"
+        "loss_type", to="algorithm", default="dapo" if at >= (0, 22) else "bnpo"
     )
     if not beta:
         recipe["reference"] = Reference.NONE
@@ -236,10 +262,11 @@ def _engine(
     return {
         "kind": EngineKind.VLLM_PUSH,
         "gpu_memory_utilization": settings.number(
-            "vllm_gpu_memory_utilization", to="engine.gpu_memory_utilization", default=0.3
+            "vllm_gpu_memory_utilization",
+            to="engine.gpu_memory_utilization",
+            default=usual["gpu_memory_utilization"],
         ),
         "max_num_seqs": rows * tensor_parallel,
-        "max_num_batched_tokens": 4096,
         "sleep_level": 2 if settings.flag("vllm_enable_sleep_mode") else 0,
         "tensor_parallel": tensor_parallel,
     }

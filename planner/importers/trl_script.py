@@ -1,11 +1,11 @@
 """TRL and plain Hugging Face scripts and notebooks: keyword arguments by AST."""
 
-import re
 from typing import Any
 
 from planner.importers import trl
 from planner.importers.python_calls import UNKNOWN, Calls
 from planner.importers.settings import Imported
+from planner.importers.versions import stated
 from planner.run.recipe import Task
 
 TRAINERS: tuple[tuple[tuple[str, ...], Task], ...] = (
@@ -18,12 +18,6 @@ _LOADERS = (
     "AutoModelForImageTextToText.from_pretrained",
     "from_pretrained",
 )
-
-
-def pinned(comments: str, package: str) -> str | None:
-    """Return the version a notebook's install line pins, or None."""
-    match = re.search(rf"\b{package}(?:\[\w+\])?==(\d[\w.]*)", comments)
-    return match.group(1) if match else None
 
 
 def constants(call: dict[str, Any] | None) -> dict[str, Any]:
@@ -77,7 +71,7 @@ def read(calls: Calls, *, version: str | None = None) -> Imported:
         values.pop(key, None)
     values["model"] = model if isinstance(model, str) else ""
     result = trl.read(
-        values, task=task, version=version or pinned(calls.comments, "trl"), is_script=True
+        values, task=task, version=version or stated(calls.comments, "trl"), is_script=True
     )
     for key in unknown:
         result.report.not_understood.append(_not_constant(key))

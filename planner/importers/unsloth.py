@@ -30,7 +30,7 @@ def read(calls: Calls, *, version: str | None = None) -> Imported:
     """Return an Unsloth script as a run."""
     task = next((task for names, task in TRAINERS if calls.has(*names)), Task.SFT)
     settings, loader, adapted = _collect(calls, task, version)
-    recipe: dict[str, Any] = {"framework": "unsloth", "task": task}
+    recipe: dict[str, Any] = {"framework": settings.framework("unsloth"), "task": task}
     model = settings.raw("load.model_name", to="model") or loader.get("*0")
     model = model if isinstance(model, str) else ""
     method = _method(settings, recipe, model, adapted)

@@ -42,7 +42,7 @@ def read(values: dict[str, Any], *, version: str | None = None, sft: bool = Fals
     settings = Settings(values, tool="verl", version=version or VERSION, assumed=version is None)
     if sft:
         return _read_sft(settings)
-    recipe: dict[str, Any] = {"framework": "verl", "task": Task.GRPO}
+    recipe: dict[str, Any] = {"framework": settings.framework("verl"), "task": Task.GRPO}
     model = str(settings.raw(f"{_M}path", to="model", default=""))
     adv = str(settings.raw("algorithm.adv_estimator", to="algorithm", default="gae"))
     recipe["algorithm"] = adv
@@ -226,7 +226,7 @@ def _drop_rest(settings: Settings) -> None:
 
 def _read_sft(settings: Settings) -> Imported:
     recipe: dict[str, Any] = {
-        "framework": "verl",
+        "framework": settings.framework("verl"),
         "task": Task.SFT,
         "sharding": Sharding.FSDP,
         "mixed_precision": "bf16",

@@ -85,7 +85,13 @@ def checkpointing(on: bool, *, offload: bool = False) -> Checkpointing:
     return Checkpointing.FULL if on else Checkpointing.NONE
 
 
-def hf_batch(settings: Settings, recipe: dict[str, Any], *, default: int) -> None:
+def hf_batch(
+    settings: Settings,
+    recipe: dict[str, Any],
+    *,
+    default: int,
+    optim: str = "adamw_torch_fused",
+) -> None:
     """Read the Hugging Face Trainer's batch keys and optimizer."""
     recipe["micro_batch_size"] = settings.count(
         "per_device_train_batch_size", to="micro_batch_size", default=default
@@ -94,6 +100,4 @@ def hf_batch(settings: Settings, recipe: dict[str, Any], *, default: int) -> Non
         "gradient_accumulation_steps", to="gradient_accumulation", default=1
     )
     settings.raw("per_device_eval_batch_size", "eval_accumulation_steps")
-    recipe["optimizer"] = optimizer(
-        settings, settings.raw("optim", to="optimizer", default="adamw_torch_fused")
-    )
+    recipe["optimizer"] = optimizer(settings, settings.raw("optim", to="optimizer", default=optim))

@@ -49,6 +49,8 @@ class OpSettings(NamedTuple):
     """The model hands SDPA fewer key heads than query heads without enable_gqa (Falcon-7B)."""
     repeat_kv: bool = False
     """The flash path of old code repeats keys and values for every query head."""
+    masked: bool = False
+    """An attention mask is there, so SDPA repeats keys and values for its heads."""
     norm: str = "rmsnorm"
     rope: bool = True
     """Queries and keys are rotated (not with learned or ALiBi positions)."""
@@ -264,7 +266,8 @@ class Program:
         out_size = heads * v_dim * width
         if s.attention == "eager":
             return self._eager(q, k, v, heads, out_size, width)
-        if s.repeat_kv and k.size != q.size:
+        masked = s.masked and s.attention == "sdpa" and not s.undeclared_groups
+        if (s.repeat_kv or masked) and k.size != q.size:
             k = self.cast(k, q.size)
             v = self.cast(v, out_size)
         grouped = s.attention == "sdpa" and k.size != q.size

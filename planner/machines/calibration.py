@@ -66,12 +66,16 @@ def load(path: Path | None = None) -> list[Calibration]:
         ) from None
 
 
-def apply(machine: "Machine", path: Path | None = None) -> "Machine":
-    """Return `machine` with measured overheads if its GPU was calibrated here, and say so in it."""
-    if machine.gpu is None:
-        return machine
-    for found in load(path):
-        if found.gpu in (machine.gpu.name, machine.gpu.id):
+def apply(machine: "Machine", path: Path | None = None, *, device: str = "") -> "Machine":
+    """Return `machine` with measured overheads if its GPU was calibrated here, and say so in it.
+
+    `device`: its name as torch prints it, where that is known; the catalogue may lack the card.
+    """
+    names = {device} if device else set()
+    if machine.gpu is not None:
+        names |= {machine.gpu.name, machine.gpu.id}
+    for found in load(path) if names else ():
+        if found.gpu in names:
             return replace(
                 machine,
                 context_bytes=found.context_bytes,

@@ -45,6 +45,8 @@ class LogitsLaw(Section):
     """(tensor, dtype) of [rows, H] kept until the loss is done."""
     head_grad: Tensors = ()
     """(tensor, dtype) of [V, H] beside the gradient itself when the head is trained."""
+    head_copy: Tensors = ()
+    """(tensor, dtype) of [V, H] copied from the head's weight for a chunk, trained or not."""
     drops_hidden: bool = False
     """The rows are copied, so the norm's output is free again before the head runs."""
     max_chunk_bytes: int = 0

@@ -62,6 +62,9 @@ class Resolved:
     completion_tokens: int
     num_generations: int
     packing: bool
+    padded: bool
+    """A mask goes to attention, so keys and values are repeated for all query heads (the trainer's
+    shared prompts)."""
     checkpointing: Checkpointing
     checkpoint_every: int
     keep_layers: int
@@ -166,6 +169,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         completion_tokens=completion,
         num_generations=generations,
         packing=bool(recipe.packing),
+        padded=False,
         checkpointing=Checkpointing(
             _choose(recipe.checkpointing, defaults, "checkpointing", "none")
         ),

@@ -100,7 +100,5 @@ class Switches(Section):
     """GRPO's micro-batch is raised to a multiple of the generations."""
     generates_whole_batch: Flag = False
     """All sequences of a step are generated at once, those of gradient accumulation too."""
-    releases_kv: Flag = False
-    """The engine's KV memory is given back while training, its weights are not."""
     fsdp_loads_full: Flag = False
     """Under FSDP every rank loads the whole model before it is sharded."""

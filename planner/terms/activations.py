@@ -100,6 +100,7 @@ def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
         attention=r.attention.value,
         seq=r.seq_tokens if scores else 0,
         undeclared_groups=_undeclared_groups(model),
+        masked=r.padded,
         repeat_kv=model.model_type in r.switches.repeat_kv or _repeats_heads(model),
         norm=model.norm,
         rope=model.model_type not in NO_ROPE,

@@ -184,11 +184,9 @@ def _resident(r: Resolved, copy: int, fixed: int, pool: int) -> Term:
     """Return what an engine keeps while the trainer works: all but the largest step, or less asleep."""
     if r.task is Task.SERVE:
         return NOTHING
-    if r.sleep_level or r.switches.releases_kv:
-        kept = 0 if r.sleep_level else copy
-        size = kept + fixed
-        template = "asleep: adapter slot, graphs, outside torch {0:,} B, weights {1:,} B"
-        return Term("engine", size, template, (fixed, kept), "vLLM sleep mode")
+    if r.sleep_level:
+        template = "asleep: adapter slot, graphs, outside torch {0:,} B"
+        return Term("engine", fixed, template, (fixed,), "vLLM sleep mode")
     size = copy + fixed + max(0, pool)
     return Term(
         "engine",

@@ -144,6 +144,8 @@ def _chunked(model: ModelSpec, r: Resolved, law: LogitsLaw, rows: int, act: int)
     kept = rows * model.hidden * sum(width(dtype, act) for _, dtype in law.hidden)
     trained = r.method is Method.FULL and r.trains
     cast = 0 if head_width(r) == act else vocab * model.hidden * act
+    copies = sum(width(dtype, head_width(r)) for _, dtype in law.head_copy)
+    cast += vocab * model.hidden * copies
     tile = chunk * vocab * element + cast
     head = ended = 0
     if trained:

@@ -136,7 +136,7 @@ class Child:
         """Move on to the CUDA meter once the program has touched a GPU."""
         cuda = self.torch.cuda
         if self.book.meter.kind == "cpu" and cuda.is_available() and cuda.is_initialized():
-            self._new_book(self.meters.CudaMeter(self.torch))
+            self._new_book(_load("vramwise_cuda").CudaMeter(self.torch))
             _load("vramwise_snapshots").prepare(self)
             device = cuda.get_device_properties(cuda.current_device())
             self.journal.write(e="device", name=device.name, total=device.total_memory)

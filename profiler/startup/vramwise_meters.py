@@ -1,82 +1,12 @@
-"""How much memory torch holds in this process: allocated, reserved, and the peak since last asked.
+"""How much memory this process holds on a CPU, and who owns the bytes at a phase's peak.
 
-Standard library only at import, Python 3.9 or newer; see vramwise_phases. A reading that is not
-available is None, never 0.
+A GPU's meter is in vramwise_cuda. Standard library only at import, Python 3.9 or newer; see
+vramwise_phases. A reading that is not available is None, never 0.
 """
 
 import ctypes
 import time
 from typing import Any
-
-
-class CudaMeter:
-    """torch's CUDA (or ROCm) caching allocator. `allocated_bytes` of the fullest device."""
-
-    kind = "cuda"
-
-    def __init__(self, torch):
-        self._torch = torch
-        self._memory = torch.cuda.memory
-        self._seen = {}  # device -> {statistic: largest value that the program may still ask for}
-        self._undo = []
-        self._keep_peaks_for_the_program()
-
-    def read(self):
-        """Return (allocated_bytes, reserved_bytes) now."""
-        stats = self._fullest("allocated_bytes.all.current")
-        return stats["allocated_bytes.all.current"], stats["reserved_bytes.all.current"]
-
-    def take_peak(self):
-        """Return (allocated, reserved) peaks since the last call and start again."""
-        stats = self._fullest("allocated_bytes.all.peak")
-        for device in range(self._torch.cuda.device_count()):
-            raw = self._raw_stats(device)
-            seen = self._seen.setdefault(device, {})
-            for key in raw:
-                if key.endswith(".peak"):
-                    seen[key] = max(seen.get(key, 0), raw[key])
-            self._raw_reset(device)
-        return stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
-
-    def close(self):
-        """Give the program its own functions back."""
-        while self._undo:
-            self._undo.pop()()
-
-    def _fullest(self, key):
-        readings = [self._raw_stats(d) for d in range(self._torch.cuda.device_count())]
-        return max(readings, key=lambda stats: stats.get(key, 0))
-
-    def _keep_peaks_for_the_program(self):
-        """Make our resets invisible: max_memory_allocated() still answers for the program."""
-        memory, cuda = self._memory, self._torch.cuda
-        self._raw_stats, self._raw_reset = memory.memory_stats, memory.reset_peak_memory_stats
-        raw_stats, raw_reset, seen = self._raw_stats, self._raw_reset, self._seen
-
-        def index(device):
-            number = device
-            if device is not None and not isinstance(device, int):
-                number = self._torch.device(device).index
-            return cuda.current_device() if number is None else number
-
-        def memory_stats(device=None):
-            stats = raw_stats(device)
-            for key, value in seen.get(index(device), {}).items():
-                stats[key] = max(stats.get(key, 0), value)
-            return stats
-
-        def reset_peak_memory_stats(device=None):
-            seen.pop(index(device), None)
-            raw_reset(device)
-
-        for name, function in (
-            ("memory_stats", memory_stats),
-            ("reset_peak_memory_stats", reset_peak_memory_stats),
-        ):
-            for owner in (memory, cuda):
-                original = getattr(owner, name)
-                setattr(owner, name, function)
-                self._undo.append(lambda o=owner, n=name, f=original: setattr(o, n, f))
 
 
 class _MallInfo(ctypes.Structure):
@@ -112,6 +42,7 @@ class CpuMeter:
     """
 
     kind = "cpu"
+    reserved_now = None
 
     def __init__(self, torch=None, holding=0):
         """`holding`: bytes of tensors that exist already and are to be counted."""
@@ -150,6 +81,10 @@ class CpuMeter:
         peak, self._peak = max(self._peak, now), now
         return peak, None
 
+    def holds(self, device, address):
+        """Return True: what has an owner counts, whether the C heap or another allocator has it."""
+        return True
+
     def close(self):
         """Nothing to undo."""
 
@@ -158,13 +93,6 @@ class CpuMeter:
             return None
         info = self._mallinfo()
         return info.uordblks + info.hblkhd
-
-
-def meter_for(torch, models=(), optimizers=()):
-    """Return the meter of the device that this process works on right now."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return CudaMeter(torch)
-    return CpuMeter(torch, holding=sum(static_terms(models, optimizers).values()))
 
 
 _FIRST_ROUNDS = 4
@@ -202,7 +130,9 @@ class PeakBook:
 
     def _terms(self, peak):
         """Bytes with an owner now. A C heap also holds what is no tensor: libraries, tokenizers."""
-        terms = static_terms(self._tracker.models(), self._tracker.optimizers())
+        terms = static_terms(
+            self._tracker.models(), self._tracker.optimizers(), holds=self.meter.holds
+        )
         if self.meter.kind == "cpu":
             if self._overhead is None:  # the first pass has not started: no activations yet
                 self._overhead = max(0, peak - sum(terms.values()))
@@ -210,8 +140,13 @@ class PeakBook:
         return terms
 
 
-def tensor_bytes(tensors, seen):
-    """Sum the storages of `tensors` that are not in `seen` (a set of addresses, extended)."""
+def everywhere(device, address):
+    """Count tensors wherever they are."""
+    return True
+
+
+def tensor_bytes(tensors, seen, holds=everywhere):
+    """Sum the storages that `holds` and that are not in `seen` (a set of addresses, extended)."""
     total = 0
     for tensor in tensors:
         try:
@@ -219,14 +154,14 @@ def tensor_bytes(tensors, seen):
             address, size = storage.data_ptr(), storage.nbytes()
         except (AttributeError, NotImplementedError, RuntimeError):
             continue  # a wrapper without a storage of its own (DTensor, functional tensors)
-        if address and address not in seen:
+        if address and address not in seen and holds(tensor.device, address):
             seen.add(address)
             total += size
     return total
 
 
-def static_terms(models, optimizers):
-    """Bytes of weights, adapters, gradients and optimizer state that exist now.
+def static_terms(models, optimizers, holds=everywhere):
+    """Bytes of weights, adapters, gradients and optimizer state that exist now where `holds`.
 
     Quantised weights are counted by the storage they really have; their absmax tables hang off
     `quant_state` and count as weights too.
@@ -243,15 +178,15 @@ def static_terms(models, optimizers):
             for holder in (state, getattr(state, "state2", None)):
                 tables += [t for t in vars(holder).values() if _is_tensor(t)] if holder else []
     terms = {
-        "adapters": tensor_bytes(adapters, seen),
-        "weights": tensor_bytes(weights + buffers + tables, seen),
-        "gradients": tensor_bytes([p.grad for _, p in named if p.grad is not None], seen),
+        "adapters": tensor_bytes(adapters, seen, holds),
+        "weights": tensor_bytes(weights + buffers + tables, seen, holds),
+        "gradients": tensor_bytes([p.grad for _, p in named if p.grad is not None], seen, holds),
         "optimizer": 0,
     }
     for optimizer in optimizers:
         states = list(optimizer.state.values())
         tensors = [t for s in states if isinstance(s, dict) for t in s.values() if _is_tensor(t)]
-        terms["optimizer"] += tensor_bytes(tensors, seen)
+        terms["optimizer"] += tensor_bytes(tensors, seen, holds)
     return {name: size for name, size in terms.items() if size}
 
 

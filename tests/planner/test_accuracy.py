@@ -8,11 +8,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from benchmarks.laws.score import score as score_laws
 from planner.accuracy import report
 from planner.accuracy.prediction import NotCovered, Prediction
 from planner.accuracy.rows import Layout, Row, read_rows
 from planner.accuracy.score import (
     FAILED,
+    MIN_CONFIDENCE,
     Accuracy,
     Scored,
     measurement_files,
@@ -23,6 +25,15 @@ from planner.errors import UsageError
 from planner.verbs.accuracy import register
 
 ROOT = Path(__file__).parents[2]
+VLLM_QUANTITIES = {
+    "model_weights",
+    "non_torch_memory",
+    "activation_peak",
+    "kv_cache_memory",
+    "kv_cache_tokens_from_budget",
+    "cudagraph_memory_actual",
+}
+"""Of colocated engines in rl.csv: read by the same mapper as vLLM's own logs."""
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +50,50 @@ def test_the_promised_error_of_a_quantity_holds(shipped, quantity, target):
     assert tail is None or stats.p90_abs_error <= tail
 
 
-def test_nine_rows_in_ten_are_expressed_and_inside_the_interval(shipped):
-    assert shipped.rows > 1400
+def test_rows_are_expressed_and_inside_the_interval(shipped):
+    assert shipped.rows > 1200
     assert len(shipped.scored) + len(shipped.not_covered) == shipped.rows
-    assert len(shipped.scored) >= 0.9 * shipped.rows
+    # rows without a card or a length are not scored: what is left is what was known before the run
+    assert len(shipped.scored) >= 0.85 * shipped.rows
     assert shipped.interval_coverage >= 0.9
+
+
+def test_every_training_figure_is_read_off_a_plan(shipped):
+    unplanned = {
+        item.prediction.quantity
+        for item in (*shipped.scored, *shipped.low_confidence)
+        if not item.prediction.planned and item.row.layout is not Layout.VLLM
+    }
+    assert {name for name in unplanned if not name.startswith("log_")} <= VLLM_QUANTITIES
+
+
+def test_verdicts_are_counted_once_a_run(shipped):
+    counts = shipped.verdicts.to_dict()
+    assert counts["ran"] > 300
+    assert counts["oom"] > 70
+    assert counts["oom_called_fits"] <= 3
+    assert counts["ran_called_no"] <= 0.01 * counts["ran"]
+    assert counts["ran_called_tight"] <= 0.1 * counts["ran"]
+
+
+def test_rows_of_low_confidence_speak_apart(shipped):
+    groups = shipped.by_quantity()
+    assert groups["low_confidence_peak_reserved"].n >= 30
+    assert all(item.row.confidence < MIN_CONFIDENCE for item in shipped.low_confidence)
+
+
+def test_kernels_and_estimates_are_no_runs(shipped):
+    reasons = {row.reason.split(":")[0] for row in shipped.elsewhere}
+    assert reasons == {
+        "a kernel or loss-head benchmark",
+        "somebody's estimate, no measurement",
+    }
+
+
+def test_kernel_laws_hold_beside_the_headline():
+    groups = score_laws().by_quantity()
+    assert groups["kernel_peak_allocated"].median_abs_error < 0.001
+    assert groups["loss_head_peak_allocated"].p90_abs_error < 0.02
 
 
 def test_every_row_that_is_not_covered_has_a_reason(shipped):
@@ -53,7 +103,7 @@ def test_every_row_that_is_not_covered_has_a_reason(shipped):
 def test_the_planner_fails_on_no_row(monkeypatch):
     monkeypatch.setattr("planner.accuracy.score.MIN_CONFIDENCE", 0.0)
     everything = score_files(measurement_files())
-    assert everything.rows > 1900
+    assert everything.rows > 1800
     assert [row for row in everything.not_covered if row.reason.startswith(FAILED)] == []
 
 
@@ -201,6 +251,15 @@ def test_json_has_the_contract_keys():
         "p90_abs_error",
         "bias",
         "interval_coverage",
+        "interval_width",
+        "planned",
+    }
+    assert set(document["verdicts"]) == {
+        "ran",
+        "oom",
+        "oom_called_fits",
+        "ran_called_no",
+        "ran_called_tight",
     }
     assert document["by_source"]["fms-acceleration"]["peak_allocated"]["n"] > 100
 

@@ -2,15 +2,15 @@
 
 import pytest
 
-from planner.accuracy.kernels import predict_kernel
+from benchmarks.laws.kernels import predict_kernel
 from planner.accuracy.lengths import typical_tokens
 from planner.accuracy.lora_targets import lora_targets
-from planner.accuracy.names import machine_named, model_named, parameters_named
+from planner.accuracy.names import loaded_model, machine_named, model_named
 from planner.accuracy.prediction import NotCovered
 from planner.accuracy.rl_recipe import rl_recipe
 from planner.accuracy.rows import Layout, Row
 from planner.accuracy.sft_recipe import recipe_of
-from planner.accuracy.sft_rows import predict_sft
+from planner.accuracy.sft_rows import canonical, predict_sft
 from planner.accuracy.stages import part
 from planner.accuracy.variants import litgpt_model
 from planner.accuracy.vllm_engine import engine_of
@@ -94,6 +94,11 @@ def test_one_cell_moves_one_field(changes, field, value):
         ({"quantity": "tokens_per_second"}, "not one that the planner states"),
         ({"per_gpu_or_total": "total"}, "sum over GPUs"),
         ({"method": "qlora", "base_quant": "bnb-nf4", "seq_len": ""}, "sequence length"),
+        ({"seq_len": "", "method": "full"}, "does not state the sequence length"),
+        ({"gpu": "24GB GPU"}, "the card '24GB GPU' is not known"),
+        ({"gpu": "A100"}, "the card 'A100' is not known"),
+        ({"gpu": ""}, "names no card"),
+        ({"method": "osf"}, "not a fine-tuning method"),
     ],
 )
 def test_what_cannot_be_expressed_says_why(changes, reason):
@@ -152,13 +157,39 @@ def test_names_that_mean_no_decoder_are_refused(text):
 
 
 def test_an_encoder_is_only_loaded():
-    assert parameters_named("bert-base-cased") == 108_310_272
+    assert loaded_model("bert-base-cased").parameters == 108_310_272
 
 
 def test_cards_are_found_by_name_or_by_printed_total():
     assert machine_named("Tesla T4").gpu.id == "t4"
     assert machine_named("2x RTX 4090", 2).num_gpus == 2
     assert machine_named("some card", 1, 23.98).vram_bytes == int(23.98 * GiB)
+    assert machine_named("80GB (79.22 GiB)").vram_bytes == int(79.22 * GiB)
+    assert machine_named("RTX 4090 24GB").gpu.id == "rtx-4090"
+
+
+@pytest.mark.parametrize(
+    ("quantity", "name"),
+    [
+        ("peak_allocated", "peak_allocated"),
+        ("peak_allocated (triton testing harness)", "peak_allocated"),
+        ("peak_allocated_forward", "phase_allocated_forward"),
+        ("peak_allocated_backward", "phase_allocated_backward"),
+        ("peak_allocated_step", "phase_allocated_step"),
+    ],
+)
+def test_a_phases_peak_is_not_the_runs_peak(quantity, name):
+    assert canonical(quantity) == name
+    if quantity != name:
+        return
+    assert predict_sft(sft(quantity="peak_allocated_forward")).value < predict_sft(sft()).value
+
+
+def test_nested_constants_follow_the_framework_unless_the_row_says():
+    model = model_named("Mistral-7B-v0.1")
+    quantised = {"method": "qlora", "base_quant": "bnb-nf4", "framework": "peft"}
+    assert recipe_of(sft(**quantised), model).double_quant is None
+    assert recipe_of(sft(**quantised | {"base_quant": "bnb-nf4-dq"}), model).double_quant is True
 
 
 def test_parts_of_a_model_add_up():

@@ -3,6 +3,10 @@
 import pytest
 
 from planner.importers import import_config
+from planner.importers.versions import stated
+from planner.machines.machine import make_machine
+from planner.models.catalogue import catalogue_model
+from planner.plan import plan
 from planner.run.recipe import (
     Checkpointing,
     EngineKind,
@@ -31,7 +35,9 @@ max_prompt_length: 1024
         ("0.18.0", "bf16", Checkpointing.NONE, 0.04, 256, 1024, Loss.FULL),
         ("0.19.1", "bf16", Checkpointing.NONE, 0.0, 256, 1024, Loss.FULL),
         ("0.24.0", "bf16", Checkpointing.FULL, 0.0, 256, 1024, Loss.FULL),
-        ("1.0.0", "fp32", Checkpointing.FULL, 0.0, 256, None, Loss.CHUNKED),
+        ("1.0.0", "fp32", Checkpointing.FULL, 0.0, 256, None, Loss.FULL),
+        ("1.9.2", "fp32", Checkpointing.FULL, 0.0, 256, None, Loss.FULL),
+        ("1.10.0", "fp32", Checkpointing.FULL, 0.0, 512, None, Loss.FULL),
         ("1.16.0", "fp32", Checkpointing.FULL, 0.0, 512, None, Loss.CHUNKED),
     ],
 )
@@ -56,6 +62,107 @@ def test_trl_drift(
     assert not found.report.version_assumed
     silent = {row.key for row in found.report.not_understood}
     assert ("torch_dtype" in silent) == (version >= "1")
+    assert recipe.framework == f"trl=={version}"
+
+
+PROBE = """
+model_name_or_path: Qwen/Qwen2.5-1.5B
+dtype: bfloat16
+use_peft: true
+reward_funcs: [accuracy]
+per_device_train_batch_size: 8
+max_completion_length: 4096
+"""
+
+
+def test_a_trl_1_9_config_is_planned_as_1_9() -> None:
+    imported = import_config(f"# pip install trl==1.9.2\n{PROBE}")
+    assert (imported.version, imported.report.version_assumed) == ("1.9.2", False)
+    old, new = (
+        plan(catalogue_model("qwen2.5-1.5b"), found.run.recipe, make_machine("h100-sxm"))
+        for found in (imported, import_config(PROBE))
+    )
+    assert old.resolved.framework.name == "trl-1.9"
+    assert new.resolved.framework.name == "trl"
+    head = next(term.bytes for term in old.phase("loss").terms if term.name == "logits")
+    assert head >= 16 * 8 * 4096 * 151_936  # 16 B a logit
+    assert old.peak_bytes > 2 * new.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("trl==1.9.2\ntorch\n", "1.9.2"),
+        ("!pip install -q trl[vllm]==0.22.2 unsloth", "0.22.2"),
+        ("trl ~= 1.9.0", "1.9.0"),
+        ("trl @ git+https://github.com/huggingface/trl@v1.9.0", "1.9.0"),
+        ("pip install git+https://github.com/huggingface/trl.git@v1.8.0", "1.8.0"),
+        ("trl_version: 1.9", "1.9"),
+        ('"trl_version": "0.18.2",', "0.18.2"),
+        ("# written for TRL 1.9\nmodel: x", "1.9"),
+        ("# TRL 1.16.0, our cluster", "1.16.0"),
+        ('assert trl.__version__ == "1.4.0"', "1.4.0"),
+        ("trl>=0.14", None),
+        ("# needs TRL 1.0 or newer", None),
+        ("# needs TRL 1.10+", None),
+        ("not-trl==1.9", None),
+        ("# trl 3 trainers", None),
+    ],
+)
+def test_a_version_that_a_file_states(text: str, version: str | None) -> None:
+    assert stated(text, "trl") == version
+
+
+def test_unsloth_banners_and_pins_say_the_version() -> None:
+    assert stated('"==((====))==  Unsloth 2025.3.19: Fast Qwen2 patching', "unsloth") == "2025.3.19"
+    source = "# !pip install unsloth==2025.3.19\nfrom unsloth import FastLanguageModel\nm, t = FastLanguageModel.from_pretrained('unsloth/Qwen3-4B')\na = SFTConfig()\n"
+    found = import_config(source)
+    assert found.version == "2025.3.19"
+    assert found.run.recipe.framework == "unsloth~2025.3.19"
+    assert any("no law covers unsloth 2025.3.19" in sentence for sentence in found.report.effects)
+
+
+@pytest.mark.parametrize(
+    ("key", "version", "framework"),
+    [
+        ("tuner_type", "4.6.0", "ms-swift"),
+        ("train_type", "3.12", "ms-swift~3.12"),
+        ("sft_type", "2.6", "ms-swift~2.6"),
+    ],
+)
+def test_keys_decide_the_release_of_ms_swift(key: str, version: str, framework: str) -> None:
+    found = import_config(f"swift sft --model Qwen/Qwen2.5-7B --{key} lora\n")
+    assert (found.version, found.report.version_assumed) == (version, True)
+    assert found.run.recipe.framework == framework
+    assert any("no law covers" in sentence for sentence in found.report.effects) == (
+        "~" in framework
+    )
+
+
+@pytest.mark.parametrize(
+    ("argument", "version"),
+    [("max_length=512", "1.16.0"), ("max_seq_length=512", "0.19.1")],
+)
+def test_a_script_is_no_newer_than_its_keywords(argument: str, version: str) -> None:
+    source = f"import trl\nargs = SFTConfig({argument})\ntrainer = SFTTrainer(model='Qwen/Qwen3-0.6B', args=args)\n"
+    assert import_config(source).version == version
+
+
+@pytest.mark.parametrize(
+    ("kind", "version", "loss"),
+    [
+        ("", "1.6.0", Loss.FULL),
+        ("", "1.7.0", Loss.CHUNKED),
+        ("nll", "1.9.0", Loss.FULL),
+        ("chunked_nll", "1.6.0", Loss.CHUNKED),
+        ("nll", "1.16.0", Loss.CHUNKED),
+    ],
+)
+def test_the_loss_of_sft_by_release(kind: str, version: str, loss: Loss) -> None:
+    line = f"loss_type: {kind}\n" if kind else ""
+    text = f"model_name_or_path: Qwen/Qwen3-0.6B\nmax_length: 512\n{line}"
+    recipe = import_config(text, version=version, tool="trl").run.recipe
+    assert (recipe.task, recipe.loss) == (Task.SFT, loss)
 
 
 def test_open_r1_is_read_with_the_trl_it_pins() -> None:

@@ -2,11 +2,13 @@
 
 import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from planner.errors import UsageError
 from profiler.follower import Follower
@@ -66,6 +68,24 @@ def test_the_hooks_and_patches_are_gone_afterwards() -> None:
     )
     assert after == before
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_a_recording_that_has_ended_holds_neither_model_nor_optimizer(follow: bool) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    held = weakref.ref(model), weakref.ref(optimizer)
+    gc.collect()
+    gc.disable()
+    try:
+        with record(model, optimizer, follow=follow) as live:
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        assert live.recording.peak_bytes > 0
+        del model, optimizer
+        assert [reference() for reference in held] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_an_error_inside_keeps_what_was_recorded_and_says_partial() -> None:
@@ -255,63 +275,33 @@ def test_a_second_patch_on_top_of_ours_survives() -> None:
         torch.autograd.backward = original
 
 
-def test_host_tensors_of_a_gpu_run_count_as_host() -> None:
-    """On a machine without a GPU a "cuda" follower sees only tensors of the other kind."""
-    tracker = PhaseTracker(lambda old, new: None)
-    follower = Follower(tracker, device_type="cuda")
-    follower.start()
-    kept = torch.zeros(1000)
-    follower.stop()
-    assert kept.numel() == 1000
-    assert follower.peak_bytes == 0
-    assert follower.host_peak_bytes >= 4000
+def on_a_gpu(mode: FakeTensorMode, *shape: int) -> torch.Tensor:
+    """Return a tensor without data that says "cuda:0": a CPU build can run forward code on it."""
+    return FakeTensor(mode, torch.empty(*shape, device="meta"), torch.device("cuda", 0))
 
 
-class FakeCuda:
-    """torch.cuda's statistics of one device: what CudaMeter reads and resets."""
-
-    def __init__(self) -> None:
-        self.current = self.peak = 0
-        self.memory = self
-
-    def use(self, size: int) -> None:
-        self.current = size
-        self.peak = max(self.peak, size)
-
-    def device_count(self) -> int:
-        return 1
-
-    def current_device(self) -> int:
-        return 0
-
-    def memory_stats(self, device: Any = None) -> dict[str, int]:
-        return {
-            "allocated_bytes.all.current": self.current,
-            "allocated_bytes.all.peak": self.peak,
-            "reserved_bytes.all.current": self.current + 2,
-            "reserved_bytes.all.peak": self.peak + 2,
-        }
-
-    def reset_peak_memory_stats(self, device: Any = None) -> None:
-        self.peak = self.current
-
-
-def test_our_peak_resets_stay_invisible_to_the_program() -> None:
-    cuda = FakeCuda()
-    fake = type("Torch", (), {"cuda": cuda, "device": torch.device})()
-    meter = meters.CudaMeter(fake)
-    cuda.use(100)
-    cuda.use(10)
-    assert meter.take_peak() == (100, 102)
-    cuda.use(40)
-    cuda.use(5)
-    assert meter.take_peak() == (40, 42)
-    # the program asks torch.cuda.memory_stats, as max_memory_allocated does
-    assert cuda.memory_stats()["allocated_bytes.all.peak"] == 100
-    cuda.reset_peak_memory_stats()
-    assert cuda.memory_stats()["allocated_bytes.all.peak"] == 5
-    meter.close()
-    assert "memory_stats" not in vars(cuda) or cuda.memory_stats.__self__ is cuda
+def test_following_a_gpu_program_follows_the_gpu() -> None:
+    """What is made on the CPU before and beside it is host memory."""
+    with FakeTensorMode() as mode, record(follow=True) as live, torch.no_grad():
+        loaded = torch.zeros(3000)
+        with live.phase("forward"):
+            hidden = on_a_gpu(mode, 4, 64) @ on_a_gpu(mode, 64, 1024)
+            batch = torch.zeros(2000)
+            del batch
+        with live.phase("step"):
+            hidden = hidden.relu()
+    recording = live.recording
+    assert recording.environment["method"] == "cuda storages followed"
+    size = 4 * 1024 * 4
+    assert [(phase.name, phase.peak_bytes) for phase in recording.phases] == [
+        ("forward", size),
+        ("step", 2 * size),
+    ]
+    assert recording.largest[0].shape == (4, 1024)
+    assert {tensor.op for tensor in recording.largest} == {"aten.mm.default", "aten.relu.default"}
+    assert live._follower is not None
+    assert live._follower.host_peak_bytes == 12_288 + 8_192  # 3,000 and 2,000 floats, in 512 bytes
+    del loaded, hidden
 
 
 def test_a_recording_survives_the_disk(tmp_path: Path) -> None:

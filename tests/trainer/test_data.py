@@ -1,4 +1,5 @@
 import json
+import sys
 
 import pytest
 
@@ -90,6 +91,15 @@ def test_local_files_are_read(tmp_path, monkeypatch, suffix):
     samples = load_samples(DatasetSection(name=f"rows{suffix}"), root=tmp_path)
     assert len(samples) == len(ROWS)
     assert samples[3]["prompt"] == ROWS[3]["prompt"]
+
+
+def test_json_lines_need_no_other_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    write(tmp_path / "rows.jsonl", ".jsonl")
+    samples = load_samples(DatasetSection(name="rows.jsonl"), root=tmp_path)
+    assert samples[0]["prompt"] == ROWS[0]["prompt"]
+    with pytest.raises(MissingExtraError):
+        load_samples(DatasetSection(name="absent/hub-id"), root=tmp_path)
 
 
 @pytest.mark.parametrize(

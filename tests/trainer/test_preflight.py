@@ -115,7 +115,7 @@ def limited(document, tmp_path, limit_bytes, **train):
 
 
 def test_a_rehearsal_that_runs_out_halves_the_micro_batch(document, tmp_path):
-    from trainer.preflight import rehearse
+    from trainer.rehearsal import rehearse
 
     _, section = parse_run(document(), root=tmp_path)
     ready = limited(document, tmp_path, 10**12)

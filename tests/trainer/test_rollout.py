@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from planner.run.recipe import Recipe
-from trainer.batching import Layout, ScoredSequence, collate
+from trainer.batching import Layout, collate
 from trainer.config import LossSection, SamplingSection
 from trainer.data import Prompt
 from trainer.engines import make_engine
@@ -20,7 +20,8 @@ from trainer.rollout import (
 )
 from trainer.sampling import draw, shape_logits, stop_tokens
 from trainer.scoring import hidden_rows, log_probs
-from trainer.shared_prefix import can_share, shared_tokens, worth_sharing
+from trainer.shared_plan import Sharing
+from trainer.shared_prefix import RowCost
 
 TEXTS = ["1 + 2 =", "abc", "7 * 8 = 56\n3 * 3 ="]
 SHAPES = [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.3, 5, 1.0), (1.0, 0, 0.6), (0.8, 7, 0.8)]
@@ -71,11 +72,19 @@ def roll(
 def score_all(
     policy, rollout, *, budget=10_000, share=False, layout=Layout.SORTED, shape=(1.0, 0, 1.0)
 ):
-    """Return completion -> log-probabilities by the scorer."""
+    """Return completion -> log-probabilities by the scorer; `share` None: where it is cheaper."""
     temperature, top_k, top_p = shape
     chosen = range(len(rollout.completions))
-    batches = split(
-        rollout, chosen, policy=policy, budget_tokens=budget, layout=layout, share_prefix=share
+    sharing = Sharing(cost=RowCost(token=1, pair=0.01), always=bool(share), budget_tokens=10_000)
+    batches = list(
+        split(
+            rollout,
+            chosen,
+            policy=policy,
+            budget_tokens=budget,
+            layout=layout,
+            sharing=None if share is False else sharing,
+        )
     )
     scored = {}
     for batch in batches:
@@ -210,23 +219,6 @@ def test_a_shared_prompt_gives_the_same_gradient_with_fewer_tokens(policy):
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
     assert tokens[1] < tokens[0]
-
-
-def test_sharing_wants_full_attention_and_long_prompts(policy):
-    assert can_share(policy.base)
-    implementation = policy.base.config._attn_implementation
-    policy.base.config._attn_implementation = "flash_attention_2"
-    assert not can_share(policy.base)
-    policy.base.config._attn_implementation = implementation
-
-    def group(prompt, completion):
-        scored = (False,) * prompt + (True,) * completion
-        return [ScoredSequence(token_ids=(1,) * (prompt + completion), scored=scored)] * 8
-
-    assert shared_tokens(group(100, 10)) == 100 + 8 * 9
-    assert worth_sharing(group(100, 10))
-    assert not worth_sharing(group(10, 100))
-    assert not worth_sharing(group(8000, 200))
 
 
 @pytest.mark.parametrize(

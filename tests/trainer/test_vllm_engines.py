@@ -14,8 +14,9 @@ from planner.errors import UsageError, VramwiseError
 from planner.run.recipe import Method, Recipe
 from planner.units import MiB
 from trainer.engines.protocol import SamplingSettings
+from trainer.engines.vllm_adapters import MergedWeights, merged_weights
 from trainer.engines.vllm_llm import prompt_logprobs, reported_kv_tokens, vllm_model
-from trainer.engines.vllm_push import VllmPushEngine, merged_weights
+from trainer.engines.vllm_push import VllmPushEngine
 from trainer.engines.vllm_shared import VllmSharedEngine, map_parameters
 from trainer.model import Policy
 
@@ -181,8 +182,6 @@ def test_a_rollout_that_takes_too_long_is_aborted_and_the_engine_lives(shared):
 
 
 def test_merging_restores_the_shared_weights_bit_for_bit(shared):
-    from trainer.engines.vllm_shared import MergedWeights
-
     engine, policy = shared
     before = {n: p.detach().clone() for n, p in policy.named_parameters()}
     with_adapter = own_logprobs(policy)

@@ -12,9 +12,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
-from planner.errors import MissingExtraError, UsageError
+from planner.errors import UsageError
 from planner.run.recipe import Method, Recipe
-from trainer.engines import vllm_settings
 from trainer.engines.vllm_push import VllmPushEngine
 from trainer.engines.vllm_shared import VllmSharedEngine
 from trainer.model import Policy
@@ -76,19 +75,3 @@ def test_without_a_length_the_engine_is_not_started(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(folder)
     with pytest.raises(UsageError, match="longest sequence"):
         VllmPushEngine(make_policy(folder, model), recipe=Recipe(task="grpo", method="full"))
-
-
-def test_without_vllm_the_extra_is_named(monkeypatch):
-    def missing(name):
-        raise vllm_settings.PackageNotFoundError(name)
-
-    monkeypatch.setattr(vllm_settings, "version", missing)
-    with pytest.raises(MissingExtraError) as caught:
-        vllm_settings.installed_version()
-    assert (caught.value.exit_code, "vllm" in caught.value.hint) == (5, True)
-
-
-def test_an_old_vllm_is_refused(monkeypatch):
-    monkeypatch.setattr(vllm_settings, "version", lambda name: "0.8.5.post1")
-    with pytest.raises(UsageError, match="too old"):
-        vllm_settings.installed_version()

@@ -1,7 +1,22 @@
-"""What every in-process vLLM engine does alike: start, generate, score, give KV memory back.
+"""What every in-process vLLM engine does alike: start, generate, score.
 
 vLLM runs inside the trainer's process (no multiprocessing), so its modules and tensors are ordinary
-Python objects here. Tried with vllm 0.32 (CPU build); the KV-only release exists since 0.31.
+Python objects here. Run with vllm 0.32 (CPU build, model runner V1). On CUDA the model runner is V2
+(use_v2_model_runner in vllm/config/vllm.py, 0.31 to 0.33: V2 unless Triton is missing); what is relied
+on there is read in the sources of 0.32 and 0.33 (paths under vllm/):
+
+* the model: LLM.apply_model -> WorkerBase.apply_model (v1/worker/worker_base.py) -> get_model of
+  v1/worker/gpu/model_runner.py returns the module itself. V1 takes a graph wrapper off first.
+* adapters: add_lora is the same mixin for both runners (v1/worker/lora_model_runner_mixin.py); with
+  load_inplace lora/worker_manager.py reads the folder again, drops the old adapter and fills its slot.
+  Slots lie in the weights pool in 0.32 (sleep level 2 drops them), in the runtime pool in 0.33 (kept).
+* reload_weights: both call model_executor/model_loader/reload/inplace.py since 0.32, which loads layer
+  by layer and copies into the old storage (captured graphs stay valid) and then drops all adapters.
+* sleep, wake_up, release_kv_cache_memory: v1/engine/core.py, v1/executor/abstract.py and
+  device_allocator/cumem.py, one path for both runners; see trainer.engines.vllm_sleep.
+* log-probabilities: v1/worker/gpu/sample/sampler.py takes the processed logits for processed_logprobs,
+  logprobs=0 gives the sampled token's alone; prompt_logprobs come from the raw logits (temperature 1)
+  and are never read from the prefix cache (v1/request.py).
 """
 
 import os
@@ -16,7 +31,9 @@ from planner.errors import UsageError, VramwiseError
 from planner.terms.engine import SLOT_RANKS
 from planner.units import format_bytes
 from trainer.engines.protocol import Completion, SamplingSettings
-from trainer.engines.vllm_settings import VllmSettings, installed_version
+from trainer.engines.vllm_platform import importing_vllm, runs_on_cpu
+from trainer.engines.vllm_settings import VllmSettings
+from trainer.engines.vllm_sleep import drain
 from trainer.model import Policy, eos_ids
 
 ADAPTER_ID = 1
@@ -28,18 +45,14 @@ def start_llm(settings: VllmSettings) -> Any:
     Raises UsageError when the sizes cannot work and VramwiseError when it runs out of memory;
     both say what to change.
     """
-    installed_version()
-    on_cuda = torch.cuda.is_available()
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    # stdout is for answers, and vLLM warns about much that is as it should be here
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    if not on_cuda:
+    on_cpu = runs_on_cpu()
+    if on_cpu:
         # The CPU build reads this first and would ignore the size asked for below.
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
         # Its sampler is compiled at the first step: half a minute of C++ for nothing here.
         torch._dynamo.config.disable = True
-    from vllm import LLM
+    with importing_vllm():
+        from vllm import LLM
 
     tokens = settings.max_num_batched_tokens or max(2048, settings.max_model_len)
     arguments: dict[str, Any] = {
@@ -51,13 +64,15 @@ def start_llm(settings: VllmSettings) -> Any:
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": max(tokens, settings.max_num_seqs),
         "kv_cache_memory_bytes": settings.kv_bytes,
-        "enforce_eager": not (settings.cuda_graphs and on_cuda),
-        "enable_sleep_mode": settings.sleep and on_cuda,
+        "enforce_eager": on_cpu or not settings.cuda_graphs,
+        "enable_sleep_mode": settings.sleep_level > 0,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "disable_log_stats": True,
         "seed": settings.seed,
     }
+    if settings.memory_share is not None:
+        arguments["gpu_memory_utilization"] = settings.memory_share
     if settings.lora_rank:
         arguments |= {
             "enable_lora": True,
@@ -70,13 +85,13 @@ def start_llm(settings: VllmSettings) -> Any:
         raise VramwiseError(
             f"vLLM ran out of memory while starting: {_first_line(error)}",
             hint=f"lower engine.kv_bytes (now {format_bytes(settings.kv_bytes)}) or engine.max_num_seqs "
-            f"(now {settings.max_num_seqs}), or use engine transformers",
+            f"(now {settings.max_num_seqs}), or use engine kind transformers",
         ) from error
-    except (ValueError, RuntimeError, NotImplementedError) as error:
+    except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
         raise UsageError(
             f"engine: vLLM cannot start: {_first_line(error)}",
             hint=f"kv_bytes {format_bytes(settings.kv_bytes)}, max_model_len {settings.max_model_len}, "
-            f"max_num_seqs {settings.max_num_seqs}; or use engine transformers",
+            f"max_num_seqs {settings.max_num_seqs}; or use engine kind transformers",
         ) from error
 
 
@@ -161,8 +176,9 @@ def generate(
             if time.monotonic() > deadline:
                 raise VramwiseError(
                     f"generation took longer than {timeout_s:.0f} s; {len(done)} of {len(prompts)} prompts were done",
-                    hint="lower completion_length or engine.max_num_seqs, or raise generation_timeout_s",
+                    hint="lower completion_length or engine.max_num_seqs, or raise engine.timeout_s",
                 )
+        drain(llm)  # weights may change from here on: nothing of them may still be computing
     except VramwiseError:
         engine.abort_request(list(waiting))
         raise
@@ -204,6 +220,7 @@ def prompt_logprobs(
         use_tqdm=False,
         lora_request=lora_request,
     )
+    drain(llm)
     pairs = zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
     return torch.tensor([step[token].logprob for token, step in pairs], dtype=torch.float32)
 
@@ -214,7 +231,7 @@ def repack_tied_head(llm: Any) -> None:
     Reloading writes the embedding in place, but the CPU build multiplies by a packed copy that it
     made of the head at start-up.
     """
-    if torch.cuda.is_available():
+    if not runs_on_cpu():
         return
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -223,6 +240,12 @@ def repack_tied_head(llm: Any) -> None:
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
+
+OTHERS = {
+    "vllm-shared": "vllm-push (a second copy, asleep while training) or transformers",
+    "vllm-push": "transformers",
+}
+"""What to use instead of an engine; never the engine itself."""
 
 # Largest mean |difference| of one token's log-probability between two correct implementations:
 # rounding of the hidden state to the compute dtype decides it (24, 11 and 8 significant bits).
@@ -235,10 +258,11 @@ def check_agreement(
     policy: torch.nn.Module,
     token_ids: Sequence[int],
     *,
+    engine: str,
     lora_request: Any = None,
     when: str,
 ) -> float:
-    """Return the mean |log-prob difference| of engine and policy on one prompt, or stop.
+    """Return the mean |log-prob difference| of `engine` and policy on one prompt, or stop.
 
     Raises VramwiseError when it is above AGREEMENT for the policy's dtype: then the engine does not
     run the policy's weights, and every importance ratio would be wrong.
@@ -255,9 +279,10 @@ def check_agreement(
     limit = AGREEMENT[_compute_dtype(policy)]
     if not difference <= limit:
         raise VramwiseError(
-            f"engine: vLLM and the policy disagree {when}: mean log-prob difference {difference:.3g} "
+            f"{engine}: vLLM and the policy disagree {when}: mean log-prob difference {difference:.3g} "
             f"(allowed {limit:g})",
-            hint="this model's weights are laid out in a way vramwise does not know; use --engine vllm-push",
+            hint="this model's weights reach vLLM in a way vramwise does not know; use engine kind "
+            f"{OTHERS[engine]}",
         )
     return difference
 
@@ -265,24 +290,6 @@ def check_agreement(
 def _compute_dtype(policy: torch.nn.Module) -> torch.dtype:
     dtypes = [p.dtype for p in policy.parameters() if p.dtype in AGREEMENT]
     return max(set(dtypes), key=dtypes.count)
-
-
-def release_kv(llm: Any) -> int:
-    """Unmap the KV cache while the weights stay; return the bytes given back (0 where it cannot)."""
-    if not torch.cuda.is_available() or not hasattr(llm, "release_kv_cache_memory"):
-        return 0
-    llm.llm_engine.step()  # finished request ids are flushed only by one more step
-    llm.sleep(level=0)
-    before = torch.cuda.mem_get_info()[0]
-    llm.release_kv_cache_memory()
-    return torch.cuda.mem_get_info()[0] - before
-
-
-def resume_kv(llm: Any) -> None:
-    """Map the KV cache again and let the scheduler run."""
-    if torch.cuda.is_available() and hasattr(llm, "release_kv_cache_memory"):
-        llm.wake_up(tags=["kv_cache"])
-        llm.wake_up(tags=["scheduling"])
 
 
 def kv_cache_bytes(llm: Any) -> int:
@@ -312,9 +319,10 @@ def unpacked_cpu_linears() -> Iterator[None]:
     """Keep linear weights as loaded in vLLM's CPU build, which otherwise packs and drops them.
 
     Sharing needs the plain weight; vLLM has no switch for it, so the one dispatch that packs is
-    replaced while the engine starts. Nothing changes on CUDA, whose weights stay as loaded.
+    replaced while the engine starts. Nothing changes on CUDA, whose weights stay as
+    loaded (process_weights_after_loading in model_executor/layers/linear.py, 0.32 and 0.33).
     """
-    if torch.cuda.is_available():
+    if not runs_on_cpu():
         yield
         return
     from vllm.model_executor.layers import linear, utils, vocab_parallel_embedding

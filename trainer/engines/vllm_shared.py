@@ -7,20 +7,25 @@ they reach vLLM as files in RAM, loaded in place, or folded into the shared weig
 bit for bit afterwards. With full fine-tuning the optimizer writes into the shared weights themselves.
 """
 
-import shutil
-import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from planner.errors import UsageError
+from planner.errors import UsageError, VramwiseError
 from planner.plan import Plan
-from planner.run.recipe import Method, Recipe
-from trainer.engines import vllm_llm
+from planner.run.recipe import EngineKind, Recipe
+from trainer.engines import vllm_llm, vllm_sleep
 from trainer.engines.protocol import Completion, SamplingSettings
+from trainer.engines.vllm_adapters import (
+    AdapterFolder,
+    MergedWeights,
+    base_name,
+    has_adapters,
+    needs_merging,
+)
 from trainer.engines.vllm_settings import settings_for
 from trainer.model import Policy
 
@@ -42,13 +47,8 @@ def refuse(reason: str) -> UsageError:
     """Return the error that says why views are not safe here, and what is."""
     return UsageError(
         f"engine.kind: vllm-shared cannot share this model's weights: {reason}",
-        hint="use --engine vllm-push (a second copy, asleep while training) or transformers",
+        hint=f"use engine kind {vllm_llm.OTHERS['vllm-shared']}",
     )
-
-
-def base_name(name: str) -> str:
-    """Strip what PEFT adds to a parameter's name."""
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
 def map_parameters(policy: torch.nn.Module, model: torch.nn.Module) -> dict[str, Slice]:
@@ -178,103 +178,6 @@ def _rebuild_meta_buffers(policy: torch.nn.Module, *, device: torch.device) -> N
             setattr(module, key, getattr(fresh, key).to(device))
 
 
-class AdapterFolder:
-    """Hands the policy's adapter to vLLM: a folder in RAM, reloaded in place under one id."""
-
-    def __init__(self) -> None:
-        ram = Path("/dev/shm")
-        self.path = Path(tempfile.mkdtemp(prefix="vramwise-", dir=ram if ram.is_dir() else None))
-        self._saved = False
-
-    def request(self, policy: Any) -> Any:
-        """Save the adapter and return a request that makes vLLM reload it in place."""
-        from vllm.lora.request import LoRARequest
-
-        policy.save_pretrained(self.path, safe_serialization=True)
-        self._saved = True
-        return LoRARequest("policy", vllm_llm.ADAPTER_ID, str(self.path), load_inplace=True)
-
-    def loaded(self) -> Any:
-        """Return the request for the adapter as it is loaded, or None before the first."""
-        from vllm.lora.request import LoRARequest
-
-        return LoRARequest("policy", vllm_llm.ADAPTER_ID, str(self.path)) if self._saved else None
-
-    def close(self) -> None:
-        """Remove the folder."""
-        shutil.rmtree(self.path, ignore_errors=True)
-
-
-def has_adapters(policy: torch.nn.Module) -> bool:
-    """True when the policy is a PEFT model."""
-    return hasattr(policy, "peft_config")
-
-
-def needs_merging(policy: Any) -> str:
-    """Return why the adapter cannot be served as an adapter ("" when it can)."""
-    if not has_adapters(policy):
-        return ""
-    config = policy.peft_config["default"]
-    if config.use_dora:
-        return "DoRA rescales the base weight"
-    if config.lora_bias:
-        return "the adapter has biases"
-    if config.modules_to_save:
-        return "modules_to_save trains whole modules"
-    return ""
-
-
-def merged_weight(layer: Any) -> torch.Tensor:
-    """Return base weight + adapter update of one PEFT linear, in the base's dtype.
-
-    DoRA: magnitude / ||W + dW|| per output row times (W + dW).
-    """
-    weight = layer.get_base_layer().weight.detach()
-    delta = layer.get_delta_weight("default")
-    total = weight + delta.to(weight.dtype)
-    if not layer.use_dora["default"]:
-        return total
-    magnitude = layer.lora_magnitude_vector["default"]
-    norm = magnitude.get_weight_norm(weight.to(delta.dtype), delta, scaling=1)
-    return (total * (magnitude.weight / norm).view(-1, 1)).to(weight.dtype)
-
-
-def adapted_layers(policy: torch.nn.Module) -> dict[str, Any]:
-    """Return every PEFT linear of the policy by its path."""
-    return {
-        name: module
-        for name, module in policy.named_modules()
-        if hasattr(module, "get_delta_weight") and hasattr(module, "lora_A")
-    }
-
-
-class MergedWeights:
-    """Folds adapters into the shared weights for a rollout and restores them bit for bit.
-
-    The untouched weights wait on the host: subtracting the update again would not give the same
-    bits back in half precision.
-    """
-
-    def __init__(self, policy: Any) -> None:
-        self._policy = policy
-        self._kept: dict[str, torch.Tensor] = {}
-
-    @torch.no_grad()
-    def merge(self) -> None:
-        """Add every adapter's update to its base weight, in place."""
-        for name, layer in adapted_layers(self._policy).items():
-            weight = layer.get_base_layer().weight
-            self._kept[name] = weight.detach().to("cpu", copy=True)
-            weight.copy_(merged_weight(layer))
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put the base weights back exactly as they were."""
-        for name, kept in self._kept.items():
-            self._policy.get_submodule(name).get_base_layer().weight.copy_(kept)
-        self._kept.clear()
-
-
 class VllmSharedEngine:
     """Generates with the policy's own weights through vLLM."""
 
@@ -287,12 +190,11 @@ class VllmSharedEngine:
         """
         if has_adapters(policy.model) and policy.model.peft_config["default"].modules_to_save:
             raise refuse("modules_to_save trains whole modules beside the shared ones")
-        if policy.method is Method.QLORA:
-            raise refuse("the 4-bit layouts of bitsandbytes and vLLM differ")
         self._policy = policy
-        self._settings = settings_for(policy, recipe=recipe, plan=plan)
+        self._settings = settings_for(policy, recipe=recipe, plan=plan, kind=EngineKind.VLLM_SHARED)
         self._folder = AdapterFolder()
         self._lora: Any = None
+        self._released = False
         self._updates = 0
         self._probe = vllm_llm.probe_tokens(policy, min(32, self._settings.max_model_len - 1))
         self._merged = MergedWeights(policy.model) if needs_merging(policy.model) else None
@@ -312,15 +214,20 @@ class VllmSharedEngine:
             # merged: the base weights hold the update, so the policy is scored without adapters
             self._merged.merge()
             try:
-                self.llm.reset_prefix_cache()
+                vllm_sleep.forget_prefixes(self.llm)
                 with self._policy.model.disable_adapter():
                     return vllm_llm.check_agreement(
-                        self.llm, self._policy.model, self._probe, when=when
+                        self.llm, self._policy.model, self._probe, engine=self.name, when=when
                     )
             finally:
                 self._merged.restore()
         return vllm_llm.check_agreement(
-            self.llm, self._policy.model, self._probe, lora_request=self._lora, when=when
+            self.llm,
+            self._policy.model,
+            self._probe,
+            engine=self.name,
+            lora_request=self._lora,
+            when=when,
         )
 
     def generate(
@@ -329,7 +236,7 @@ class VllmSharedEngine:
         """Return num_generations completions per prompt, grouped by prompt."""
         if self._merged is not None:
             self._merged.merge()
-            self.llm.reset_prefix_cache()
+            vllm_sleep.forget_prefixes(self.llm)
         try:
             return vllm_llm.generate(
                 self.llm,
@@ -348,34 +255,33 @@ class VllmSharedEngine:
         if has_adapters(self._policy.model) and self._merged is None:
             self.llm.llm_engine.add_lora(self._folder.request(self._policy.model))
             self._lora = self._folder.loaded()
-        self.llm.reset_prefix_cache()
+        vllm_sleep.forget_prefixes(self.llm)
         self._updates += 1
         if self._updates == FIRST_TRAINED_UPDATE:
             self.check("after the first trained update")
 
     def release(self) -> None:
-        """Unmap the KV cache while training (CUDA); weights stay, they are the policy's."""
-        vllm_llm.release_kv(self.llm)
+        """Unmap the KV cache while training; weights stay, they are the policy's."""
+        if self._settings.sleep_level and not self._released:
+            vllm_sleep.release_kv(self.llm)
+            self._released = True
 
     def resume(self) -> None:
         """Map the KV cache again."""
-        vllm_llm.resume_kv(self.llm)
+        if self._released:
+            vllm_sleep.resume_kv(self.llm)
+            self._released = False
 
     def memory(self) -> dict[str, int]:
         """Bytes the engine holds beyond the policy: no weights, KV cache, adapter slots and buffers."""
         own = vllm_llm.storage_bytes(vllm_llm.vllm_model(self.llm)) - self.shared_bytes
-        return {"weights": 0, "kv_cache": vllm_llm.kv_cache_bytes(self.llm), "engine": max(own, 0)}
+        kv_bytes = 0 if self._released else vllm_llm.kv_cache_bytes(self.llm)
+        return {"weights": 0, "kv_cache": kv_bytes, "engine": max(own, 0)}
 
     def close(self) -> None:
         """Shut vLLM down. The policy keeps the shared weights alive."""
         self._folder.close()
-        shutdown(self.llm)
-
-
-def shutdown(llm: Any) -> None:
-    """Stop an in-process engine and drop its process group."""
-    llm.llm_engine.engine_core.shutdown()
-    from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
-
-    destroy_model_parallel()
-    destroy_distributed_environment()
+        with suppress(VramwiseError):  # what is unmapped cannot be unmapped again to free it
+            self.resume()
+        vllm_sleep.keep_allocators()
+        vllm_sleep.shutdown(self.llm)

@@ -9,7 +9,7 @@ second head in each.
 import re
 from dataclasses import dataclass
 
-from planner.accuracy.kernels import CUBLAS_WORKSPACE_BYTES, read_sizes, workspaces
+from benchmarks.laws.kernels import CUBLAS_WORKSPACE_BYTES, read_sizes, workspaces
 from planner.accuracy.prediction import NotCovered, Prediction, around
 from planner.accuracy.rows import Row
 

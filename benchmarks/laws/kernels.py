@@ -41,7 +41,7 @@ class Bench:
 
 def predict_kernel(row: Row) -> Prediction:
     """Return the peak of a kernel benchmark in bytes."""
-    from planner.accuracy.loss_head import predict_loss_benchmark
+    from benchmarks.laws.loss_head import predict_loss_benchmark
 
     if row["model"].startswith("lm_head") or "fused_linear" in row["model"]:
         return predict_loss_benchmark(row)

@@ -1,0 +1,128 @@
+"""How trained adapters reach vLLM: as files in RAM, or folded into the weights it serves."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.engines.vllm_llm import ADAPTER_ID
+
+
+def base_name(name: str) -> str:
+    """Strip what PEFT adds to a parameter's name."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
+class AdapterFolder:
+    """Hands the policy's adapter to vLLM: a folder in RAM, reloaded in place under one id."""
+
+    def __init__(self) -> None:
+        ram = Path("/dev/shm")
+        self.path = Path(tempfile.mkdtemp(prefix="vramwise-", dir=ram if ram.is_dir() else None))
+        self._saved = False
+
+    def request(self, policy: Any) -> Any:
+        """Save the adapter and return a request that makes vLLM reload it in place."""
+        from vllm.lora.request import LoRARequest
+
+        policy.save_pretrained(self.path, safe_serialization=True)
+        self._saved = True
+        return LoRARequest("policy", ADAPTER_ID, str(self.path), load_inplace=True)
+
+    def loaded(self) -> Any:
+        """Return the request for the adapter as it is loaded, or None before the first."""
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest("policy", ADAPTER_ID, str(self.path)) if self._saved else None
+
+    def close(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def has_adapters(policy: torch.nn.Module) -> bool:
+    """True when the policy is a PEFT model."""
+    return hasattr(policy, "peft_config")
+
+
+def needs_merging(policy: Any) -> str:
+    """Return why the adapter cannot be served as an adapter ("" when it can)."""
+    if not has_adapters(policy):
+        return ""
+    config = policy.peft_config["default"]
+    if config.use_dora:
+        return "DoRA rescales the base weight"
+    if config.lora_bias:
+        return "the adapter has biases"
+    if config.modules_to_save:
+        return "modules_to_save trains whole modules"
+    return ""
+
+
+def merged_weight(layer: Any) -> torch.Tensor:
+    """Return base weight + adapter update of one PEFT linear, in the base's dtype.
+
+    DoRA: magnitude / ||W + dW|| per output row times (W + dW).
+    """
+    weight = layer.get_base_layer().weight.detach()
+    delta = layer.get_delta_weight("default")
+    total = weight + delta.to(weight.dtype)
+    if not layer.use_dora["default"]:
+        return total
+    magnitude = layer.lora_magnitude_vector["default"]
+    norm = magnitude.get_weight_norm(weight.to(delta.dtype), delta, scaling=1)
+    return (total * (magnitude.weight / norm).view(-1, 1)).to(weight.dtype)
+
+
+def adapted_layers(policy: torch.nn.Module) -> dict[str, Any]:
+    """Return every PEFT linear of the policy by its path."""
+    return {
+        name: module
+        for name, module in policy.named_modules()
+        if hasattr(module, "get_delta_weight") and hasattr(module, "lora_A")
+    }
+
+
+class MergedWeights:
+    """Folds adapters into the shared weights for a rollout and restores them bit for bit.
+
+    The untouched weights wait on the host: subtracting the update again would not give the same
+    bits back in half precision.
+    """
+
+    def __init__(self, policy: Any) -> None:
+        self._policy = policy
+        self._kept: dict[str, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Add every adapter's update to its base weight, in place."""
+        for name, layer in adapted_layers(self._policy).items():
+            weight = layer.get_base_layer().weight
+            self._kept[name] = weight.detach().to("cpu", copy=True)
+            weight.copy_(merged_weight(layer))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the base weights back exactly as they were."""
+        for name, kept in self._kept.items():
+            self._policy.get_submodule(name).get_base_layer().weight.copy_(kept)
+        self._kept.clear()
+
+
+@torch.no_grad()
+def merged_weights(policy: Any, *, fold: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (transformers name, tensor), adapters folded in or left out, one parameter at a time.
+
+    The largest extra allocation is one merged weight.
+    """
+    layers = {f"{base_name(name)}.weight": layer for name, layer in adapted_layers(policy).items()}
+    for full_name, parameter in policy.named_parameters():
+        if "lora_" in full_name or ".original_module." in full_name:
+            continue
+        name = base_name(full_name).replace(".modules_to_save.default.", ".")
+        layer = layers.get(name) if fold else None
+        yield name, parameter.detach() if layer is None else merged_weight(layer)

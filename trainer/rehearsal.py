@@ -1,0 +1,119 @@
+"""The rehearsal: every phase of a run once, at the longest lengths that its recipe allows."""
+
+import gc
+from typing import TYPE_CHECKING
+
+import torch
+
+from planner.errors import VramwiseError
+from planner.run.recipe import Task
+from planner.units import format_bytes
+from profiler.recording import Recording
+from profiler.torch_recorder import record
+from trainer.batching import MicroBatch, ScoredSequence, collate
+from trainer.config import TrainSection
+from trainer.engines.transformers import TransformersEngine
+from trainer.losses import sft_loss
+from trainer.model import Policy
+from trainer.scoring import hidden_rows, log_probs
+from trainer.shared_prefix import collate_shared
+from trainer.stepping import make_run_optimizer
+
+if TYPE_CHECKING:
+    from trainer.preflight import Preflight
+
+
+def rehearse(ready: "Preflight", train: TrainSection) -> Recording:
+    """Run every phase once at full size and return what each held; halves the micro-batch until it fits."""
+    while True:
+        try:
+            return _rehearse_once(ready, train)
+        except torch.OutOfMemoryError:
+            pass
+        ready.stepper.optimizer.zero_grad(set_to_none=True)
+        gc.collect()
+        try:
+            ready.stepper.budget.halve(ready.plan.resolved.seq_tokens)
+        except VramwiseError as error:
+            raise VramwiseError(
+                f"preflight: {error.message}; planned {format_bytes(ready.plan.peak_bytes)} of "
+                f"{format_bytes(ready.plan.capacity_bytes)}",
+                hint=error.hint,
+            ) from None
+
+
+def _rehearse_once(ready: "Preflight", train: TrainSection) -> Recording:
+    """Return what every phase of a step holds at the longest lengths; weights stay as they are."""
+    policy = ready.policy
+    # its own optimizer: state is made for real, and thrown away with it
+    optimizer = make_run_optimizer(policy, ready.recipe, train)
+    with record(policy.model, optimizer, subject="vramwise preflight") as live:
+        with live.phase("step"):
+            _step_without_change(policy, optimizer)
+        engine = ready.engine
+        if isinstance(engine, TransformersEngine):  # vLLM has its whole pool since it started
+            rows = engine.max_rows(ready.prompts_per_step * ready.num_generations)
+            with live.phase("rollout"):
+                engine.rehearse(
+                    rows,
+                    num_prompts=-(-rows // ready.num_generations),
+                    prompt_tokens=ready.prompt_tokens,
+                    completion_tokens=ready.completion_tokens,
+                )
+        for make in (_worst_batch, _worst_shared_batch):
+            batch = make(ready)
+            if batch is None:
+                continue
+            with live.phase("forward"):
+                hidden = hidden_rows(policy, batch)
+            with live.phase("loss"):
+                scored = log_probs(policy, batch, hidden, entropy=True, **ready.shape)
+                share = sft_loss(scored.logp, num_tokens=len(batch.targets))
+            del hidden, scored
+            with live.phase("backward"):
+                share.backward()
+            del share, batch
+            optimizer.zero_grad(set_to_none=True)
+    return live.recording
+
+
+def _step_without_change(policy: Policy, optimizer: torch.optim.Optimizer) -> None:
+    """Step with gradients of 0 at a rate of 0: optimizer state exists, weights are as before."""
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for _, parameter in policy.trainable():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _worst_batch(ready: "Preflight") -> MicroBatch:
+    """Return a micro-batch of the longest sequences that the budget takes."""
+    length = ready.prompt_tokens + ready.completion_tokens
+    count = max(1, ready.stepper.budget.tokens // length)
+    scored = ready.completion_tokens if ready.recipe.task is Task.GRPO else length - 1
+    sequence = ScoredSequence(
+        token_ids=(ready.policy.tokenizer.eos_token_id or 0,) * length,
+        scored=(False,) * (length - scored) + (True,) * scored,
+    )
+    batch = collate([sequence] * count, range(count), layout=ready.layout)
+    return batch.to(ready.policy.device)
+
+
+def _worst_shared_batch(ready: "Preflight") -> MicroBatch | None:
+    """Return the largest micro-batch of shared prompts, mask and all; None where none is shared."""
+    if ready.sharing is None:
+        return None
+    groups = ready.sharing.worst(
+        ready.stepper.budget.tokens,
+        prompt=ready.prompt_tokens,
+        generations=ready.num_generations,
+        token=ready.policy.tokenizer.eos_token_id or 0,
+    )
+    return collate_shared(
+        groups,
+        range(len(groups) * ready.num_generations),
+        pad_id=0,
+        dtype=ready.policy.dtype,
+        device=ready.policy.device,
+    )
