@@ -13,16 +13,21 @@ from planner.replay.head import Head
 from planner.replay.layers import Layers
 from planner.replay.norm import norm_events
 from planner.replay.player import DeviceFullError, Player
+from planner.replay.rollout import play_rollout
 from planner.replay.tensors import loaded, trained
 from planner.replay.units import Units
 from planner.replay.update import Update
-from planner.run.recipe import Method, Reference, Task
+from planner.run.recipe import EngineKind, Method, Sharding, Reference, Task
 from planner.run.resolve import Resolved
 from planner.terms.activations import op_settings
 from planner.terms.gradients import gradient_width
+from planner.terms.optimizer import SHARDED as STATES_SHARDED
 from planner.terms.weights import SHARDED, weights
+from planner.units import MiB
 
 STEPS = 2
+DDP_BUCKET, DDP_FIRST_BUCKET = 25 * MiB, 1 * MiB
+"""torch DistributedDataParallel: bucket_cap_mb and kDefaultFirstBucketBytes."""
 
 
 class Replayed(NamedTuple):
@@ -43,7 +48,7 @@ def replay_run(
     workspace_bytes: int = 0,
     capacity_bytes: int | None = None,
     lengths: tuple[int, ...] = (),
-    fixed_bytes: int = 0,
+    resident_bytes: int = 0,
 ) -> Replayed:
     """Return what torch's allocator holds at most while a run of `r` goes on.
 
@@ -52,7 +57,7 @@ def replay_run(
     run = Run(model, r, Player(capacity_bytes=capacity_bytes))
     full = False
     try:
-        run.load(workspace_bytes, fixed_bytes)
+        run.load(workspace_bytes, resident_bytes)
         for length in lengths or (r.seq_tokens,) * STEPS:
             run.step(length)
     except DeviceFullError:
@@ -78,10 +83,11 @@ class Run:
         r = self.r
         if self.sharded and r.method is Method.FULL:
             return self._shards(-(-self.model.parameters // r.gpus))
-        ranks = r.gpus if self.sharded and not r.quantization else 1
+        divided = r.sharding in STATES_SHARDED and r.gpus > 1
+        ranks = r.gpus if divided and not (r.sharding is Sharding.FSDP and r.quantization) else 1
         return [-(-size // ranks) for size in trained(self.model, r)]
 
-    def load(self, workspace_bytes: int, fixed_bytes: int) -> None:
+    def load(self, workspace_bytes: int, resident_bytes: int) -> None:
         """Load the base, tensor by tensor, then adapters and what the first product needs."""
         player = self.player
         if self.sharded:
@@ -91,8 +97,20 @@ class Run:
         if self.r.method is not Method.FULL and self.r.trains:
             width = element_bytes(self.r.adapter_dtype)
             player.take_all(width * size for size in self.trained)
+        if self.r.sharding is Sharding.DDP and self.r.gpus > 1:
+            player.take_all(self._buckets())
         player.take(workspace_bytes)
-        player.take(fixed_bytes)
+        player.take(resident_bytes)
+
+    def _buckets(self) -> list[int]:
+        """Return DDP's reduction buckets: last tensors first, a small first bucket."""
+        sizes, filled = [], 0
+        for numel in reversed(self.trained):
+            filled += numel * gradient_width(self.r)
+            if filled >= (DDP_BUCKET if sizes else DDP_FIRST_BUCKET):
+                sizes.append(filled)
+                filled = 0
+        return [*sizes, filled]
 
     def _load_whole(self) -> list[Chunk]:
         player, made = self.player, []
@@ -127,6 +145,8 @@ class Run:
     def step(self, length: int) -> None:
         """Play one optimizer step on sequences of `length` tokens."""
         tokens = self.r.sequences * length
+        if self.r.task is Task.GRPO and self.r.engine is EngineKind.TRANSFORMERS:
+            play_rollout(self.model, self.r, self.player)
         if self.r.task is Task.GRPO or self.r.reference is not Reference.NONE:
             self._score(tokens)
         grads: list[Chunk] = []
@@ -163,7 +183,8 @@ class Run:
         self, length: int, tokens: int, grads: list[Chunk], *, accumulate: bool
     ) -> None:
         player, settings = self.player, self.once._replace(accumulate=accumulate)
-        units = Units(self.model, self.r, player) if self.sharded else None
+        reduces = self.r.sharding is Sharding.ZERO2 and self.r.gpus > 1
+        units = Units(self.model, self.r, player) if self.sharded or reduces else None
         if units is not None:
             units.start()
         layers = Layers(self.model, self.r, settings, tokens, player, units)

@@ -14,7 +14,7 @@ from planner.replay.player import Player
 from planner.run.recipe import Method
 from planner.run.resolve import Resolved
 from planner.terms.gradients import gradient_width
-from planner.terms.weights import gathered, trained_width
+from planner.terms.weights import SHARDED, gathered, trained_width
 
 GATHER, REDUCE, CAST = 1, 2, 3
 """Streams: blocks of one never serve another."""
@@ -40,14 +40,23 @@ class Units:
         """All weights are trained."""
         return self.r.method is Method.FULL
 
+    @property
+    def gathers(self) -> bool:
+        """Weights are sharded too; ZeRO-2 only reduces gradients to their owner."""
+        return self.r.sharding in SHARDED
+
     def start(self) -> None:
         """Gather the root unit: embeddings, final norm and head, until the backward ends."""
+        if not self.gathers:
+            return
         size = gathered(self.model, self.r, 0).bytes
         self._cast(size)
         self.root = self.player.take(size, GATHER)
 
     def before(self, layer: LayerSpec, *, backward: bool) -> None:
         """Gather a layer."""
+        if not self.gathers:
+            return
         most = BACKWARD_UNITS if backward else FORWARD_UNITS
         while len(self.waiting) >= most:
             self.player.give(self.waiting.pop(0))
@@ -62,14 +71,16 @@ class Units:
         if not self.full:
             grads.extend(made)
             return
-        self._reduce(self._bytes(layer), layer.parameters, made, grads)
+        self._reduce(layer.parameters * self._width, layer.parameters, made, grads)
 
     def finish(self, outside: list[Chunk], grads: list[Chunk]) -> None:
         """Reduce the root's gradients and give every gathered unit back."""
-        size = gathered(self.model, self.r, 0).bytes
         if self.full and outside:
-            width = min(element_bytes(self.r.compute_dtype), trained_width(self.r))
-            self._reduce(size, size // max(1, width), outside, grads)
+            inside = sum(layer.count * layer.parameters for layer in self.model.layers)
+            parameters = self.model.parameters - inside
+            self._reduce(parameters * self._width, parameters, outside, grads)
+        elif not self.full:
+            grads.extend(outside)
         self.player.give(*self.flat, *self.waiting, self.root)
         self.flat.clear()
         self.waiting.clear()
@@ -90,6 +101,10 @@ class Units:
             reduced = cast
         if reduced is not None:
             grads.append(reduced)
+
+    @property
+    def _width(self) -> int:
+        return min(element_bytes(self.r.compute_dtype), trained_width(self.r))
 
     def _cast(self, size: int) -> None:
         """Cast the fp32 shard to the dtype that is gathered."""
