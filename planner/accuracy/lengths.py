@@ -9,8 +9,8 @@ from planner.accuracy.rows import Row
 def typical_tokens(row: Row) -> int | None:
     """Return the median length that a row's notes imply (mean +- deviation, log-normal), or None.
 
-    Every length makes tensors of its own size; a freed block of a short sample cannot hold a long
-    sample's, so the allocator ends up with blocks of both: steps of both lengths are replayed.
+    Every length makes logits of its own size; a freed block of a short sample cannot hold a long
+    sample's, so the allocator keeps a second set of blocks as large as the typical sample's.
     """
     found = re.search(r"(\d+) ?\+-(\d+) tokens", row["notes"])
     if not found:

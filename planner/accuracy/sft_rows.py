@@ -98,10 +98,10 @@ def run_of(row: Row) -> Run:
 def _answer(run: Run) -> Prediction:
     result = plan(run.model, run.recipe, run.machine)
     _refuse_impossible(run.row, result)
-    extra = 0
+    extra = _second_set(run) if run.quantity == "peak_reserved" else 0
     if run.row["grad_ckpt"].startswith("selective"):
         extra += selective_bytes(run.model, result.resolved.tokens)
-    return figure(run.quantity, result, extra, _lengths(run))
+    return figure(run.quantity, result, extra)
 
 
 def _capped(run: Run) -> Prediction:
@@ -112,12 +112,14 @@ def _capped(run: Run) -> Prediction:
     return Prediction(run.quantity, most.value, half.value, most.high, most.plan)
 
 
-def _lengths(run: Run) -> tuple[int, ...]:
-    """Return the lengths of the steps of a run on samples of many: the typical one and the cap."""
+def _second_set(run: Run) -> int:
+    """Return the head's blocks that samples of typical length leave in the allocator."""
     typical, context = typical_tokens(run.row), run.recipe.context
-    if typical is None or context is None or typical >= context:
-        return ()
-    return (typical, context) * 2
+    if typical is None or context is None:
+        return 0
+    shorter = run.at(min(typical, context))
+    loss = plan(shorter.model, shorter.recipe, shorter.machine).phase("loss")
+    return sum(term.bytes for term in loss.terms if term.name == "logits")
 
 
 def _refuse_impossible(row: Row, result: Plan) -> None:
@@ -167,9 +169,7 @@ def canonical(quantity: str) -> str:
     raise NotCovered(f"the figure {quantity[:50]!r} is not one that the planner states")
 
 
-def figure(
-    quantity: str, result: Plan, extra: int = 0, lengths: tuple[int, ...] = ()
-) -> Prediction:
+def figure(quantity: str, result: Plan, extra: int = 0) -> Prediction:
     """Return one figure of a plan with its interval."""
     allocated = result.allocated_peak_bytes
     if quantity in {"peak_allocated", "peak_active"}:
@@ -186,9 +186,9 @@ def figure(
         outside = result.device_used_bytes - result.reserved_peak_bytes
         # driver and desktop processes are on the card too; a context is 0.3 to 1.3 GiB
         return Prediction(quantity, result.device_used_bytes, low, high + outside + GiB, result)
-    pool = result.reserved_over(lengths) if lengths else result.reserved
-    value = min(pool.typical + extra, max(pool.typical, result.capacity_bytes))
-    return Prediction(quantity, value, low, max(pool.high + extra, value), result)
+    limit = max(result.reserved_peak_bytes, result.capacity_bytes)
+    value = min(result.reserved_peak_bytes + extra, limit)
+    return Prediction(quantity, value, low, max(high + extra, value), result)
 
 
 def static_bytes(result: Plan) -> int:

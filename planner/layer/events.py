@@ -152,9 +152,7 @@ def _reentrant(
     tape.drop(out)  # the recomputed output is a variable until its backward is done
     first = x.storage.block
     events = _without(_without(tape.events, first), incoming, frees=False)
-    return LayerEvents(
-        events, first, grad_out=incoming, grad_in=x.grad.block if x.grad else 0
-    )
+    return LayerEvents(events, first, grad_out=incoming, grad_in=x.grad.block if x.grad else 0)
 
 
 def _without(

@@ -215,7 +215,9 @@ class Program:
         wide, cast, gemma = x, width != 4, s.norm == "rmsnorm_gemma"
         if cast:
             wide = tape.op((x,), features * 4)
-        squares = tape.op((wide,), features * 4, saves=(wide,), scratch=(features * 4, features * 4))
+        squares = tape.op(
+            (wide,), features * 4, saves=(wide,), scratch=(features * 4, features * 4)
+        )
         mean = tape.op((squares,), 4)
         tape.drop(squares)
         rstd = tape.op((mean,), 4, saves_out=True)

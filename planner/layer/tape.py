@@ -131,7 +131,9 @@ class Tape:
         self.live_constant += constant
         self.live_grads += weight_grad
         self.points.append(Point(self.live, self.live_constant, self.live_grads))
-        return Storage(self._begin(per_token, constant + weight_grad), per_token, constant, weight_grad)
+        return Storage(
+            self._begin(per_token, constant + weight_grad), per_token, constant, weight_grad
+        )
 
     def release(self, storage: Storage) -> None:
         """Drop one reference."""
@@ -152,7 +154,9 @@ class Tape:
         """Note blocks that live while an operation runs."""
         sizes = scratch if isinstance(scratch, tuple) else (scratch,)
         return [
-            self._begin(*size) for size in (*((size, 0) for size in sizes), (0, constant)) if any(size)
+            self._begin(*size)
+            for size in (*((size, 0) for size in sizes), (0, constant))
+            if any(size)
         ]
 
     def _end(self, blocks: list[int]) -> None:

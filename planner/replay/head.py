@@ -91,9 +91,7 @@ class Head:
             sizes.append(act * model.hidden * self.rows)
         return self.player.take_all(sizes)
 
-    def _full(
-        self, hidden: Chunk | None, grads: list[Chunk], *, accumulate: bool
-    ) -> Chunk | None:
+    def _full(self, hidden: Chunk | None, grads: list[Chunk], *, accumulate: bool) -> Chunk | None:
         player, act = self.player, element_bytes(self.r.compute_dtype)
         copies = self._copies()
         forward, backward = self._steps(act)
@@ -204,9 +202,7 @@ class Head:
 
 
 @cache
-def in_order(
-    law: LogitsLaw, act: int, autocast: bool
-) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+def in_order(law: LogitsLaw, act: int, autocast: bool) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
     """Return the steps of a law's forward and backward, when logits are computed in `act` bytes."""
     if not law.order:
         return _from_totals(law, act)

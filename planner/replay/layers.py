@@ -134,9 +134,7 @@ class Layers:
                 continue
             self._gather(segment[0], backward=True)
             events = pick(segment[0], self.model.hidden, self.settings)
-            left = self.player.play(
-                events, self.tokens, {events.x: x, events.grad_out: grad}
-            )
+            left = self.player.play(events, self.tokens, {events.x: x, events.grad_out: grad})
             if held:
                 hooked += [grad, left.pop(events.x, None)]
                 left.pop(events.grad_out, None)

@@ -30,7 +30,5 @@ def _norm(hidden: int, settings: OpSettings) -> KeptEvents:
     backward = tuple(e for e in tape.events if e.block != incoming or e.per_token == FREED)
     return KeptEvents(
         LayerEvents(forward, first, last),
-        LayerEvents(
-            backward, first, grad_out=incoming, grad_in=x.grad.block if x.grad else 0
-        ),
+        LayerEvents(backward, first, grad_out=incoming, grad_in=x.grad.block if x.grad else 0),
     )

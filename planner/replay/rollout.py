@@ -12,9 +12,7 @@ def play_rollout(model: ModelSpec, r: Resolved, player: Player) -> None:
     """Play a dynamic cache's last step: every tensor is copied to one token more; then its end."""
     count = rollout_sequences(r)
     element = ELEMENT_BYTES[normal_dtype(r.kv_dtype, field="kv_dtype")]
-    each = [
-        layer_bytes_per_token(model.layers[index], element) / 2 for index in model.layer_order
-    ]
+    each = [layer_bytes_per_token(model.layers[index], element) / 2 for index in model.layer_order]
     player.passing(count * state_bytes(model, r.kv_dtype))
     cache: dict[tuple[int, int], Chunk | None] = {}
     for tokens in (max(1, r.seq_tokens - 1), r.seq_tokens):

@@ -17,7 +17,7 @@ from planner.replay.rollout import play_rollout
 from planner.replay.tensors import loaded, trained
 from planner.replay.units import Units
 from planner.replay.update import Update
-from planner.run.recipe import EngineKind, Method, Sharding, Reference, Task
+from planner.run.recipe import EngineKind, Method, Reference, Sharding, Task
 from planner.run.resolve import Resolved
 from planner.terms.activations import op_settings
 from planner.terms.gradients import gradient_width

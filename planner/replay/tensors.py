@@ -68,9 +68,7 @@ def _is_quantised(model: ModelSpec, module: ModuleSpec, r: Resolved) -> bool:
 
 
 def _packed(numel: int, columns: int, r: Resolved) -> Loaded:
-    total = quantized_bytes(
-        numel, r.quantization, double_quant=r.double_quant, columns=columns
-    )
+    total = quantized_bytes(numel, r.quantization, double_quant=r.double_quant, columns=columns)
     codes = numel if r.quantization in EIGHT_BIT else numel // 2
     passing = numel * element_bytes(r.dtype) if r.quantization in BITSANDBYTES else 0
     return Loaded((min(codes, total), max(0, total - codes)), passing)

@@ -86,9 +86,7 @@ class Units:
         self.waiting.clear()
         self.root = None
 
-    def _reduce(
-        self, size: int, parameters: int, made: list[Chunk], grads: list[Chunk]
-    ) -> None:
+    def _reduce(self, size: int, parameters: int, made: list[Chunk], grads: list[Chunk]) -> None:
         flat = self.player.take(size)
         self.player.give(*made, *self.flat)
         self.flat = [flat] if flat is not None else []
