@@ -91,6 +91,13 @@ def pick(name: str, version: str | None = None) -> Framework:
     )
 
 
+def spell(family: str, version: str) -> str:
+    """Return family==version, or family~version (the nearest law) when no law covers it."""
+    release = _release(version)
+    covered = any(law.matches(release) for law in laws_of(family))
+    return f"{family}{'==' if covered else '~'}{version}"
+
+
 def planned_as(framework: Framework, asked: str) -> str:
     """Return `TRL 1.9 (>=1.0,<1.12)` and the version that was asked for, if one was."""
     version = spelled(asked).version
