@@ -97,6 +97,8 @@ class Head:
         forward, backward = self._steps(act)
         alive: dict[str, Chunk | None] = {}
         self._play(forward, alive)
+        if not self.trained:  # a frozen head saves nothing
+            player.give(hidden)
         self._play(backward, alive)
         if self._scales or self.model.softcap:  # its gradient, out of place
             self._play((Step(next(reversed(alive)), "unscaled gradient", act, False),), alive)
