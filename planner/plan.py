@@ -10,6 +10,7 @@ from planner.reserved import communication_bytes, reserved
 from planner.run.framework import planned_as, spelled
 from planner.run.recipe import Recipe, Sharding
 from planner.run.resolve import Resolved, resolve
+from planner.terms.engine import Serving
 from planner.terms.term import Term
 from planner.units import format_bytes
 
@@ -40,6 +41,8 @@ class Plan:
     host_terms: tuple[Term, ...] = ()
     assumptions: tuple[str, ...] = ()
     not_modeled: tuple[str, ...] = field(default=())
+    serving: Serving | None = None
+    """vLLM's own figures, as its start-up log prints them; None when none runs on this GPU."""
     problem: str = ""
     """Why the run cannot start whatever the memory (an engine that refuses); "" = it can."""
 
@@ -129,6 +132,7 @@ class Plan:
             "phases": [phase.to_dict() for phase in self.phases],
             "assumptions": list(self.assumptions),
             "not_modeled": list(self.not_modeled),
+            **({"serving": self.serving.to_dict()} if self.serving else {}),
         }
 
 
@@ -169,6 +173,7 @@ def plan_resolved(model: ModelSpec, resolved: Resolved, machine: Machine) -> Pla
         host_terms=result.host,
         assumptions=_assumptions(resolved, machine, shared),
         not_modeled=_not_modeled(resolved),
+        serving=result.serving,
         problem=result.problem,
     )
 
