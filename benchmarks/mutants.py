@@ -61,6 +61,7 @@ FAST_TESTS = (
     "tests/planner/test_hand_allocator.py",
     "tests/planner/test_hand_replay.py",
     "tests/planner/test_replay.py",
+    "tests/planner/test_hand_doctor.py",
     "tests/planner/test_tape.py",
     "tests/planner/test_reserved.py",
     "tests/planner/test_plan_cases.py",
