@@ -106,6 +106,8 @@ def planned_as(framework: Framework, asked: str) -> str:
 
 def fallback_note(framework: Framework, asked: str) -> str:
     """Return what to know when the nearest law stands in for a version, or nothing."""
+    if "~" not in asked:
+        return ""
     wanted = spelled(asked)
     if not wanted.nearest or framework.matches(_release(wanted.version)):
         return ""

@@ -143,6 +143,8 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     loss = Loss(_choose(recipe.loss, defaults, "loss", "full"))
     engine = _engine(recipe, defaults)
     beta = _choose(recipe.beta, defaults, "beta", 0.1 if task is Task.DPO else 0.0)
+    if recipe.engine.expert_parallel and not any(layer.mlp.num_experts for layer in model.layers):
+        notes.append("expert_parallel moves nothing: the model has no experts")
     if trains:
         notes.extend(_kernel_notes(model))
         if quantization in ("nf4", "fp4", "int8") and model.model_type in OWN_LINEAR:

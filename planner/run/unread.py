@@ -1,6 +1,7 @@
 """Recipe fields that a run does not read: said by name, never ignored in silence."""
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
@@ -55,10 +56,12 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[["Resolved"], bool], str], ...] = 
     ),
     (
         ("engine.kv_bytes", "engine.gpu_memory_utilization", "engine.max_num_batched_tokens",
-         "engine.block_size", "engine.sleep_level", "engine.cuda_graphs", "engine.tensor_parallel"),
+         "engine.block_size", "engine.sleep_level", "engine.cuda_graphs", "engine.tensor_parallel",
+         "engine.pipeline_parallel", "engine.expert_parallel", "engine.max_loras", "engine.max_lora_rank"),
         lambda r: r.engine in _VLLM,
         "no vLLM engine runs",
     ),
+    (("engine.offline",), lambda r: r.task is Task.SERVE, "only serving has other defaults in LLM()"),
     (("sharding",), lambda r: r.gpus > 1, "there is one GPU"),
 )  # fmt: skip
 
@@ -81,18 +84,26 @@ def unread(recipe: Recipe, r: "Resolved") -> list[str]:
         left = [name for name in names if name in said]
         if left and not used(r):
             notes.setdefault(why, []).extend(left)
-            said -= set(left)
+            said.difference_update(left)
     found = [f"not read, {why}: {', '.join(names)}" for why, names in notes.items()]
     if recipe.algorithm is not None and recipe.algorithm.lower() not in ALGORITHMS:
         found.append(f"algorithm {recipe.algorithm[:40]} is not known: planned as {r.task.value}")
     return found
 
 
-def _set(recipe: Recipe) -> set[str]:
+@cache
+def _defaults(section: type[BaseModel]) -> dict[str, object]:
+    return {name: field.default for name, field in section.model_fields.items()}
+
+
+def _set(section: BaseModel, prefix: str = "") -> set[str]:
     """Return the fields that differ from what a recipe without a word would hold."""
-    return {
-        name
-        for name, section in leaves(recipe)
-        if (field := name.rpartition(".")[2]) in section.model_fields_set
-        and getattr(section, field) != type(section).model_fields[field].default
-    }
+    found: set[str] = set()
+    defaults = _defaults(type(section))
+    for name in section.model_fields_set:
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            found |= _set(value, f"{prefix}{name}.")
+        elif value != defaults[name]:
+            found.add(prefix + name)
+    return found

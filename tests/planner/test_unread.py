@@ -6,6 +6,7 @@ import pytest
 
 from planner.machines.machine import make_machine
 from planner.models.catalogue import catalogue_model
+from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
 from planner.run.recipe import Recipe
 from planner.run.runfile import make_recipe
@@ -17,6 +18,7 @@ FULL: dict[str, Any] = {"method": "full", "framework": "hf-trainer", "dtype": "b
 VLLM: dict[str, Any] = {"task": "grpo", "engine": {"kind": "vllm-push"}}
 SERVE: dict[str, Any] = {"task": "serve"}
 TWO_CARDS = ("sharding",)
+EXPERTS, OF_EXPERTS = "qwen3-30b-a3b", ("engine.expert_parallel",)
 
 CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "task": ({}, "grpo"),
@@ -65,6 +67,11 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "engine.sleep_level": ({**VLLM, "framework": "trl"}, 2),
     "engine.cuda_graphs": (VLLM, False),
     "engine.tensor_parallel": (SERVE, 2),
+    "engine.pipeline_parallel": (SERVE, 2),
+    "engine.expert_parallel": ({**SERVE, "engine": {"tensor_parallel": 4}}, True),
+    "engine.offline": (SERVE, True),
+    "engine.max_loras": (SERVE, 4),
+    "engine.max_lora_rank": ({**SERVE, "engine": {"max_loras": 1}}, 64),
 }
 """Field: (a run that reads it, another value)."""
 
@@ -106,6 +113,11 @@ UNREAD: dict[str, tuple[dict[str, Any], Any]] = {
     "engine.sleep_level": (GRPO, 2),
     "engine.cuda_graphs": (GRPO, False),
     "engine.tensor_parallel": (GRPO, 2),
+    "engine.pipeline_parallel": (GRPO, 2),
+    "engine.expert_parallel": (GRPO, True),
+    "engine.offline": (GRPO, True),
+    "engine.max_loras": (GRPO, 4),
+    "engine.max_lora_rank": (GRPO, 64),
     "sharding": (FULL, "zero3"),
 }
 """Field: (a run that does not read it, a value that somebody gave)."""
@@ -119,8 +131,8 @@ def changed(base: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def planned(fields: dict[str, Any], *, gpus: int = 1) -> Plan:
-    return plan(MODEL, make_recipe(**fields), make_machine("h100-sxm", gpus=gpus))
+def planned(fields: dict[str, Any], *, gpus: int = 1, model: ModelSpec = MODEL) -> Plan:
+    return plan(model, make_recipe(**fields), make_machine("h100-sxm", gpus=gpus))
 
 
 def sizes(result: Plan) -> tuple[Any, ...]:
@@ -142,7 +154,10 @@ def test_every_field_of_a_recipe_is_accounted_for() -> None:
 def test_a_field_moves_the_plan_or_is_named_in_it(field: str) -> None:
     base, value = CASES[field]
     gpus = 2 if field in TWO_CARDS else 1
-    before, after = planned(base, gpus=gpus), planned(changed(base, field, value), gpus=gpus)
+    model = catalogue_model(EXPERTS) if field in OF_EXPERTS else MODEL
+    before, after = (
+        planned(fields, gpus=gpus, model=model) for fields in (base, changed(base, field, value))
+    )
     said = {*after.assumptions, *after.not_modeled} - {*before.assumptions, *before.not_modeled}
     name = field.rpartition(".")[2]
     assert sizes(before) != sizes(after) or any(note.startswith(name) for note in said)
