@@ -83,8 +83,8 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        """fits, tight (only if the allocator wastes little) or does not fit."""
-        if self.problem or self.peak_bytes > self.capacity_bytes or not self.host_fits:
+        """fits, tight (the allocator has to give blocks back) or does not fit."""
+        if not self.fits:
             return "does not fit"
         return "fits" if self.high_bytes <= self.capacity_bytes else "tight"
 
@@ -96,8 +96,8 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """True for fits and tight."""
-        return self.verdict != "does not fit"
+        """The tensors fit, on the GPU and on the host: true for fits and tight. No replay needed."""
+        return not self.problem and self.peak_bytes <= self.capacity_bytes and self.host_fits
 
     @property
     def why(self) -> str:
