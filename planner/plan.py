@@ -9,9 +9,9 @@ from planner.models.spec import ModelSpec
 from planner.phases import Phase, budget
 from planner.reserved import Reserved, communication_bytes, reserved
 from planner.run.framework import planned_as, spelled
-from planner.run.recipe import Recipe, Sharding
+from planner.run.recipe import Recipe, Sharding, Task
 from planner.run.resolve import Resolved, resolve
-from planner.terms.engine import Serving
+from planner.terms.engine import VLLM, Serving
 from planner.terms.term import Term
 from planner.units import format_bytes
 
@@ -83,8 +83,8 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        """fits, tight (only if the allocator wastes little) or does not fit."""
-        if self.problem or self.peak_bytes > self.capacity_bytes or not self.host_fits:
+        """fits, tight (the allocator has to give blocks back) or does not fit."""
+        if not self.fits:
             return "does not fit"
         return "fits" if self.high_bytes <= self.capacity_bytes else "tight"
 
@@ -96,8 +96,8 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """True for fits and tight."""
-        return self.verdict != "does not fit"
+        """The tensors fit, on the GPU and on the host: true for fits and tight. No replay needed."""
+        return not self.problem and self.peak_bytes <= self.capacity_bytes and self.host_fits
 
     @property
     def why(self) -> str:
@@ -197,7 +197,7 @@ def plan_resolved(model: ModelSpec, resolved: Resolved, machine: Machine) -> Pla
         host_peak_bytes=host_bytes,
         host_terms=result.host,
         assumptions=_assumptions(resolved, machine, shared),
-        not_modeled=_not_modeled(resolved),
+        not_modeled=_not_modeled(model, resolved),
         serving=result.serving,
         problem=result.problem,
     )
@@ -221,8 +221,13 @@ def _assumptions(resolved: Resolved, machine: Machine, shared: int) -> tuple[str
     return tuple(notes)
 
 
-def _not_modeled(r: Resolved) -> tuple[str, ...]:
+def _not_modeled(model: ModelSpec, r: Resolved) -> tuple[str, ...]:
     notes = []
+    if r.task is Task.SERVE and r.engine in VLLM and model.towers:
+        notes.append(
+            "vision or audio encoder: vLLM's profile runs it on the largest inputs and caches what it "
+            "makes; only its weights are counted (one log's peak was six times the text's)"
+        )
     if r.compile:
         notes.append(
             "compile: the plan is the eager run's; torch.compile fuses operations and keeps less "

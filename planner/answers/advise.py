@@ -26,8 +26,6 @@ __all__ = [
 ]
 MAX_COMBINATION = 4
 MAX_COUNT = 2**20
-FITS, FITS_SAFELY = frozenset({"fits", "tight"}), frozenset({"fits"})
-"""Verdicts that will do: tensors fit, or the allocator's slack too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +94,8 @@ def combination(
     return None
 
 
-def largest(verdict: Callable[[int], str], *, limit: int, accepted: frozenset[str]) -> int:
-    """Return the largest n whose verdict is accepted, exact to one; 0 = not even 1."""
-
-    def fits(count: int) -> bool:
-        return verdict(count) in accepted
-
+def largest(fits: Callable[[int], bool], *, limit: int) -> int:
+    """Return the largest n that fits, exact to one; 0 = not even 1."""
     if not fits(1):
         return 0
     low, high = 1, 2
@@ -117,11 +111,23 @@ def largest(verdict: Callable[[int], str], *, limit: int, accepted: frozenset[st
     return low
 
 
-def _verdict(model: ModelSpec, machine: Machine, make: Callable[[int], Recipe], count: int) -> str:
+def _made(
+    model: ModelSpec, machine: Machine, make: Callable[[int], Recipe], count: int
+) -> Plan | None:
     try:
-        return plan(model, make(count), machine).verdict
+        return plan(model, make(count), machine)
     except UsageError:
-        return "does not fit"
+        return None
+
+
+def _tensors_fit(made: Callable[[int], Plan | None], count: int) -> bool:
+    result = made(count)
+    return result is not None and result.fits
+
+
+def _fits_safely(made: Callable[[int], Plan | None], count: int) -> bool:
+    result = made(count)
+    return result is not None and result.verdict == "fits"
 
 
 def limits(model: ModelSpec, recipe: Recipe, machine: Machine, base: Plan) -> dict[str, int]:
@@ -156,9 +162,9 @@ def limits(model: ModelSpec, recipe: Recipe, machine: Machine, base: Plan) -> di
         )
     found = {}
     for name, (make, limit) in makers.items():
-        verdict = cache(partial(_verdict, model, machine, make))  # both searches ask the same
-        found[name] = largest(verdict, limit=limit, accepted=FITS)
-        found[f"{name}_safe"] = largest(verdict, limit=found[name], accepted=FITS_SAFELY)
+        made = cache(partial(_made, model, machine, make))  # both searches ask the same
+        found[name] = largest(partial(_tensors_fit, made), limit=limit)
+        found[f"{name}_safe"] = largest(partial(_fits_safely, made), limit=found[name])
     return found
 
 
