@@ -6,7 +6,8 @@ from typing import Any
 from planner.dtypes import QUANTIZATIONS, TRAIN_DTYPES, normal_dtype
 from planner.errors import UnsupportedError, UsageError
 from planner.machines.machine import Machine
-from planner.models.spec import MixerKind, ModelSpec
+from planner.mixers.registry import mixer_of
+from planner.models.spec import ModelSpec
 from planner.run.framework import fallback_note, pick
 from planner.run.framework_files import Framework
 from planner.run.logits_law import LogitsLaw
@@ -193,20 +194,15 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
 
 OWN_LINEAR = frozenset({"falcon"})
 """Families whose linears are a subclass: integrations/bitsandbytes.py compares the exact type."""
-RECURRENT_KERNELS = {
-    MixerKind.MAMBA: "mamba-ssm and causal-conv1d",
-    MixerKind.LINEAR: "flash-linear-attention and causal-conv1d",
-}
 
 
 def _kernel_notes(model: ModelSpec) -> list[str]:
     """Return what the plan takes for granted of recurrent layers, and which way it errs if not."""
-    kinds = {mixer.kind for layer in model.layers for mixer in layer.mixers}
+    assumed = {mixer_of(mixer).assumes for layer in model.layers for mixer in layer.mixers}
     return [
         f"recurrent layers run with the fused kernels of {packages}; without them the reference "
         "code keeps several times the activations, and this plan is too low"
-        for kind, packages in RECURRENT_KERNELS.items()
-        if kind in kinds
+        for packages in sorted(assumed - {""}, reverse=True)
     ]
 
 

@@ -1,0 +1,11 @@
+"""Attention to image states (Llama 3.2 Vision): its keys and values do not grow with the text."""
+
+from planner.mixers import attention as a
+from planner.mixers.mixer import Cache, Mixer
+
+MIXER = Mixer(
+    record=a.attention,
+    assumes="",
+    cache=Cache(token=a.nothing, beyond=a.nothing, tokens_held=a.every_token, state=a.nothing),
+    lora_roots=a.ROOTS,
+)
