@@ -8,7 +8,7 @@ from planner.models.spec import ModelSpec
 from planner.phases import Phase, budget
 from planner.reserved import communication_bytes, reserved
 from planner.run.framework import planned_as, spelled
-from planner.run.recipe import Recipe, Sharding
+from planner.run.recipe import Recipe
 from planner.run.resolve import Resolved, resolve
 from planner.terms.term import Term
 from planner.units import format_bytes
@@ -193,6 +193,6 @@ def _assumptions(resolved: Resolved, machine: Machine, shared: int) -> tuple[str
 
 def _not_modeled(r: Resolved) -> tuple[str, ...]:
     notes = []
-    if r.gpus > 1 and r.sharding is not Sharding.NONE:
+    if r.placement.reduces:
         notes.append("NCCL buffers beyond the 0.8 GiB counted: real use differs by up to 0.5 GiB")
     return tuple(notes)

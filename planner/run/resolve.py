@@ -1,6 +1,6 @@
 """Recipe + framework defaults -> Resolved: every choice made, nothing left at None."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from planner.dtypes import QUANTIZATIONS, TRAIN_DTYPES, normal_dtype
@@ -11,6 +11,7 @@ from planner.models.spec import ModelSpec
 from planner.run.framework import fallback_note, pick
 from planner.run.framework_files import Framework
 from planner.run.logits_law import LogitsLaw
+from planner.run.placement import Placement, place
 from planner.run.recipe import (
     Attention,
     Checkpointing,
@@ -101,6 +102,18 @@ class Resolved:
     def tokens(self) -> int:
         """Tokens in one forward pass on one GPU."""
         return self.sequences * self.seq_tokens
+
+    @property
+    def placement(self) -> Placement:
+        """What each rank holds."""
+        return place(
+            self.sharding,
+            self.gpus,
+            method=self.method,
+            quantized=bool(self.quantization),
+            autocast=bool(self.autocast),
+            loads_whole=self.switches.fsdp_loads_full,
+        )
 
     @property
     def compute_dtype(self) -> str:
@@ -381,8 +394,3 @@ def _law(framework: Framework, task: Task, loss: Loss, autocast: str) -> LogitsL
     if autocast and switches.fp32_outputs and loss is Loss.FULL:
         kind = "full-fp32"
     return framework.law(task.value, kind)
-
-
-def with_gpus(resolved: Resolved, gpus: int) -> Resolved:
-    """Return the same choices on another number of GPUs."""
-    return replace(resolved, gpus=gpus)
