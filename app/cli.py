@@ -21,6 +21,7 @@ from planner.models.spec import ModelSpec
 VERB_MODULES = (
     "planner.verbs.plan",
     "planner.verbs.look",
+    "planner.verbs.frameworks",
     "planner.verbs.accuracy",
     "planner.verbs.explain",
     "trainer.trace_cli",

@@ -53,7 +53,13 @@ QUANTIZATIONS: dict[str, str] = {
     "int4": "gptq-4bit",
     "mxfp4": "mxfp4",
     "nvfp4": "nvfp4",
+    "gguf-q8_0": "gguf-q8_0",
+    "gguf-q4_0": "gguf-q4_0",
+    "gguf-q4_k_m": "gguf-q4_k_m",
 }
+GGUF_BYTES = {"gguf-q8_0": 34 / 32, "gguf-q4_k_m": 4.85 / 8, "gguf-q4_0": 18 / 32}
+"""Bytes per weight, embeddings included: q8_0 and q4_0 blocks of 32 with an fp16 scale; q4_k_m mixes
+4.5-bit and 6.6-bit blocks (llama.cpp's own table)."""
 
 NF4_BLOCK = 64
 """bitsandbytes: weights that share one absmax."""
@@ -113,4 +119,6 @@ def quantized_bytes(numel: int, scheme: str, *, double_quant: bool, columns: int
         return numel // 2 + numel // MX_BLOCK
     if scheme == "nvfp4":
         return numel // 2 + numel // NVFP4_BLOCK + 4
+    if scheme in GGUF_BYTES:
+        return int(numel * GGUF_BYTES[scheme])
     raise UsageError(f"quantization: {scheme!r} is not known", hint=", ".join(QUANTIZATIONS))

@@ -10,13 +10,14 @@ from planner.run.recipe import EngineKind, Method, Reference, Task
 from planner.run.resolve import Resolved
 from planner.terms.activations import Activations, activations, dequantized
 from planner.terms.adapters import lora
-from planner.terms.engine import EngineCosts, engine_costs
+from planner.terms.engine import VLLM, EngineCosts, Serving, engine_costs
 from planner.terms.generation import generating
 from planner.terms.gradients import gradient_width, gradients
 from planner.terms.logits import Logits, logits
 from planner.terms.optimizer import optimizer
 from planner.terms.overhead import workspace
 from planner.terms.term import Term
+from planner.terms.vllm_weights import vllm_weights_term
 from planner.terms.weights import gathered, weights
 
 PHASES = ("load", "rollout", "score", "forward", "loss", "backward", "step")
@@ -47,6 +48,8 @@ class Budget:
     host: tuple[Term, ...]
     problem: str = ""
     """Why the run cannot even start, whatever the memory; "" = it can."""
+    serving: Serving | None = None
+    """vLLM's own figures, where it runs on this GPU."""
 
 
 def _phase(name: str, *terms: Term) -> Phase:
@@ -102,7 +105,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
             )
         )
     host += [term for term in (states.host, running.host) if term.bytes]
-    return Budget(tuple(phases), tuple(host), running.problem)
+    return Budget(tuple(phases), tuple(host), running.problem, running.serving)
 
 
 def _loss(r: Resolved, acts: Activations, head: Logits) -> tuple[int, Term, int]:
@@ -241,14 +244,16 @@ def _rollout(r: Resolved, running: EngineCosts, fixed: tuple[Term, ...]) -> Phas
 
 
 def _serve(model: ModelSpec, r: Resolved, machine: Machine, base: Term, space: Term) -> Budget:
-    if r.tensor_parallel > 1:
+    if r.engine in VLLM:
+        base = vllm_weights_term(model, r)
+    elif r.tensor_parallel > 1:
         base = _share(base, r.tensor_parallel)
     running = engine_costs(model, r, machine, base.bytes + space.bytes)
     phases = (
         _phase("load", base, space),
         _phase("rollout", base, running.kv, running.work, generating(model, r), space),
     )
-    return Budget(phases, (), running.problem)
+    return Budget(phases, (), running.problem, running.serving)
 
 
 def _share(term: Term, ranks: int) -> Term:

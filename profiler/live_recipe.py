@@ -6,12 +6,14 @@ them. What cannot be read stays None, which means "the framework's default".
 
 from collections import Counter
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from math import prod
 from typing import Any
 
 from planner.errors import UnsupportedError
 from planner.families import model_spec_from_config
 from planner.models.spec import ModelSpec
+from planner.run.framework import spell
 from planner.run.recipe import Recipe
 from planner.run.runfile import make_recipe
 
@@ -69,7 +71,7 @@ def recipe_of(model: Any, arguments: Any, optimizer: Any, shapes: Shapes) -> Rec
     task = _task(arguments)
     fields: dict[str, Any] = {
         "task": task,
-        "framework": "trl" if _is_trl(arguments) else "hf-trainer",
+        "framework": _framework(arguments),
         "micro_batch_size": shapes.rows or int(arguments.per_device_train_batch_size),
         "gradient_accumulation": int(arguments.gradient_accumulation_steps),
         "mixed_precision": "bf16" if arguments.bf16 else "fp16" if arguments.fp16 else "none",
@@ -133,6 +135,11 @@ def _task(arguments: Any) -> str:
 
 def _is_trl(arguments: Any) -> bool:
     return any(kind.__module__.split(".")[0] == "trl" for kind in type(arguments).__mro__)
+
+
+def _framework(arguments: Any) -> str:
+    family, package = ("trl", "trl") if _is_trl(arguments) else ("hf-trainer", "transformers")
+    return spell(family, version(package))
 
 
 def _weights(model: Any) -> dict[str, Any]:

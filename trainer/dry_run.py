@@ -40,13 +40,14 @@ def subject_for(
     grpo = resolved.task is Task.GRPO
     if step == "own":
         return VramwiseStep(options, resolved=resolved, recipe=recipe)
-    if step in ("trl", "trl-full") and grpo:
+    full = resolved.loss is Loss.FULL
+    if grpo and (step == "trl" or (step == "trl-full" and full)):
         way = Temperature(resolved.switches.grpo_temperature)
         return TrlGrpo(options, fused=step == "trl", score=resolved.beta > 0, temperature=way)
     if step == "trl":
         return TrlSft(options)
     # fused losses of the HF Trainer's subclasses are not ours to run
-    if not grpo and (step in ("hf", "trl-full") or (step, resolved.loss) == ("hf-full", Loss.FULL)):
+    if not grpo and (step == "hf" or (step in ("hf-full", "trl-full") and full)):
         return HfSft(options)
     traced = [law.name for law in frameworks().values() if law.switches.trace_step != "none"]
     raise UnsupportedError(

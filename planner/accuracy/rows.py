@@ -111,8 +111,20 @@ class Row:
 
     @property
     def failed(self) -> bool:
-        """The run ran out of memory: its value is not a measurement."""
+        """The run ran out of memory, or printed a KV pool of no bytes: its value is no measurement."""
+        if self.quantity in {"kv_cache_memory", "kv_cache_memory_exact"}:
+            value = self.number("value")
+            if value is not None and value <= 0:
+                return True
         return self["oom"] in {"1", "true", "True"} or self.quantity in {"oom", "oom_gt"}
+
+    @property
+    def refused(self) -> bool:
+        """The log's pool does not hold one request of the full length: the engine did not start."""
+        length, fits = self.number("max_model_len"), self.peers.get("max_concurrency")
+        tokens = self.peers.get("kv_cache_tokens_printed")
+        short = length is not None and tokens is not None and tokens < length
+        return short or (fits is not None and fits < 1) or "still fails" in self["notes"]
 
     def number(self, column: str) -> float | None:
         """Return a column as a number, or None when it is empty or not one number."""

@@ -188,8 +188,9 @@ def _judge(row: Row, prediction: Prediction, result: Accuracy) -> None:
     """Keep the plan's verdict on the run, once for each run and end."""
     plan = prediction.plan
     if plan is not None and plan.machine.gpu is not None:
-        key = (f"{row.layout}:{row.run}", not row.failed)
-        result.runs.setdefault(key, Verdict(row.id, row.source, not row.failed, plan.verdict, plan))
+        ran = not row.failed and not row.refused
+        key = (f"{row.layout}:{row.run}", ran)
+        result.runs.setdefault(key, Verdict(row.id, row.source, ran, plan.verdict, plan))
 
 
 def summarise(items: list[Scored]) -> Statistics:

@@ -1,129 +1,207 @@
-"""vLLM start-up logs: weights, profile, pool, tokens, blocks, concurrency."""
+"""vLLM start-up logs: every figure is read off the plan of the run that the row describes.
+
+A figure that follows from another line of the same log (tokens of the printed pool) has a name that
+starts with log_: it checks how blocks are cut, and predicts nothing.
+"""
 
 from collections.abc import Callable
 
-from planner.accuracy.prediction import NotCovered, Prediction, around
+from planner.accuracy.prediction import NotCovered, Prediction
 from planner.accuracy.rows import Row
-from planner.accuracy.vllm_engine import Engine, engine_of
-from planner.units import GiB
+from planner.accuracy.vllm_engine import ENCODER, RANK, SKIP_LIST, Run, run_of
+from planner.machines.vllm_overheads import Measured
+from planner.plan import Plan
+from planner.terms.engine import Serving, kv_pool
+from planner.terms.vllm_blocks import VllmKv
 
-NON_TORCH_BYTES = 0.08 * GiB
-"""CUDA context growth while the model loads and runs once, one GPU; NCCL adds more."""
-NCCL_BYTES = 0.2 * GiB
-GRAPHS_BYTES = 0.4 * GiB
-SWAP_BYTES = 4 * GiB
-"""swap_space of V0, per GPU."""
+_POOL = ("kv_cache_memory_exact", "kv_cache_memory", "component:vllm_kv_cache")
 
 
 def predict_vllm(row: Row) -> Prediction:
-    """Return what the planner says about one figure of a vLLM log."""
+    """Return what the plan says about one figure of a vLLM log."""
     law = _LAWS.get(row.quantity)
     if law is None:
         raise NotCovered(f"the figure {row.quantity!r} is not one that the planner states")
-    return law(row, engine_of(row))
+    return law(row, run_of(row))
 
 
-def _weights(row: Row, engine: Engine) -> Prediction:
-    if "offload" in row["notes"]:
-        raise NotCovered("weights are offloaded to the host by cpu_offload_gb")
-    if "store loader" in engine.text:
+def _serving(found: Plan) -> Serving:
+    if found.serving is None:
+        raise NotCovered("no engine runs in this plan")
+    return found.serving
+
+
+def _figure(
+    name: str, run: Run, read: Callable[[Serving], Measured], *, card: bool = True
+) -> Prediction:
+    """Return a figure with the interval of its empirical parts and of the choices left open."""
+    result = run.planned(card=card)
+    value = read(_serving(result))
+    spread = [value, *(read(_serving(other)) for other in run.alternatives())]
+    low, high = min(item.low for item in spread), max(item.high for item in spread)
+    return Prediction(_named(name, run, card), value.typical, low, high, result)
+
+
+def _named(name: str, run: Run, card: bool) -> str:
+    """Return the quantity's name; figures of runs with open choices are kept apart."""
+    settled = _MOVES_WEIGHTS if not card else None
+    left = [choice for choice in run.open if settled is None or choice in settled]
+    return f"{name}_unstated" if left else name
+
+
+def _more_weights(run: Run, serving: Serving) -> int:
+    """Return what a list of 16-bit modules that nobody saw may add: Unsloth's dynamic ones, 15%."""
+    return int(0.15 * serving.weights_bytes) if SKIP_LIST in run.open else 0
+
+
+def _more_activations(run: Run, serving: Serving) -> int:
+    """Return what an encoder's own profile may add: one log's peak was six times the text's (F0097)."""
+    return 5 * serving.activation_peak_bytes if ENCODER in run.open else 0
+
+
+_MOVES_WEIGHTS = frozenset({SKIP_LIST, "adapter rank"})
+
+
+def _around(value: float, low: float, high: float) -> Measured:
+    return Measured(int(value * low), int(value), int(value * high))
+
+
+def _weights(row: Row, run: Run) -> Prediction:
+    if "store loader" in row["model"]:
         raise NotCovered("weights are loaded outside torch's allocator")
-    return around("model_weights", engine.weights_bytes(), 0.95, 1.06)
+    return _figure("model_weights", run, lambda s: _weights_range(run, s), card=False)
 
 
-def _non_torch_bytes(engine: Engine) -> float:
-    return NON_TORCH_BYTES + (NCCL_BYTES if engine.tp > 1 else 0)
+def _weights_range(run: Run, serving: Serving) -> Measured:
+    found = _around(serving.weights_bytes, 0.98, 1.02)
+    return found._replace(high=found.high + _more_weights(run, serving))
 
 
-def _non_torch(row: Row, engine: Engine) -> Prediction:
-    value = _non_torch_bytes(engine)
-    # V0 before 2025 counted NCCL and CUDA start-up here: up to 2 GiB a process, more with TP
-    return Prediction("non_torch_memory", value, 0, (8 if engine.tp > 1 else 2) * GiB)
+def _non_torch(row: Row, run: Run) -> Prediction:
+    return _figure("non_torch_memory", run, lambda s: s.non_torch)
 
 
-def _activation(row: Row, engine: Engine) -> Prediction:
-    value = engine.activation_bytes()
-    return Prediction("activation_peak", value, 0.5 * value, 3 * value)
+def _settle(row: Row, run: Run) -> None:
+    """Refuse what nobody could plan from the row's arguments."""
+    law = run.planned(card=False).resolved.framework.engine
+    if "length" in run.open and law.whole_prompts_up_to:
+        raise NotCovered("the log states no length, and this release profiles whole prompts")
 
 
-def _memory_bytes(row: Row, engine: Engine) -> float:
-    """Return the pool: what is left of the budget."""
-    budget = engine.budget_bytes()
-    return budget - engine.weights_bytes() - _non_torch_bytes(engine) - engine.activation_bytes()
+def _activation(row: Row, run: Run) -> Prediction:
+    _settle(row, run)
+    # the card only moves the library's workspace and the default batch
+    card = run.machine is not None or row.integer("max_num_seqs") is None
+    return _figure("activation_peak", run, lambda s: _peak_range(run, s), card=card)
 
 
-def _memory(row: Row, engine: Engine) -> Prediction:
-    value = _memory_bytes(row, engine)
-    # the profile's peak may be three times or half of what is expected of it
-    slack = engine.activation_bytes() + 8 * _non_torch_bytes(engine)
-    return Prediction("kv_cache_memory", value, value - 2.5 * slack, value + slack)
+def _peak_range(run: Run, serving: Serving) -> Measured:
+    found = _around(serving.activation_peak_bytes, 0.95, 1.1)
+    return found._replace(high=found.high + _more_activations(run, serving))
 
 
-def _pool_bytes(row: Row, engine: Engine) -> float:
-    """Return the pool: as the log prints it, or else what is left of the budget."""
-    for name in ("kv_cache_memory_exact", "kv_cache_memory", "component:vllm_kv_cache"):
-        logged = row.peers.get(name)
-        if logged is not None and logged > 0:
-            return logged
-    return _memory_bytes(row, engine)
+def _pool_range(run: Run, serving: Serving) -> Measured:
+    taken = _more_weights(run, serving) + _more_activations(run, serving)
+    return serving.kv._replace(low=serving.kv.low - taken)
 
 
-def _spread(row: Row) -> tuple[float, float]:
-    logged = any(name.startswith("kv_cache_memory") for name in row.peers)
-    return (0.98, 1.02) if logged else (0.8, 1.2)
+def _memory(row: Row, run: Run) -> Prediction:
+    _settle(row, run)
+    # a printed pool of no bytes is a refusal (Row.failed): only the plan's verdict counts then
+    return _figure("kv_cache_memory", run, lambda s: _pool_range(run, s))
 
 
-def _tokens(row: Row, engine: Engine) -> Prediction:
-    value = engine.pool(_pool_bytes(row, engine)).tokens
-    name = "kv_cache_tokens_printed" if _spread(row)[0] > 0.9 else "kv_cache_tokens_from_budget"
-    return around(name, value, *_spread(row))
+def _logged(row: Row) -> float | None:
+    """Return the pool that the same log prints."""
+    sizes = (row.peers.get(name) for name in _POOL)
+    return next((size for size in sizes if size is not None and size > 0), None)
 
 
-def _blocks(row: Row, engine: Engine) -> Prediction:
-    value = engine.pool(_pool_bytes(row, engine)).num_blocks
-    name = "num_gpu_blocks" if _spread(row)[0] > 0.9 else "num_gpu_blocks_from_budget"
-    return around(name, value, *_spread(row))
+def _cut(run: Run, kv_bytes: float) -> VllmKv:
+    found = run.planned(card=False)
+    pool = kv_pool(run.model, found.resolved, int(kv_bytes))
+    if pool is None:
+        raise NotCovered("the model keeps no KV cache")
+    return pool
 
 
-def _cpu_blocks(row: Row, engine: Engine) -> Prediction:
-    if "unsloth" in f"{row['source']} {engine.text}".lower():
+def _counted(name: str, read: Callable[[VllmKv], float]) -> Callable[[Row, Run], Prediction]:
+    """Return the law of a count that vLLM prints of its pool."""
+
+    def law(row: Row, run: Run) -> Prediction:
+        logged = _logged(row)
+        if logged is not None:
+            _countable(run)
+            value = read(_cut(run, logged))
+            # the pool is printed with two decimals
+            return Prediction(f"log_{name}", value, 0.99 * value, 1.01 * value)
+        result = run.planned()
+        pools = [kv_pool(run.model, result.resolved, size) for size in _serving(result).kv]
+        low, typical, high = (read(pool) if pool else 0.0 for pool in pools)
+        return Prediction(_named(name, run, card=True), typical, low, high, result)
+
+    return law
+
+
+def _countable(run: Run) -> None:
+    """Refuse to count a pool's bytes where the row leaves its cut open."""
+    if "a draft model" in run.open:
+        raise NotCovered("a draft model's cache shares the pool")
+    if RANK in run.open:
+        raise NotCovered("the pool is one rank's, the count the least of all ranks")
+    _same_count(run)
+
+
+def _same_count(run: Run) -> None:
+    """Refuse what releases count differently where the release is not known."""
+    if "version" in run.open and len({layer.mixer.kind for layer in run.model.layers}) > 1:
+        raise NotCovered(
+            "the release is not known, and they count a hybrid model's tokens differently"
+        )
+
+
+def _concurrency(row: Row, run: Run) -> Prediction:
+    blocks, tokens = (row.peers.get(name) for name in ("num_gpu_blocks", "kv_cache_tokens_printed"))
+    if blocks is None and tokens is None:
+        return _counted("max_concurrency", lambda pool: pool.concurrency)(row, run)
+    _same_count(run)
+    pool = _cut(run, 0)
+    pool = pool.of_blocks(int(blocks)) if blocks is not None else pool.of_tokens(int(tokens or 0))
+    value = pool.concurrency
+    return Prediction("log_max_concurrency", value, 0.98 * value, 1.02 * value)
+
+
+def _cpu_blocks(row: Row, run: Run) -> Prediction:
+    if "unsloth" in f"{row['source']} {row['model']}".lower():
         raise NotCovered("Unsloth sets the swap space itself; the log does not print it")
-    return around("num_cpu_blocks", engine.pool(SWAP_BYTES).num_blocks, 0.99, 1.01)
+    return _figure("num_cpu_blocks", run, lambda s: _around(s.cpu_blocks, 0.99, 1.01), card=False)
 
 
-def _concurrency(row: Row, engine: Engine) -> Prediction:
-    blocks = row.peers.get("num_gpu_blocks")
-    tokens = row.peers.get("kv_cache_tokens_printed")
-    if blocks is not None:
-        value = blocks * engine.block / engine.max_len
-    elif tokens is not None:
-        value = tokens / engine.max_len
-    else:
-        value = engine.pool(_pool_bytes(row, engine)).concurrency
-    return around("max_concurrency", value, 0.98, 1.02)
+def _budget(row: Row, run: Run) -> Prediction:
+    return _figure("usable_budget", run, lambda s: _around(s.budget_bytes, 0.995, 1.005))
 
 
-def _budget(row: Row, engine: Engine) -> Prediction:
-    return around("usable_budget", engine.budget_bytes(), 0.995, 1.005)
+def _graphs(row: Row, run: Run) -> Prediction:
+    return _figure("cudagraph_memory_actual", run, lambda s: s.graphs)
 
 
-def _graphs(row: Row, engine: Engine) -> Prediction:
-    if row["enforce_eager"] == "True":
-        return Prediction("cudagraph_memory_actual", 0, 0, 0.01 * GiB)
-    return Prediction("cudagraph_memory_actual", GRAPHS_BYTES, 0.03 * GiB, 1.3 * GiB)
+def _resident(row: Row, run: Run) -> Prediction:
+    return _figure(
+        "weights_and_non_torch",
+        run,
+        lambda s: Measured(*(s.weights_bytes + size for size in s.non_torch)),
+    )
 
 
-def _resident(row: Row, engine: Engine) -> Prediction:
-    value = engine.weights_bytes() + _non_torch_bytes(engine)
-    return around("weights_and_non_torch", value, 0.95, 1.06)
+def _torch_peak(row: Row, run: Run) -> Prediction:
+    return _figure(
+        "peak_torch_memory",
+        run,
+        lambda s: _around(s.weights_bytes + s.activation_peak_bytes, 0.98, 1.05),
+    )
 
 
-def _torch_peak(row: Row, engine: Engine) -> Prediction:
-    value = engine.weights_bytes() + engine.activation_bytes()
-    return around("peak_torch_memory", value, 0.9, 1.1)
-
-
-_LAWS: dict[str, Callable[[Row, Engine], Prediction]] = {
+_LAWS: dict[str, Callable[[Row, Run], Prediction]] = {
     "model_weights": _weights,
     "component:vllm_weights": _weights,
     "non_torch_memory": _non_torch,
@@ -133,8 +211,8 @@ _LAWS: dict[str, Callable[[Row, Engine], Prediction]] = {
     "kv_cache_memory": _memory,
     "kv_cache_memory_exact": _memory,
     "component:vllm_kv_cache": _memory,
-    "kv_cache_tokens_printed": _tokens,
-    "num_gpu_blocks": _blocks,
+    "kv_cache_tokens_printed": _counted("kv_cache_tokens_printed", lambda pool: pool.tokens),
+    "num_gpu_blocks": _counted("num_gpu_blocks", lambda pool: pool.num_blocks),
     "num_cpu_blocks": _cpu_blocks,
     "max_concurrency": _concurrency,
     "usable_budget": _budget,

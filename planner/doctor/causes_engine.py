@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from planner.doctor.cause import Cause, Certainty, Signals
-from planner.doctor.state import weights_bytes
+from planner.doctor.state import sampler_bytes, served_bytes, weights_bytes
 from planner.units import GiB, format_bytes
 
 Rule = Callable[[Signals], Cause | None]
@@ -42,14 +42,10 @@ def no_cache_blocks(signals: Signals) -> Cause | None:
     event = signals.event
     if event is None or event.kind != "vllm_no_blocks":
         return None
-    weights, card, util = (
-        weights_bytes(signals.context),
-        signals.card_bytes,
-        signals.context.utilization,
-    )
+    share, card = served_bytes(signals.context), signals.card_bytes
+    util = signals.context.utilization
     formula, certainty = "", Certainty.CONSISTENT
-    if weights and card:
-        share = weights // (signals.context.number("tp") or 1)
+    if share and card:
         budget = int((util or 0.9) * card)
         formula = f"budget {util or 0.9:g} * {format_bytes(card)} = {format_bytes(budget)}; weights {format_bytes(share)}"
         if share > budget and signals.context.model:
@@ -105,7 +101,8 @@ def sampler_warmup(signals: Signals) -> Cause | None:
     found = signals.candidate("sampler")
     formula = found.formula if found else ""
     if rows and vocab and not formula:
-        formula = f"about 28 B * {rows:,} sequences * {vocab:,} = {format_bytes(28 * rows * vocab)} outside the budget"
+        size = sampler_bytes(signals.context, rows, vocab)
+        formula = f"{rows:,} sequences * {vocab:,} logits, sorted: {format_bytes(size)} outside the budget"
     return Cause(
         category="vllm_sampler_warmup",
         certainty=Certainty.PROVEN

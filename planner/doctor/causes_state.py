@@ -4,7 +4,14 @@ import re
 from dataclasses import replace
 
 from planner.doctor.cause import Cause, Certainty, Signals
-from planner.doctor.state import static_state, trains_at_all, weights_bytes
+from planner.doctor.state import (
+    kbit_upcast_bytes,
+    saved_bytes,
+    static_state,
+    trains_at_all,
+    weights_bytes,
+)
+from planner.run.recipe import LoraSection
 from planner.units import format_bytes
 
 _TRAINED_HEAD = re.compile(
@@ -18,10 +25,8 @@ def upcast(signals: Signals) -> Cause | None:
     context = signals.context
     head = context.model
     if signals.first("kbit_prepare"):
-        formula = ""
-        if head:
-            matrices = 1 if head.tied else 2
-            formula = f"{matrices} * {head.vocab:,} * {head.hidden:,} * 4 B = {format_bytes(matrices * head.vocab * head.hidden * 4)}"
+        size = kbit_upcast_bytes(context)
+        formula = f"embeddings, head and norms in fp32: {format_bytes(size)}" if size else ""
         return Cause(
             category="upcast_fp32",
             certainty=Certainty.PROVEN if formula else Certainty.CONSISTENT,
@@ -35,8 +40,10 @@ def upcast(signals: Signals) -> Cause | None:
     ):
         formula = ""
         if head:
-            count = (1 if head.tied else 2) * head.vocab * head.hidden
-            formula = f"{count:,} parameters * (4 weight + 4 gradient + 8 Adam) B = {format_bytes(16 * count)}"
+            modules = ("embed_tokens",) if head.tied else ("embed_tokens", "lm_head")
+            trained = {"lora": LoraSection(modules_to_save=modules)}
+            more = saved_bytes(context, **trained)
+            formula = f"with gradients and states: {format_bytes(-more)}" if more else ""
         return Cause(
             category="upcast_fp32",
             certainty=Certainty.CONSISTENT,

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from planner.doctor.cause import Signals
-from planner.doctor.state import saved_bytes, weights_bytes
+from planner.doctor.state import sampler_bytes, saved_bytes, weights_bytes
 from planner.run.recipe import Method, Optimizer, Sharding
 from planner.units import format_bytes
 
@@ -141,12 +141,12 @@ def free_check(signals: Signals) -> list[Fix]:
 def sampler(signals: Signals) -> list[Fix]:
     """Fewer sequences, or room outside the budget."""
     rows, vocab = signals.context.number("max_num_seqs") or 1024, signals.context.vocab
-    saved = 28 * (rows - rows // 4) * vocab if vocab else None
+    saved = sampler_bytes(signals.context, rows - rows // 4, vocab) if vocab else None
     return [
         Fix(
             change=f"--max-num-seqs {max(1, rows // 4)} (now {rows})",
             saved_bytes=saved,
-            formula="about 28 B * sequences * vocabulary",
+            formula="the sampler's sort buffers of sequences x vocabulary",
         ),
         Fix(change="a LOWER --gpu-memory-utilization: the warm-up needs room outside the budget"),
     ]

@@ -7,9 +7,10 @@ from planner.doctor.context import Context
 from planner.doctor.sizes import printed
 from planner.doctor.vllm_log import VllmLog
 from planner.errors import VramwiseError
+from planner.importers.vllm import read
 from planner.machines.machine import Machine
 from planner.plan import Plan, plan
-from planner.run.recipe import EngineKind, EngineSection, Method, Recipe, Task
+from planner.terms.engine import kv_pool
 from planner.units import GiB, format_bytes
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
@@ -65,19 +66,21 @@ def serving_report(log: VllmLog, context: Context) -> ServingReport | None:
     """Return the log beside the plan, or None when the log shows no engine."""
     if not log.started:
         return None
-    planned = _plan(log, context)
-    terms = {term.name: term.bytes for term in planned.phase("rollout").terms} if planned else {}
-    per_token = log.kv_bytes_per_token or _per_token(terms, log)
-    tokens = log.kv_tokens or (log.kv_bytes // per_token if log.kv_bytes and per_token else None)
+    planned = planned_engine(log, context)
+    serving = planned.serving if planned else None
+    tokens = log.kv_tokens or _tokens(log, context, planned)
+    per_token = log.kv_bytes_per_token
+    if per_token is None and tokens and log.kv_bytes:
+        per_token = log.kv_bytes // tokens
     budget = log.budget_bytes
     if budget is None and log.total_bytes and log.gpu_memory_utilization:
         budget = int(log.total_bytes * log.gpu_memory_utilization)
     rows = (
-        ("weights", log.weights_bytes, terms.get("weights")),
-        ("non-torch", log.non_torch_bytes, terms.get("overhead")),
-        ("activation", log.activation_bytes, terms.get("engine")),
-        ("CUDA graphs", log.graphs_bytes, None),
-        ("KV cache", log.kv_bytes, None),
+        ("weights", log.weights_bytes, serving.weights_bytes if serving else None),
+        ("non-torch", log.non_torch_bytes, serving.non_torch.typical if serving else None),
+        ("activation", log.activation_bytes, serving.activation_peak_bytes if serving else None),
+        ("CUDA graphs", log.graphs_bytes, serving.graphs.typical if serving else None),
+        ("KV cache", log.kv_bytes, serving.kv.typical if serving else None),
     )
     lengths = sorted({*LENGTHS, *((log.request_tokens,) if log.request_tokens else ())})
     requests = tuple(
@@ -93,16 +96,19 @@ def serving_report(log: VllmLog, context: Context) -> ServingReport | None:
     )
 
 
+def _tokens(log: VllmLog, context: Context, planned: Plan | None) -> int | None:
+    """Return the tokens of the printed pool, cut as vLLM cuts it."""
+    if planned is None or context.model is None or not log.kv_bytes:
+        return None
+    pool = kv_pool(context.model, planned.resolved, log.kv_bytes)
+    return pool.tokens if pool else None
+
+
 def _unexplained(log: VllmLog, budget: int | None) -> int | None:
     if budget is None or None in (log.weights_bytes, log.kv_bytes, log.activation_bytes):
         return None
     parts = (log.weights_bytes, log.kv_bytes, log.activation_bytes, log.non_torch_bytes)
     return budget - sum(part or 0 for part in parts)
-
-
-def _per_token(terms: dict[str, int], log: VllmLog) -> int | None:
-    length = int(log.settings.get("max_seq_len", 0) or 0)
-    return terms["kv_cache"] // length if length and "kv_cache" in terms else None
 
 
 def _advice(log: VllmLog, tokens: int | None, per_token: int | None) -> tuple[str, ...]:
@@ -132,27 +138,34 @@ def _advice(log: VllmLog, tokens: int | None, per_token: int | None) -> tuple[st
     return tuple(found)
 
 
-def _plan(log: VllmLog, context: Context) -> Plan | None:
+def planned_engine(log: VllmLog, context: Context) -> Plan | None:
+    """Return the plan of the engine by its own settings and release; None where it cannot be made."""
     model = context.model
     total = log.total_bytes or context.vram_bytes
     if model is None or not total:
         return None
-    settings = log.settings
-    length = int(settings.get("max_seq_len", 0) or 0) or log.request_tokens or 4096
-    seqs = settings.get("max_num_seqs", "")
-    recipe = Recipe(
-        task=Task.SERVE,
-        method=Method.FULL,
-        framework="vllm",
-        context=length,
-        engine=EngineSection(
-            kind=EngineKind.VLLM_SERVER,
-            gpu_memory_utilization=log.gpu_memory_utilization,
-            tensor_parallel=int(settings.get("tensor_parallel_size", 1) or 1),
-            max_num_seqs=int(seqs) if seqs.isdigit() else None,
-        ),
-    )
+    values: dict[str, Any] = {"model": context.model_name, **_arguments(log)}
     try:
-        return plan(model, recipe, Machine(vram_bytes=max(total, GiB)))
+        run = read(values, version=log.version or None).run
+        machine = Machine(vram_bytes=max(total, GiB), num_gpus=run.machine.gpus)
+        return plan(model, run.recipe, machine)
     except VramwiseError:
         return None
+
+
+_UNSET = frozenset({"None", "null", "", "auto"})
+_RENAMED = {"max_seq_len": "max_model_len", "model_tag": ""}
+
+
+def _arguments(log: VllmLog) -> dict[str, Any]:
+    """Return the settings that the log prints as the server's arguments."""
+    found: dict[str, Any] = {}
+    for key, value in log.settings.items():
+        name = _RENAMED.get(key, key)
+        if name and name != "model" and value not in _UNSET:
+            found[name.replace("_", "-")] = {"True": True, "False": False}.get(value, value)
+    if log.gpu_memory_utilization:
+        found["gpu-memory-utilization"] = log.gpu_memory_utilization
+    if "max-model-len" not in found and log.request_tokens:
+        found["max-model-len"] = log.request_tokens
+    return found

@@ -9,14 +9,19 @@ from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
 from planner.plan import plan
 from planner.run.placement import DIVIDES
-from planner.run.recipe import Method, Optimizer, Recipe, Sharding, Task
+from planner.run.recipe import EngineSection, Method, Optimizer, Recipe, Sharding, Task
 from planner.run.resolve import resolve
 from planner.run.runfile import make_recipe
 from planner.terms.standing import Standing, model_of_size, standing
+from planner.terms.vllm_profile import sampler_buffers
 from planner.units import GiB, format_bytes
 
 WHOLE = Machine(vram_bytes=80 * GiB)
 """Any card: standing bytes do not depend on it."""
+
+
+SORTING_RELEASE = "vllm==0.12.0"
+"""Its sampler's warm-up sorts all logits, outside the budget: what `vllm_sampler` messages tell of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +45,7 @@ def model_of(context: Context) -> ModelSpec | None:
 def weights_bytes(context: Context) -> int | None:
     """Return the bytes of one whole copy of the base weights, or None if the size is unknown.
 
-    Served (or of an unsaid method): as the checkpoint stores them.
+    Of an unsaid method: as the checkpoint stores them.
     """
     wide = {"dtype": "fp32"} if "fp32" in context.model_name else {}
     if context.method in ("full", "lora", "qlora"):
@@ -48,6 +53,34 @@ def weights_bytes(context: Context) -> int | None:
     else:
         found = _held(context, ranks=1, task=Task.SERVE, method=Method.FULL, **wide)
     return found.weights if found else None
+
+
+def served_bytes(context: Context) -> int | None:
+    """Return the weights of one rank of vLLM, by its release's own layout; None if not known."""
+    engine = EngineSection(tensor_parallel=context.number("tp") or 1)
+    found = _held(
+        context, ranks=1, task=Task.SERVE, method=Method.FULL, framework="vllm", engine=engine
+    )
+    return found.weights if found else None
+
+
+def sampler_bytes(context: Context, rows: int, vocab: int) -> int:
+    """Return what vLLM's sampler holds for `rows` sequences at its largest moment."""
+    model = model_of_size(1)
+    fields = {"task": Task.SERVE, "method": Method.FULL, "framework": SORTING_RELEASE}
+    r = resolve(model, _recipe(context, **fields), WHOLE)
+    return rows * vocab * sum(width for _, width in sampler_buffers(r, rows, vocab))
+
+
+def kbit_upcast_bytes(context: Context) -> int | None:
+    """Return what prepare_model_for_kbit_training leaves in fp32; None without a known model."""
+    if context.model is None:
+        return None
+    wide, narrow = (
+        _held(context, ranks=1, method=Method.QLORA, framework=name, double_quant=False)
+        for name in ("hf-trainer", "vramwise")
+    )
+    return 2 * (wide.weights - narrow.weights) if wide and narrow else None
 
 
 def trains_at_all(context: Context, card_bytes: int) -> bool:

@@ -54,7 +54,8 @@ _QUICK = re.compile(
 _SETTING = re.compile(
     r"['\"]?(?P<key>model_tag|model|dtype|max_seq_len|max_model_len|max_num_seqs|max_num_batched_tokens"
     r"|tensor_parallel_size|pipeline_parallel_size|quantization|kv_cache_dtype|enforce_eager|gpu_memory_utilization"
-    r"|enable_lora|cpu_offload_gb|enable_sleep_mode)['\"]?\s*[=:]\s*['\"]?(?P<value>[^,'\"}{\s]+)"
+    r"|enable_lora|max_loras|max_lora_rank|enable_expert_parallel|block_size|cpu_offload_gb"
+    r"|enable_sleep_mode)['\"]?\s*[=:]\s*['\"]?(?P<value>[^,'\"}{\s]+)"
 )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from planner.errors import UnknownNameError
 from planner.exporters import axolotl, llamafactory, trl, vllm
 from planner.exporters.common import Exported
+from planner.run.framework import pick, spelled
 from planner.run.recipe import RunFile
 
 __all__ = ["EXPORTERS", "Exported", "export_run"]
@@ -18,8 +19,14 @@ EXPORTERS: dict[str, Callable[..., Exported]] = {
 
 
 def export_run(run: RunFile, tool: str, *, version: str | None = None) -> Exported:
-    """Return `run` as settings of `tool`; raises UnsupportedError for a task it does not have."""
-    exporter = EXPORTERS.get(tool.lower().replace("-", "").replace("_", ""))
+    """Return `run` as settings of `tool`; raises UnsupportedError for a task it does not have.
+
+    Without a version, of the one that the recipe's framework names, if that is the tool.
+    """
+    name = tool.lower().replace("-", "").replace("_", "")
+    exporter = EXPORTERS.get(name)
     if exporter is None:
         raise UnknownNameError("tool", tool, EXPORTERS, hint=", ".join(EXPORTERS))
-    return exporter(run, version=version)
+    same = pick(run.recipe.framework).family == name
+    asked = spelled(run.recipe.framework).version if same else ""
+    return exporter(run, version=version or asked or None)

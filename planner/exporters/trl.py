@@ -6,6 +6,8 @@ from planner.importers.trl import version_tuple
 from planner.run.recipe import Checkpointing, EngineKind, Loss, Method, RunFile, Task
 
 VERSION = "1.16.0"
+LIGER_KERNEL = (0, 26)
+"""GRPO reads use_liger_kernel from here on, use_liger_loss before."""
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
@@ -34,15 +36,7 @@ def export(run: RunFile, *, version: str | None = None) -> Exported:
             )
     writer.quantization()
     put("optim", writer.optimizer())
-    if recipe.loss is Loss.CHUNKED and at < (1, 0):
-        put(
-            "use_liger_loss" if recipe.task is Task.GRPO and at >= (0, 16) else "use_liger_kernel",
-            True,
-        )
-    writer.lost(
-        "full logits: TRL's loss head is fused from 1.0 on",
-        when=recipe.loss is Loss.FULL and at >= (1, 0),
-    )
+    _loss(writer, at)
     _adapter(writer)
     _task(writer, at)
     writer.lost(
@@ -59,6 +53,21 @@ def export(run: RunFile, *, version: str | None = None) -> Exported:
         command=f"trl {recipe.task.value} --config {name}{processes}",
         left_out=tuple(writer.left_out),
     )
+
+
+def _loss(writer: Writer, at: tuple[int, int]) -> None:
+    """Full logits until 1.14, unless Liger or, in SFT from 1.5 on, chunks are asked for."""
+    recipe = writer.run.recipe
+    if at >= (1, 15):
+        writer.lost(
+            "full logits: TRL's loss head is fused from 1.15 on", when=recipe.loss is Loss.FULL
+        )
+    elif recipe.task is Task.SFT and at >= (1, 5):
+        kinds = {Loss.CHUNKED: "chunked_nll", Loss.FULL: "nll", None: None}
+        writer.put("loss_type", kinds[recipe.loss])
+    elif recipe.loss is Loss.CHUNKED:
+        old = recipe.task is Task.GRPO and (0, 16) <= at < LIGER_KERNEL
+        writer.put("use_liger_loss" if old else "use_liger_kernel", True)
 
 
 def _adapter(writer: Writer) -> None:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from planner.errors import UsageError
-from planner.run.framework import fallback_note, pick
+from planner.run.framework import fallback_note, pick, spell
 from planner.run.framework_files import Framework
 from planner.run.recipe import EngineSection, LoraSection, MachineSection, Recipe, RunFile
 
@@ -108,13 +108,11 @@ class Settings:
 
     def framework(self, family: str) -> str:
         """Return how the recipe names the law; a version without one is said, and its neighbour taken."""
-        law, version = self.law(family), self.report.version
-        note = fallback_note(law, f"{family}~{version}")
-        if note:
+        law, asked = self.law(family), spell(family, self.report.version)
+        if note := fallback_note(law, asked):
             self.effect(note)
-            return f"{family}~{version}"
-        newest = self.report.version_assumed and law.name == family
-        return family if newest or not law.versions else f"{family}=={version}"
+        assumed = self.report.version_assumed and law.name == family
+        return family if assumed and not note else asked
 
     @property
     def source(self) -> str:

@@ -59,7 +59,11 @@ def read(values: dict[str, Any], *, version: str | None = None, is_call: bool = 
     }
     settings = Settings(values, tool="vllm", version=version or VERSION, assumed=version is None)
     model = str(settings.raw("model", "model-tag", "*0", to="model", default=""))
-    recipe: dict[str, Any] = {"framework": "vllm", "task": Task.SERVE, "method": Method.FULL}
+    recipe: dict[str, Any] = {
+        "framework": settings.framework("vllm"),
+        "task": Task.SERVE,
+        "method": Method.FULL,
+    }
     quantization = settings.raw("quantization", to="quantization")
     named = quantization_in_name(model)
     if quantization or named:
@@ -67,16 +71,21 @@ def read(values: dict[str, Any], *, version: str | None = None, is_call: bool = 
         recipe["quantization"] = named or recipe["quantization"]
     _dtype(settings, recipe)
     _length(settings, recipe, model)
-    tensor, pipeline = (
-        settings.count(key, to="engine.tensor_parallel", default=1) or 1
-        for key in ("tensor-parallel-size", "pipeline-parallel-size")
-    )
+    tensor = settings.count("tensor-parallel-size", to="engine.tensor_parallel", default=1) or 1
+    pipeline = settings.count("pipeline-parallel-size", to="engine.pipeline_parallel") or 1
     data = settings.count("data-parallel-size", to="gpus", default=1) or 1
-    if data > 1 and settings.flag("enable-expert-parallel"):
+    experts = settings.flag("enable-expert-parallel", to="engine.expert_parallel")
+    if data > 1 and experts:
         settings.effect(
             "data parallel with expert parallel: attention weights and KV cache are replicated, experts are split"
         )
-    engine = _engine(settings, tensor * pipeline, is_call, recipe.get("context"))
+    engine = _engine(settings, is_call)
+    engine |= {
+        "tensor_parallel": tensor,
+        "pipeline_parallel": pipeline,
+        "expert_parallel": bool(experts),
+        **_adapter_slots(settings),
+    }
     gpus = tensor * pipeline * data
     if gpus > 1:
         recipe["sharding"] = Sharding.NONE
@@ -94,14 +103,18 @@ def _length(settings: Settings, recipe: dict[str, Any], model: str) -> None:
         recipe["context"] = _model_length(settings, model)
 
 
+def _adapter_slots(settings: Settings) -> dict[str, int | None]:
+    """Return the adapter slots that --enable-lora preallocates."""
+    slots = settings.count("max-loras", to="engine.max_loras")
+    rank = settings.count("max-lora-rank", to="engine.max_lora_rank")
+    if not settings.flag("enable-lora", to="engine.max_loras"):
+        return {}
+    settings.effect(f"{slots or 1} LoRA slot(s) of rank {rank or 16} are preallocated")
+    return {"max_loras": slots or 1, "max_lora_rank": rank or 16}
+
+
 def _extras(settings: Settings) -> None:
     """Read what comes on top of weights, KV cache and activations, or moves none of them."""
-    if settings.flag("enable-lora"):
-        slots, rank = (
-            settings.count("max-loras", to="engine", default=1),
-            settings.count("max-lora-rank", to="engine", default=16),
-        )
-        settings.effect(f"{slots} LoRA slot(s) of rank {rank} are preallocated")
     if settings.raw("speculative-config", to="engine") or any(
         key.startswith("speculative-config.") for key in settings.values
     ):
@@ -114,7 +127,6 @@ def _extras(settings: Settings) -> None:
     settings.raw(
         "enable-prefix-caching",
         "enable-chunked-prefill",
-        "enable-expert-parallel",
         "limit-mm-per-prompt",
         "mm-processor-kwargs",
         "swap-space",
@@ -158,34 +170,26 @@ def _model_length(settings: Settings, model: str) -> int | None:
     return spec.max_position
 
 
-def _engine(
-    settings: Settings, tensor_parallel: int, is_call: bool, length: int | None
-) -> dict[str, Any]:
-    at = [int(part) for part in re.findall(r"\d+", settings.report.version)[:2]] or [0, 32]
-    old = at < [0, 11]
+def _engine(settings: Settings, is_call: bool) -> dict[str, Any]:
+    """Return the engine's settings; what is not said follows from release and card (EngineLaw)."""
     kv = settings.raw("kv-cache-dtype", to="engine.kv_dtype", default="auto")
     kv_bytes = settings.raw("kv-cache-memory-bytes", "kv-cache-memory", to="engine.kv_bytes")
-    seqs, tokens = (256, 2048) if old else (1024, 8192)
-    if at < [0, 8] and length and length <= 32768:
-        tokens = max(2048, length)  # V0 without chunked prefill: one batch holds a whole prompt
-    if is_call and not old:
-        tokens = 16384
     return {
         "kind": EngineKind.VLLM_SERVER,
         "gpu_memory_utilization": settings.number(
             "gpu-memory-utilization",
             to="engine.gpu_memory_utilization",
-            default=0.9 if old else 0.92,
+            default=settings.law("vllm").engine.utilization,
         ),
-        "max_num_seqs": settings.count("max-num-seqs", to="engine.max_num_seqs", default=seqs),
+        "max_num_seqs": settings.count("max-num-seqs", to="engine.max_num_seqs"),
         "max_num_batched_tokens": settings.count(
-            "max-num-batched-tokens", to="engine.max_num_batched_tokens", default=tokens
+            "max-num-batched-tokens", to="engine.max_num_batched_tokens"
         ),
+        "offline": is_call,
         "kv_dtype": "fp8" if "fp8" in str(kv) else None,
         "kv_bytes": as_int(kv_bytes),
         "block_size": settings.count("block-size", to="engine.block_size"),
         "cuda_graphs": not settings.flag("enforce-eager", to="engine.cuda_graphs"),
-        "tensor_parallel": tensor_parallel,
     }
 
 

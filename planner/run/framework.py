@@ -91,6 +91,13 @@ def pick(name: str, version: str | None = None) -> Framework:
     )
 
 
+def spell(family: str, version: str) -> str:
+    """Return family==version, or family~version (the nearest law) when no law covers it."""
+    release = _release(version)
+    covered = any(law.matches(release) for law in laws_of(family))
+    return f"{family}{'==' if covered else '~'}{version}"
+
+
 def planned_as(framework: Framework, asked: str) -> str:
     """Return `TRL 1.9 (>=1.0,<1.12)` and the version that was asked for, if one was."""
     version = spelled(asked).version
@@ -99,6 +106,8 @@ def planned_as(framework: Framework, asked: str) -> str:
 
 def fallback_note(framework: Framework, asked: str) -> str:
     """Return what to know when the nearest law stands in for a version, or nothing."""
+    if "~" not in asked:
+        return ""
     wanted = spelled(asked)
     if not wanted.nearest or framework.matches(_release(wanted.version)):
         return ""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from planner.datafiles import data_dir
 from planner.errors import UsageError
+from planner.run.engine_law import EngineLaw
 from planner.run.logits_law import LogitsLaw
 from planner.run.recipe import EngineSection, Recipe, Section, Task
 from planner.run.runfile import validate
@@ -48,6 +49,8 @@ class Framework:
     switches: Switches = field(default_factory=Switches)
     task_switches: dict[str, Switches] = field(default_factory=dict)
     logits: dict[str, LogitsLaw] = field(default_factory=dict)
+    engine: EngineLaw = field(default_factory=EngineLaw)
+    """What its vLLM does: vLLM's own files state it, others have the newest."""
     source: str = ""
     retrieved: str = ""
     notes: str = ""
@@ -115,9 +118,10 @@ class _File(Section):
     switches: dict[str, Any] = {}
     task_switches: dict[str, dict[str, Any]] = {}
     logits: dict[str, str | dict[str, Any]] = {}
+    engine: EngineLaw = EngineLaw()
 
 
-_INHERITED = ("defaults", "switches", "task_switches", "logits", "package")
+_INHERITED = ("defaults", "switches", "task_switches", "logits", "engine", "package")
 
 
 def load_frameworks(folder: Traversable) -> dict[str, Framework]:

@@ -137,6 +137,14 @@ class EngineSection(Section):
     sleep_level: Annotated[int, Field(ge=0, le=2, strict=True)] | None = None
     cuda_graphs: bool | None = None
     tensor_parallel: Count = 1
+    pipeline_parallel: Count = 1
+    expert_parallel: bool = False
+    """Experts are divided whole among the tensor-parallel ranks (--enable-expert-parallel)."""
+    offline: bool = False
+    """LLM() in a script instead of a server: its default batches are larger."""
+    max_loras: Count | None = None
+    """Adapter slots (--enable-lora); None = none while serving, one for the policy while training."""
+    max_lora_rank: Annotated[int, Field(ge=1, le=2**14, strict=True)] | None = None
     url: Annotated[str, Field(pattern=r"^https?://[^\s]+$", max_length=500)] = (
         "http://127.0.0.1:8000"
     )

@@ -1,6 +1,6 @@
 """Recipe + framework defaults -> Resolved: every choice made, nothing left at None."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.dtypes import QUANTIZATIONS, TRAIN_DTYPES, normal_dtype
@@ -25,6 +25,7 @@ from planner.run.recipe import (
     Task,
 )
 from planner.run.switches import Switches
+from planner.run.unread import unread
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +92,10 @@ class Resolved:
     sleep_level: int
     cuda_graphs: bool
     tensor_parallel: int
+    pipeline_parallel: int
+    expert_parallel: bool
+    max_loras: int
+    max_lora_rank: int
     assumptions: tuple[str, ...] = ()
 
     @property
@@ -152,6 +157,8 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     loss = Loss(_choose(recipe.loss, defaults, "loss", "full"))
     engine = _engine(recipe, defaults)
     beta = _choose(recipe.beta, defaults, "beta", 0.1 if task is Task.DPO else 0.0)
+    if recipe.engine.expert_parallel and not any(layer.mlp.num_experts for layer in model.layers):
+        notes.append("expert_parallel moves nothing: the model has no experts")
     if trains:
         notes.extend(_kernel_notes(model))
         if quantization in ("nf4", "fp4", "int8") and model.model_type in OWN_LINEAR:
@@ -159,7 +166,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
                 f"{model.model_type}: counted as quantised; transformers 5 quantises nn.Linear only, "
                 "not this model's own class, and then keeps these weights at full width"
             )
-    return Resolved(
+    resolved = Resolved(
         task=task,
         algorithm=recipe.algorithm or task.value,
         method=recipe.method,
@@ -200,9 +207,13 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         gpus=machine.num_gpus,
         compile=recipe.compile,
         engine=engine,
-        **_engine_fields(recipe, defaults, dtype, engine, max(sequences, generations)),
+        **_engine_fields(
+            model, machine, recipe, framework, dtype, engine, max(sequences, generations)
+        ),
         assumptions=tuple(notes),
     )
+    ignored = unread(recipe, resolved)
+    return replace(resolved, assumptions=(*notes, *ignored)) if ignored else resolved
 
 
 OWN_LINEAR = frozenset({"falcon"})
@@ -251,14 +262,28 @@ def _lora_fields(
 
 
 def _engine_fields(
-    recipe: Recipe, defaults: dict[str, Any], dtype: str, engine: EngineKind, most: int
+    model: ModelSpec,
+    machine: Machine,
+    recipe: Recipe,
+    framework: Framework,
+    dtype: str,
+    engine: EngineKind,
+    most: int,
 ) -> dict[str, Any]:
     """Return the engine's settings; `most` sequences are generated at once when nothing is said."""
-    section, serves = recipe.engine, recipe.task is Task.SERVE
+    section, serves, law = recipe.engine, recipe.task is Task.SERVE, framework.engine
+    defaults = framework.task_defaults(recipe.task.value)
     wide = dtype == "fp32" and engine is EngineKind.TRANSFORMERS
+    tokens, sequences = law.batch(
+        vram_bytes=machine.vram_bytes,
+        name=machine.gpu.name if machine.gpu else "",
+        offline=section.offline,
+        max_len=recipe.context or sum(_lengths(recipe, defaults, [])),
+        multimodal=bool(model.towers),
+    )
     fallbacks = {
-        "max_num_seqs": 256 if serves else most,
-        "max_num_batched_tokens": 8192,
+        "max_num_seqs": 0 if law.sequences_by_room else sequences if serves else most,
+        "max_num_batched_tokens": tokens if serves else 8192,
         "sleep_level": 0,
     }
     chosen = {
@@ -273,17 +298,36 @@ def _engine_fields(
             section.gpu_memory_utilization,
             defaults,
             "gpu_memory_utilization",
-            0.92 if serves else 0.0,
+            law.utilization if serves else 0.0,
         ),
         "block_size": section.block_size,
         "cuda_graphs": bool(_choose(section.cuda_graphs, defaults, "cuda_graphs", True)),
         "tensor_parallel": section.tensor_parallel,
+        "pipeline_parallel": section.pipeline_parallel,
+        "expert_parallel": section.expert_parallel,
+        **_adapter_slots(recipe),
     }
+
+
+def _adapter_slots(recipe: Recipe) -> dict[str, int]:
+    """Return an engine's adapter slots: as asked for, else one for the policy that is trained."""
+    section = recipe.engine
+    serves = recipe.task is Task.SERVE
+    policy = not serves and recipe.method is not Method.FULL and not recipe.lora.dora
+    rank = section.max_lora_rank or (recipe.lora.rank if policy else 0)
+    slots = section.max_loras or int(bool(rank))
+    return {"max_loras": slots, "max_lora_rank": rank or (DEFAULT_LORA_RANK if slots else 0)}
+
+
+DEFAULT_LORA_RANK = 16
+"""vLLM's max_lora_rank."""
 
 
 def _dtypes(model: ModelSpec, recipe: Recipe, defaults: dict[str, Any]) -> tuple[str, str]:
     name = _choose(recipe.dtype, defaults, "dtype", "bf16")
     dtype = normal_dtype(model.checkpoint_dtype if name == "checkpoint" else name)
+    if name == "checkpoint" and dtype == "fp32" and recipe.task is Task.SERVE:
+        dtype = "bf16"  # vLLM's dtype "auto" loads fp32 checkpoints in 16 bit (config/model.py)
     if dtype not in TRAIN_DTYPES:
         if recipe.dtype is not None:
             raise UsageError(
@@ -380,9 +424,11 @@ def _engine(recipe: Recipe, defaults: dict[str, Any]) -> EngineKind:
 
 
 def _reference(recipe: Recipe, task: Task, beta: float) -> Reference:
+    if task not in (Task.GRPO, Task.DPO):
+        return Reference.NONE
     if recipe.reference is not None:
         return recipe.reference
-    if task not in (Task.GRPO, Task.DPO) or beta == 0:
+    if beta == 0:
         return Reference.NONE
     if recipe.algorithm in ("orpo", "simpo", "cpo"):
         return Reference.NONE

@@ -1,35 +1,82 @@
 """engine: what generation holds beside the KV cache, and the KV pool that vLLM takes.
 
-vLLM's budget: utilisation x total = weights + outside torch + largest step + CUDA graphs + KV pool
-(within 0.02 GiB in 33 of 34 logs). A trainer that states KV bytes bypasses it.
+vLLM's budget: utilisation x total = weights + outside torch + largest step (+ CUDA graphs, from
+0.21 on) + KV pool. What each release takes off is its EngineLaw (data/frameworks/vllm*.json).
+A trainer that states KV bytes bypasses it.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from planner.dtypes import element_bytes
 from planner.errors import UsageError
 from planner.machines.machine import Machine
-from planner.models.spec import MixerKind, ModelSpec, ModuleKind
-from planner.run.recipe import EngineKind, Method, Task
+from planner.machines.vllm_overheads import NOTHING as FREE
+from planner.machines.vllm_overheads import Measured, communicators, graphs, kernels
+from planner.models.spec import MixerKind, ModelSpec
+from planner.run.recipe import EngineKind, Task
 from planner.run.resolve import Resolved
-from planner.terms.counts import base_weights
 from planner.terms.kv_cache import rollout_sequences, sequence_bytes
+from planner.terms.overhead import workspace
 from planner.terms.term import Term
-from planner.terms.vllm_blocks import vllm_kv
-from planner.units import MiB, format_bytes
+from planner.terms.vllm_blocks import VllmKv, kv_ranks, vllm_kv
+from planner.terms.vllm_profile import Profile, layer_width, profile
+from planner.terms.vllm_weights import SLOT_RANKS, adapter_slot_bytes, vllm_weights
+from planner.units import format_bytes
+
+__all__ = ["SLOT_RANKS", "VLLM", "EngineCosts", "Serving", "engine_costs"]
 
 VLLM = (EngineKind.VLLM_SHARED, EngineKind.VLLM_PUSH, EngineKind.VLLM_SERVER)
-SAMPLER_BYTES = 8.6
-"""Per running sequence and vocabulary entry: fp32 logits, probabilities and sort buffers of the
-sampler (vLLM 0.13 and later)."""
-NON_TORCH_BYTES = 82 * MiB
-"""Growth of the context and workspaces outside torch on one GPU: 0.03-0.35 GiB in the logs."""
-GRAPH_BYTES_PER_LAYER = 8 * MiB
-"""Captured CUDA graphs: 0.04-1.1 GiB in the logs of 16- to 64-layer models."""
-SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The adapter ranks vLLM allocates for."""
-IN_FLIGHT_BATCHES = 2
-"""Batches scheduled at once (asynchronous scheduling): a sliding window keeps that much more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Serving:
+    """vLLM's own figures of one rank, as its start-up log prints them."""
+
+    weights_bytes: int
+    """Model weights, adapter slots among them from 0.8 on."""
+    activation_peak_bytes: int
+    """Peak of torch beside the weights in the profile run."""
+    sampler_bytes: int
+    """What the sampler alone would peak at."""
+    non_torch: Measured
+    graphs: Measured
+    """CUDA graphs, inside the budget or not."""
+    budget_bytes: int
+    """Utilisation x total; 0 when KV bytes are stated."""
+    kv: Measured
+    """The KV pool."""
+    max_model_len: int
+    pool: VllmKv | None
+    """How the pool is cut; None for a model without a cache."""
+    cpu_blocks: int
+    """Blocks in host memory (V0's swap space)."""
+
+    @property
+    def kv_tokens(self) -> int:
+        """What `GPU KV cache size` prints."""
+        return self.pool.tokens if self.pool else 0
+
+    @property
+    def max_concurrency(self) -> float:
+        """Requests of max_model_len that fit at once."""
+        return self.pool.concurrency if self.pool else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {
+            "kv_tokens": self.kv_tokens,
+            "max_concurrency": round(self.max_concurrency, 4),
+            "longest_request": min(self.max_model_len, self.kv_tokens),
+            "kv_blocks": self.pool.num_blocks if self.pool else 0,
+            "kv_bytes": self.kv.typical,
+            "kv_low_bytes": self.kv.low,
+            "kv_high_bytes": self.kv.high,
+            "weights_bytes": self.weights_bytes,
+            "activation_peak_bytes": self.activation_peak_bytes,
+            "non_torch_bytes": self.non_torch.typical,
+            "graph_bytes": self.graphs.typical,
+            "budget_bytes": self.budget_bytes,
+        }
 
 
 class EngineCosts(NamedTuple):
@@ -43,6 +90,8 @@ class EngineCosts(NamedTuple):
     host: Term
     problem: str
     """Why vLLM would refuse to start; "" = it starts."""
+    serving: Serving | None = None
+    """vLLM's figures; None without vLLM on this GPU."""
 
 
 NOTHING = Term("engine", 0)
@@ -58,41 +107,62 @@ def copy_bytes(model: ModelSpec, r: Resolved) -> int:
     """Return the engine's own weights on this GPU; 0 when they are shared or elsewhere."""
     if r.engine is not EngineKind.VLLM_PUSH or r.task is not Task.GRPO:
         return 0
-    if r.quantization:
-        return base_weights(model, r).total // r.tensor_parallel
-    width = min(element_bytes(r.dtype), 2)  # vLLM loads fp32 checkpoints in 16 bit
-    return model.parameters * width // r.tensor_parallel
-
-
-def working_bytes(model: ModelSpec, r: Resolved) -> int:
-    """Return activations of the engine's largest step: a prefill batch, or the sampler."""
-    hidden = model.hidden
-    widest = max((layer.mlp.intermediate for layer in model.layers), default=0) or 4 * hidden
-    prefill = r.max_num_batched_tokens * 2 * (2 * hidden + 3 * widest // r.tensor_parallel)
-    return max(prefill, int(r.max_num_seqs * model.vocab * SAMPLER_BYTES))
-
-
-def graph_bytes(model: ModelSpec, r: Resolved) -> int:
-    """Return what captured CUDA graphs hold."""
-    return GRAPH_BYTES_PER_LAYER * model.num_layers if r.cuda_graphs else 0
+    return vllm_weights(model, r).modules
 
 
 def lora_slot_bytes(model: ModelSpec, r: Resolved) -> int:
-    """Return vLLM's preallocated adapter slot: rank x (in + out) x 2 B for every linear of the model.
+    """Return the engine's adapter slots; merged adapters (DoRA) and full fine-tuning need none."""
+    return adapter_slot_bytes(model, r)
 
-    It is made for all linears, adapted or not, at the next rank vLLM offers. Merged adapters (DoRA)
-    and full fine-tuning need none.
-    """
-    if r.method is Method.FULL or r.dora or not r.trains:
-        return 0
-    rank = next((size for size in SLOT_RANKS if size >= r.lora_rank), r.lora_rank)
-    width = sum(
-        layer.count * module.count * (module.in_features + module.out_features)
-        for layer in model.layers
-        for module in layer.modules
-        if module.kind is ModuleKind.LINEAR
-    )
-    return rank * width * 2 // r.tensor_parallel
+
+def capture_sizes(r: Resolved) -> tuple[int, ...]:
+    """Return the batch sizes whose CUDA graphs are captured."""
+    law = r.framework.engine
+    if not r.cuda_graphs:
+        return ()
+    most = r.max_num_seqs * (2 if law.graph_sizes == "twice" else 1)
+    if law.graph_sizes == "fixed":
+        most = law.graph_limit
+    most = min(most, law.graph_limit or most, r.max_num_batched_tokens)
+    if law.graph_sizes == "sequences":
+        most = next((size for size in (1, 2, 4) if size >= most), -(-most // 8) * 8)
+    above = law.graph_step_above or most + 1
+    by_eight = range(8, min(most + 1, above), 8)
+    by_sixteen = range(above, most + 1, 16)
+    return (*(size for size in (1, 2, 4) if size <= most), *by_eight, *by_sixteen)
+
+
+def captured(model: ModelSpec, r: Resolved) -> Measured:
+    """Return what captured CUDA graphs hold: one pool of the largest, and every graph's own nodes."""
+    sizes = capture_sizes(r)
+    if not sizes:
+        return FREE
+    law, layers = r.framework.engine, -(-model.num_layers // r.pipeline_parallel)
+    pieces = (layers + 1) * len(sizes) if law.piecewise else layers * len(sizes)
+    quantized = r.quantization in ("nf4", "fp4")
+    nodes = graphs(piecewise=law.piecewise, quantized=quantized, pieces=pieces)
+    widest = max((layer_width(model, layer, r) for layer in model.layers), default=0)
+    shared = int(2 * sizes[-1] * widest)
+    return Measured(*(size + shared for size in nodes))
+
+
+def kv_pool(model: ModelSpec, r: Resolved, kv_bytes: int) -> VllmKv | None:
+    """Return how vLLM cuts a pool of `kv_bytes` on one rank; None for a model without a cache."""
+    law = r.framework.engine
+    try:
+        return vllm_kv(
+            model,
+            kv_bytes=max(0, kv_bytes),
+            max_model_len=r.seq_tokens,
+            kv_dtype=r.kv_dtype,
+            block_size=r.block_size,
+            in_flight_tokens=law.in_flight_batches * r.max_num_batched_tokens,
+            law=law,
+            ranks=r.tensor_parallel,
+            stages=r.pipeline_parallel,
+        )
+    except UsageError:
+        return None
 
 
 def kv_sequence_bytes(model: ModelSpec, r: Resolved) -> int:
@@ -100,27 +170,22 @@ def kv_sequence_bytes(model: ModelSpec, r: Resolved) -> int:
     kinds = {layer.mixer.kind for layer in model.layers}
     if kinds <= {MixerKind.FULL, MixerKind.MLA}:
         each = sequence_bytes(model, r.seq_tokens, r.kv_dtype, block=r.block_size)
-    else:
-        try:
-            each = vllm_kv(
-                model,
-                kv_bytes=0,
-                max_model_len=r.seq_tokens,
-                kv_dtype=r.kv_dtype,
-                block_size=r.block_size,
-                in_flight_tokens=IN_FLIGHT_BATCHES * r.max_num_batched_tokens,
-            ).bytes_per_sequence
-        except UsageError:
-            each = 0  # keeps no cache at all
-    return each // kv_ranks(model, r)
+        return each // (kv_ranks(model, r.tensor_parallel) * r.pipeline_parallel)
+    pool = kv_pool(model, r, 0)
+    return pool.bytes_per_sequence if pool else 0
 
 
-def kv_ranks(model: ModelSpec, r: Resolved) -> int:
-    """Return over how many tensor-parallel ranks the cache is split; MLA and spare ranks copy it."""
-    if any(layer.mixer.kind is MixerKind.MLA for layer in model.layers):
-        return 1
-    heads = max((layer.mixer.num_kv_heads for layer in model.layers), default=1)
-    return min(r.tensor_parallel, max(1, heads))
+def outside_torch(r: Resolved, machine: Machine) -> Measured:
+    """Return what the release takes off the budget as memory outside torch."""
+    law, loaded = r.framework.engine, kernels(machine)
+    parts = [loaded]
+    if law.context_in_budget:
+        # the measured context has its kernels loaded
+        context = machine.context_bytes
+        parts = [Measured(context - loaded.high, context, context + loaded.high)]
+    if law.communicators_in_budget:
+        parts.append(communicators(machine, r.tensor_parallel))
+    return Measured(*(sum(sizes) for sizes in zip(*parts, strict=True)))
 
 
 def engine_costs(model: ModelSpec, r: Resolved, machine: Machine, weights: int) -> EngineCosts:
@@ -130,10 +195,14 @@ def engine_costs(model: ModelSpec, r: Resolved, machine: Machine, weights: int) 
     serves = r.task is Task.SERVE and r.engine in VLLM
     if not serves and not colocated(r):
         return EngineCosts(NO_KV, NOTHING, NOTHING, NOTHING, "")
-    copy, work = copy_bytes(model, r), working_bytes(model, r)
-    fixed = lora_slot_bytes(model, r) + graph_bytes(model, r) + NON_TORCH_BYTES
+    r = _with_sequences(model, r, machine)
+    copy, step = copy_bytes(model, r), profile(model, r)
+    slots = 0 if serves else lora_slot_bytes(model, r)
+    outside, drawn = outside_torch(r, machine), captured(model, r)
     each = kv_sequence_bytes(model, r)
-    pool, how = _pool(r, machine, weights + fixed + work, each)
+    law = r.framework.engine
+    fixed = slots + outside.typical + (drawn.typical if law.graphs_in_budget else 0)
+    pool, how = _pool(r, machine, (copy or weights) + fixed + step.peak, each)
     problem = ""
     if pool < each:
         problem = (
@@ -147,14 +216,66 @@ def engine_costs(model: ModelSpec, r: Resolved, machine: Machine, weights: int) 
         (how, pool / each if each else 0.0, r.seq_tokens, each),
         "vLLM start-up profile and KV pages, vLLM 0.32 v1/worker and v1/core/kv_cache_utils",
     )
+    held = slots + outside.typical + drawn.typical
     busy = Term(
         "engine",
-        copy + fixed + work,
-        "own weights {0:,} B + adapter slot, graphs, outside torch {1:,} B + largest step {2:,} B",
-        (copy, fixed, work),
-        "vLLM 0.32 v1/worker: start-up profile",
+        copy + held + step.peak,
+        "own weights {0:,} B + adapter slot {1:,} B, outside torch {2:,} B, graphs {3:,} B + largest "
+        "step {4:,} B: {5}",
+        (copy, slots, outside.typical, drawn.typical, step.peak, _words(step)),
+        f"vLLM start-up profile, {r.framework.title}: planner/terms/vllm_profile.py",
     )
-    return EngineCosts(kv, busy, _resident(r, copy, fixed, pool), _slept(r, copy), problem)
+    figures = _figures(model, r, machine, step, outside, drawn, pool, how)
+    return EngineCosts(kv, busy, _resident(r, copy, held, pool), _slept(r, copy), problem, figures)
+
+
+def _with_sequences(model: ModelSpec, r: Resolved, machine: Machine) -> Resolved:
+    """Return the choices with max_num_seqs filled in where it follows from the room for KV pages."""
+    law = r.framework.engine
+    if not law.sequences_by_room or r.max_num_seqs:
+        return r
+    room = int(machine.vram_bytes * r.utilization) - vllm_weights(model, r).total
+    return replace(r, max_num_seqs=law.sequences_in(room, multimodal=bool(model.towers)))
+
+
+def _words(step: Profile) -> str:
+    if step.layers >= step.sampler:
+        return f"{step.step_tokens:,} tokens x {step.step_width:,.10g} B of one layer"
+    return f"the sampler's {step.logits:,} logits x {step.logit_width:g} B and hidden states"
+
+
+def _figures(
+    model: ModelSpec,
+    r: Resolved,
+    machine: Machine,
+    step: Profile,
+    outside: Measured,
+    drawn: Measured,
+    pool: int,
+    how: str,
+) -> Serving:
+    law, space = r.framework.engine, workspace(machine).bytes
+    loaded = vllm_weights(model, r)
+    inside = drawn if law.graphs_in_budget else FREE
+    # what the empirical parts may take more or less moves the pool by as much
+    more = outside.high - outside.typical + inside.high - inside.typical
+    less = outside.typical - outside.low + inside.typical - inside.low
+    stated = how == "kv_bytes"
+    budget = 0 if stated or not r.utilization else int(machine.vram_bytes * r.utilization)
+    kv = Measured(pool, pool, pool) if stated else Measured(pool - more, pool, pool + less)
+    swapped = kv_pool(model, r, law.swap_bytes) if law.swap_bytes else None
+    return Serving(
+        weights_bytes=loaded.total if law.adapters_in_weights else loaded.total - loaded.adapters,
+        activation_peak_bytes=step.peak + space,
+        sampler_bytes=step.sampler,
+        non_torch=outside,
+        graphs=drawn,
+        budget_bytes=budget,
+        kv=kv,
+        max_model_len=r.seq_tokens,
+        pool=kv_pool(model, r, pool),
+        cpu_blocks=swapped.num_blocks if swapped else 0,
+    )
 
 
 def _dense_cache(model: ModelSpec, r: Resolved) -> Term:

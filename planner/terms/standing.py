@@ -14,8 +14,10 @@ from planner.models.spec import (
 )
 from planner.run.resolve import Resolved
 from planner.terms.adapters import lora
+from planner.terms.engine import VLLM
 from planner.terms.gradients import gradients
 from planner.terms.optimizer import optimizer
+from planner.terms.vllm_weights import vllm_weights
 from planner.terms.weights import weights
 
 
@@ -35,9 +37,10 @@ class Standing(NamedTuple):
 
 def standing(model: ModelSpec, r: Resolved) -> Standing:
     """Return the terms of a plan that no batch size or length changes."""
-    base = weights(model, r).bytes
     if not r.trains:
-        return Standing(base // r.tensor_parallel, 0, 0, 0)
+        served = vllm_weights(model, r).total if r.engine in VLLM else weights(model, r).bytes
+        return Standing(served, 0, 0, 0)
+    base = weights(model, r).bytes
     return Standing(
         base, lora(model, r).bytes, gradients(model, r).bytes, optimizer(model, r).states.bytes
     )

@@ -9,10 +9,12 @@ own token counts in benchmarks/kv_tokens.py.
 
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Literal
 
 from planner.dtypes import ELEMENT_BYTES, normal_dtype
 from planner.errors import UsageError
 from planner.models.spec import LayerSpec, MixerKind, ModelSpec
+from planner.run.engine_law import CURRENT, EngineLaw
 from planner.terms.kv_cache import layer_bytes_per_token
 
 KERNEL_BLOCK_TOKENS = 16
@@ -43,16 +45,36 @@ class VllmKv:
     blocks_per_sequence: int
     """At max_model_len, all groups together."""
     max_model_len: int
+    groups: int = 1
+    """Groups of layers that draw from the pool."""
+    block_tokens: int = 16
+    """Tokens of the smallest block."""
+    prints: Literal["concurrency", "groups"] = "concurrency"
+    """Which of its two ways of counting tokens a release has (EngineLaw.prints)."""
 
     @property
     def concurrency(self) -> float:
         """Sequences of max_model_len that fit at once."""
+        if self.prints == "groups" and self.groups == 1:
+            return self.tokens / self.max_model_len
         return self.num_blocks / self.blocks_per_sequence
 
     @property
     def tokens(self) -> int:
         """What vLLM prints as the KV cache size."""
+        if self.prints == "groups":
+            return self.num_blocks // self.groups * self.block_tokens
         return int(self.num_blocks / self.blocks_per_sequence * self.max_model_len)
+
+    def of_blocks(self, blocks: int) -> "VllmKv":
+        """Return a pool of this many blocks cut the same way."""
+        return replace(self, num_blocks=blocks)
+
+    def of_tokens(self, tokens: int) -> "VllmKv":
+        """Return the pool whose printed size is `tokens`."""
+        if self.prints == "groups":
+            return self.of_blocks(tokens // self.block_tokens * self.groups)
+        return self.of_blocks(round(tokens / self.max_model_len * self.blocks_per_sequence))
 
     @property
     def bytes_per_sequence(self) -> int:
@@ -70,27 +92,73 @@ def vllm_kv(
     in_flight_tokens: int = 8192,
     kernel_block: int = KERNEL_BLOCK_TOKENS,
     prefix_caching: bool = True,
+    law: EngineLaw = CURRENT,
+    ranks: int = 1,
+    stages: int = 1,
 ) -> VllmKv:
-    """Return blocks and tokens of a pool of `kv_bytes`.
+    """Return blocks and tokens of a pool of `kv_bytes` on one of `ranks` x `stages` GPUs.
 
     `in_flight_tokens`: max_num_batched_tokens x concurrent batches (2 with async scheduling, the
     default on CUDA): a sliding window keeps that much more while a prompt is read in chunks.
     `prefix_caching`: recurrent layers then keep states at block ends beside the running one.
     Raises UsageError when not even one sequence fits or the model keeps no cache.
     """
+    model = _as_paged(model, law)
     pages = _pages(model, kv_dtype, block_size, kernel_block, prefix_caching)
     if not pages:
         raise UsageError(f"{model.name}: keeps no KV cache, so vLLM reports no tokens")
     bytes_per_block, groups = _groups(pages)
+    padded = _latent_padding(model, law.latent_row)
+    share = kv_ranks(model, ranks) * stages
     per_sequence = sum(
         number * _blocks(page, max_model_len, in_flight_tokens) for page, number in groups
     )
     return VllmKv(
-        num_blocks=kv_bytes // bytes_per_block,
-        bytes_per_block=bytes_per_block,
+        num_blocks=int(kv_bytes * share / (bytes_per_block * padded)),
+        bytes_per_block=int(bytes_per_block * padded / share),
         blocks_per_sequence=per_sequence,
         max_model_len=max_model_len,
+        groups=sum(number for _, number in groups),
+        block_tokens=min(page.block_tokens for page, _ in groups),
+        prints=law.prints,
     )
+
+
+def kv_ranks(model: ModelSpec, ranks: int) -> int:
+    """Return over how many tensor-parallel ranks the cache is split; MLA and spare ranks copy it."""
+    if any(layer.mixer.kind is MixerKind.MLA for layer in model.layers):
+        return 1
+    heads = max(
+        (layer.mixer.num_kv_heads or layer.mixer.num_heads for layer in model.layers), default=1
+    )
+    return min(ranks, max(1, heads))
+
+
+_PAGED_ALIKE = (MixerKind.SLIDING, MixerKind.CHUNKED, MixerKind.CROSS)
+
+
+def _as_paged(model: ModelSpec, law: EngineLaw) -> ModelSpec:
+    """Return the model as releases see it that page every attention layer alike."""
+    if law.hybrid_groups and not law.expands_multi_query:
+        return model
+
+    def seen(layer: LayerSpec) -> LayerSpec:
+        mixer = layer.mixer
+        if not law.hybrid_groups and mixer.kind in _PAGED_ALIKE:
+            mixer = replace(mixer, kind=MixerKind.FULL, window=0)
+        if law.expands_multi_query and mixer.num_kv_heads == 1:
+            mixer = replace(mixer, num_kv_heads=mixer.num_heads)
+        return replace(layer, mixer=mixer)
+
+    return replace(model, layers=tuple(seen(layer) for layer in model.layers))
+
+
+def _latent_padding(model: ModelSpec, row: int) -> float:
+    """Return how much larger a padded row of MLA is than its latent."""
+    for layer in model.layers:
+        if row and layer.mixer.kind is MixerKind.MLA:
+            return row / (layer.mixer.kv_lora_rank + layer.mixer.qk_rope_head_dim)
+    return 1.0
 
 
 def _pages(

@@ -37,7 +37,8 @@ OPTIONS: dict[str, Any] = {
     "host_ram": _option(str | None, "--host-ram", "Host memory, for example 64GiB.", _RUN),
     "task": _option(str | None, "--task", "sft, grpo, dpo or serve.", _RUN),
     "method": _option(str | None, "--method", "full, lora or qlora.", _RUN),
-    "framework": _option(str | None, "--framework", "vramwise, trl, unsloth, hf-trainer ...", _RUN),
+    "framework": _option(str | None, "--framework", "vramwise, trl, trl==1.9, unsloth, hf-trainer ...", _RUN),
+    "framework_version": _option(str | None, "--framework-version", "Of the framework: 1.9, 0.18.2.", _RUN),
     "revision": _option(str | None, "--revision", "Revision of a hub model.", _RUN),
     "offline": _option(bool, "--offline", "Read nothing from the network.", _RUN),
     "tool_version": _option(str | None, "--tool-version", "Version of the tool whose config is given.", _RUN),
@@ -84,7 +85,7 @@ RECIPE_FIELDS = {
     "sleep_level": "engine.sleep_level",
 }
 MACHINE_FIELDS = ("gpu", "gpus", "vram", "host_ram")
-OTHER_FIELDS = ("revision", "offline", "tool_version", "variant", "launch")
+OTHER_FIELDS = ("revision", "offline", "framework_version", "tool_version", "variant", "launch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ def describe(subject: str, flags: dict[str, Any]) -> Described:
 
     imported = import_subject(
         subject,
-        version=flags.get("tool_version"),
+        version=flags.get("tool_version") or flags.get("framework_version"),
         launch=flags.get("launch"),
         variant=flags.get("variant"),
     )
@@ -159,7 +160,7 @@ def _with_flags(
     recipe = dict(document.get("recipe") or {})
     machine = dict(document.get("machine") or {})
     for name, value in flags.items():
-        if value is None or name in ("offline", "tool_version", "variant", "launch"):
+        if value is None or (name in OTHER_FIELDS and name != "revision"):
             continue
         if name == "revision":
             document["revision"] = value
@@ -169,12 +170,26 @@ def _with_flags(
             _nest(recipe, "lora.targets", _targets(value))
         else:
             _nest(recipe, RECIPE_FIELDS.get(name, name), value)
+    if flags.get("framework_version") is not None:
+        recipe["framework"] = _versioned(recipe.get("framework"), flags["framework_version"])
     if flags.get("context") is not None:  # a new context replaces the lengths it summed up
         for length in ("prompt_length", "completion_length"):
             if flags.get(length) is None:
                 recipe.pop(length, None)
     run: RunFile = validate(RunFile, {**document, "recipe": recipe, "machine": machine})
     return run
+
+
+def _versioned(framework: str | None, version: str) -> str:
+    """Return framework==version; a version that the name holds already must be the same."""
+    from planner.run.framework import pick, spelled
+    from planner.run.recipe import Recipe
+
+    name = framework or Recipe().framework
+    asked = spelled(name)
+    if asked.version != version:
+        pick(name, version)  # raises when the two contradict, or no law covers the version
+    return name if asked.version else f"{asked.name}=={version}"
 
 
 def _targets(text: str) -> str | tuple[str, ...]:

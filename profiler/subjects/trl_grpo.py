@@ -26,9 +26,9 @@ class Temperature(StrEnum):
     NONE = "none"
     """TRL 0.14 and 0.15 did not."""
     IN_PLACE = "in-place"
-    """Until 1.11: `div_` on a slice, whose CopySlices node copies the gradient of all logits."""
+    """1.0 to 1.9: `div_` on a slice, whose CopySlices node copies the gradient of all logits."""
     COPY = "copy"
-    """From 1.12 on (pull 6554): out of place."""
+    """0.16 to 0.29, and again from 1.10 on (pull 6554): out of place."""
 
 
 class TrlGrpo(HfSft):

@@ -13,7 +13,7 @@ from planner.accuracy.sft_recipe import recipe_of
 from planner.accuracy.sft_rows import canonical, predict_sft
 from planner.accuracy.stages import part
 from planner.accuracy.variants import litgpt_model
-from planner.accuracy.vllm_engine import engine_of
+from planner.accuracy.vllm_engine import run_of
 from planner.accuracy.vllm_rows import predict_vllm
 from planner.run.recipe import Checkpointing, Loss, Method, Optimizer, Sharding, Task
 from planner.units import GiB, MiB
@@ -308,5 +308,5 @@ def test_a_log_without_a_card_has_no_budget():
 
 def test_quantised_words_choose_the_scheme():
     row = Row(Layout.VLLM, LOG | {"quantization": "fp8", "model": "Qwen3-8B-FP8"})
-    assert engine_of(row).scheme == "fp8"
-    assert engine_of(Row(Layout.VLLM, LOG)).scheme == ""
+    assert run_of(row).recipe.quantization == "fp8"
+    assert run_of(Row(Layout.VLLM, LOG)).recipe.quantization == "none"

@@ -5,7 +5,13 @@ import pytest
 from planner.doctor.cause import Certainty
 from planner.doctor.context import Context, read_context
 from planner.doctor.diagnose import diagnose
-from planner.doctor.state import saved_bytes, static_state, weights_bytes
+from planner.doctor.state import (
+    kbit_upcast_bytes,
+    sampler_bytes,
+    saved_bytes,
+    static_state,
+    weights_bytes,
+)
 from planner.machines.machine import make_machine
 from planner.models.hub import find_model
 from planner.plan import plan
@@ -98,3 +104,14 @@ def test_a_stand_in_has_exactly_that_many_parameters(parameters):
 
 def test_context_reads_the_size_of_an_unknown_model():
     assert read_context("model: acme/thing-70B SFT").parameters == 70 * BILLION
+
+
+def test_kbit_preparation_makes_embeddings_and_head_fp32_by_hand():
+    # Llama-3.1-8B: 2 x 128,256 x 4,096 x 4 B, and 65 norms of 4,096 x 4 B
+    size = kbit_upcast_bytes(known("llama-3.1-8b", method="qlora", task="sft"))
+    assert size == 2 * 128_256 * 4096 * 4 + 65 * 4096 * 4
+
+
+def test_the_sorting_sampler_holds_its_buffers_by_hand():
+    # 16-bit and fp32 logits 2 + 4, sorted 4 + 8, unsorted indices 8, the radix sort's copy 4 + 8
+    assert sampler_bytes(Context(), 1024, 100_000) == 1024 * 100_000 * 38

@@ -111,7 +111,9 @@ def test_serving_takes_its_utilisation_and_tp_splits_it() -> None:
         make_recipe(task="serve", framework="vllm", context=8192, engine={"tensor_parallel": 2}),
         make_machine("h100-sxm", gpus=2),
     )
-    assert term(two, "load", "weights") == LLAMA.parameters
+    # half of everything but the norms, 65 x 4,096, and the rotary table, 131,072 x 128 x 2 B
+    norms, table = 65 * 4096, 131072 * 128 * 2
+    assert term(two, "load", "weights") == LLAMA.parameters + norms + table
     assert term(two, "rollout", "kv_cache") > term(one, "rollout", "kv_cache")
 
 

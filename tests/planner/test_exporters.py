@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import importlib.util
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from benchmarks.foreign_examples import load_examples, render
 from planner.errors import UnsupportedError, VramwiseError
 from planner.exporters import EXPORTERS, export_run
 from planner.importers import import_config
+from planner.run.framework import pick
 from planner.run.recipe import Recipe, RunFile, Task
+from planner.run.runfile import make_recipe
 
 SAME = (
     "task",
@@ -93,7 +96,8 @@ def test_trl_keys_exist_in_the_installed_release(task: str, config: str) -> None
     for example in EXAMPLES:
         run = import_config(render(example)[1]).run
         if run.recipe.task.value == task:
-            written |= set(yaml.safe_load(export_run(run, "trl").text))
+            exported = export_run(run, "trl", version=version("trl"))
+            written |= set(yaml.safe_load(exported.text))
     assert len(written) > 8
     # transformers renamed the key and keeps the old one as an alias
     assert written - known - {"gradient_checkpointing"} == set()
@@ -148,3 +152,30 @@ def test_what_cannot_be_expressed_is_said() -> None:
 def test_exported_is_plain_data() -> None:
     exported = export_run(RunFile(model="m"), "axolotl")
     assert dataclasses.asdict(exported)["command"] == "axolotl train axolotl.yaml"
+
+
+@pytest.mark.parametrize(
+    ("framework", "task", "loss", "version", "key"),
+    [
+        ("trl", "sft", "chunked", "1.16.0", None),
+        ("trl==1.9.2", "sft", "chunked", "1.9.2", ("loss_type", "chunked_nll")),
+        ("trl==1.9.2", "sft", "full", "1.9.2", ("loss_type", "nll")),
+        ("trl==1.9.2", "grpo", "chunked", "1.9.2", ("use_liger_kernel", True)),
+        ("trl==0.18.0", "grpo", "chunked", "0.18.0", ("use_liger_loss", True)),
+        ("vramwise", "sft", "chunked", "1.16.0", None),
+    ],
+)
+def test_an_export_is_of_the_version_that_was_planned(
+    framework: str, task: str, loss: str, version: str, key: tuple[str, object] | None
+) -> None:
+    recipe = make_recipe(framework=framework, task=task, loss=loss)
+    exported = export_run(RunFile(model="Qwen/Qwen3-0.6B", recipe=recipe), "trl")
+    keys = yaml.safe_load(exported.text)
+    assert exported.version == version
+    assert [keys.get(name) for name in ("loss_type", "use_liger_kernel", "use_liger_loss")] == [
+        key[1] if key and key[0] == name else None
+        for name in ("loss_type", "use_liger_kernel", "use_liger_loss")
+    ]
+    back = import_config(exported.text).run.recipe
+    assert back.loss == loss
+    assert pick(back.framework).name == pick(framework).name or framework == "vramwise"

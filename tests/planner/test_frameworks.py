@@ -165,6 +165,45 @@ def test_the_default_dtype_of_trl_is_kept() -> None:
     assert (resolved.dtype, resolved.autocast) == ("fp32", "bf16")
 
 
+def test_the_page_lists_the_laws_of_trl() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text(encoding="utf-8")
+    rows = [line.split("|") for line in text.splitlines() if line.startswith("| trl")]
+    listed = {row[1].strip(): row[2].strip() for row in rows}
+    assert listed == {law.name: law.versions for law in families()["trl"]}
+
+
+@pytest.mark.parametrize(("major", "minors"), [(0, range(14, 30)), (1, range(17))])
+def test_every_release_of_trl_has_a_law(major: int, minors: range) -> None:
+    for minor in minors:
+        assert pick("trl", f"{major}.{minor}.0").family == "trl"
+
+
+def test_the_bytes_of_a_grpo_logit_by_release_of_trl() -> None:
+    # under bf16 autocast, at the largest moment of the backward, as each release's code keeps them
+    expected = {"0.15": 16, "0.16": 12, "0.29": 12, "1.0": 16, "1.9": 16, "1.10": 12, "1.14": 8}
+    for version, size in expected.items():
+        law = pick("trl", version).law("grpo", "full-fp32")
+        assert sum(width(dtype, 2) for _, dtype in law.backward) == size, version
+
+
+def test_what_changed_between_releases_of_trl() -> None:
+    def setting(version: str, task: str, key: str) -> Any:
+        return pick("trl", version).task_defaults(task).get(key)
+
+    assert [setting(v, "grpo", "beta") for v in ("0.18", "0.19")] == [0.04, 0.0]
+    assert [setting(v, "grpo", "completion_length") for v in ("1.9", "1.10")] == [256, 512]
+    assert [setting(v, "sft", "checkpointing") for v in ("0.21", "0.22")] == ["none", "full"]
+    assert [setting(v, "sft", "loss") for v in ("1.6", "1.7")] == ["full", "chunked"]
+    assert [setting(v, "grpo", "loss") for v in ("1.14", "1.15")] == ["full", "chunked"]
+    switches = [pick("trl", v).switches_of("grpo") for v in ("0.21", "0.22", "0.26")]
+    assert [s.kbit_upcast for s in switches] == ["none", "norms", "none"]
+    assert [s.adapter_dtype_quantized for s in switches] == ["fp32", "bf16", "bf16"]
+    assert pick("trl", "0.15").switches_of("sft").kbit_upcast == "norms"
+    assert pick("trl", "0.28").switches_of("dpo").kbit_upcast == "norms"
+    assert pick("trl", "0.29").switches_of("dpo").kbit_upcast == "none"
+    assert [pick("trl", v).switches.reentrant for v in ("0.26", "0.27")] == [True, False]
+
+
 def test_shared_losses_name_their_source() -> None:
     text = (data_dir() / "frameworks" / "_losses.json").read_text(encoding="utf-8")
     document = json.loads(text)

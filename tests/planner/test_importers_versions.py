@@ -446,12 +446,9 @@ variants:
 
 def test_old_vllm_holds_a_whole_prompt_in_one_batch() -> None:
     line = "vllm serve meta-llama/Llama-3.1-8B --max-model-len 29000 --gpu-memory-utilization 0.9\n"
-    old, new = import_config(line, version="0.6.3"), import_config(line)
-    assert (old.run.recipe.engine.max_num_batched_tokens, old.run.recipe.engine.max_num_seqs) == (
-        29000,
-        256,
-    )
-    assert (new.run.recipe.engine.max_num_batched_tokens, new.run.recipe.engine.max_num_seqs) == (
-        8192,
-        1024,
-    )
+    found = {}
+    for version in ("0.6.3", None):
+        recipe = import_config(line, version=version).run.recipe
+        r = plan(catalogue_model("llama-3.1-8b"), recipe, make_machine("h100")).resolved
+        found[version] = (r.framework.name, r.max_num_batched_tokens, r.max_num_seqs)
+    assert found == {"0.6.3": ("vllm-0.6", 29000, 256), None: ("vllm", 8192, 1024)}

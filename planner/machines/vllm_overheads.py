@@ -1,0 +1,56 @@
+"""What vLLM takes outside torch on one GPU, from data/calibration/vllm.json."""
+
+import json
+from functools import cache
+from typing import NamedTuple
+
+from planner.datafiles import data_dir
+from planner.machines.machine import Machine
+
+
+class Measured(NamedTuple):
+    """An empirical size: bytes."""
+
+    low: int
+    typical: int
+    high: int
+
+    def times(self, count: float) -> "Measured":
+        """Return the size of `count` such things."""
+        return Measured(*(int(size * count) for size in self))
+
+
+NOTHING = Measured(0, 0, 0)
+LINKED_BYTES_PER_S = 300 * 10**9
+"""NVLink of a data-centre board, from V100's 300 GB/s on."""
+
+
+@cache
+def constant(name: str) -> Measured:
+    """Return one constant of data/calibration/vllm.json."""
+    text = (data_dir() / "calibration" / "vllm.json").read_text(encoding="utf-8")
+    row = json.loads(text)["constants"][name]
+    return Measured(row["low"], row["typical"], row["high"])
+
+
+def kernels(machine: Machine) -> Measured:
+    """Return what the process grows by outside torch while it loads and runs once."""
+    capability = machine.gpu.compute_capability if machine.gpu else ""
+    turing = capability.startswith("7")
+    return constant("kernels_turing_bytes" if turing else "kernels_bytes")
+
+
+def communicators(machine: Machine, ranks: int) -> Measured:
+    """Return what NCCL and the custom all-reduce hold on one of `ranks` GPUs."""
+    if ranks < 2:
+        return NOTHING
+    # consumer cards pair at most two by NVLink; data-centre boards link all
+    linked = machine.gpu is not None and machine.gpu.nvlink_bytes_per_s >= LINKED_BYTES_PER_S
+    return constant("communicators_nvlink_bytes" if linked else "communicators_pcie_bytes")
+
+
+def graphs(*, piecewise: bool, quantized: bool, pieces: int) -> Measured:
+    """Return what `pieces` captured layers or pieces hold."""
+    if piecewise:
+        return constant("graph_piece_bytes").times(pieces)
+    return constant("graph_quantized_bytes" if quantized else "graph_bytes").times(pieces)

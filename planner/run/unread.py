@@ -1,0 +1,109 @@
+"""Recipe fields that a run does not read: said by name, never ignored in silence."""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel
+
+from planner.run.recipe import Checkpointing, EngineKind, Loss, Method, Recipe, Task
+
+if TYPE_CHECKING:
+    from planner.run.resolve import Resolved
+
+FIELDS_WITHOUT_BYTES = {
+    "engine.url": "an address",
+    "engine.timeout_s": "a time",
+    "packing": "rows are planned at full length, packed or padded; --lengths reads it",
+}
+"""Recipe fields that move no byte of any plan, and why they are in a recipe."""
+ALGORITHMS = frozenset(
+    {
+        # groups of completions, and the losses TRL and verl name for them
+        "grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "sapo", "luspo", "vespo", "gdpo",
+        "rloo", "reinforce", "reinforce_plus_plus", "remax", "ppo", "gae",
+        # pairs
+        "dpo", "ipo", "orpo", "kto", "simpo", "cpo", "nca", "robust", "hinge", "sigmoid",
+        "sft", "serve",
+    }
+)  # fmt: skip
+"""Algorithms whose tensors are those of their task, the reference apart."""
+_VLLM = (EngineKind.VLLM_SHARED, EngineKind.VLLM_PUSH, EngineKind.VLLM_SERVER)
+_RULES: tuple[tuple[tuple[str, ...], Callable[["Resolved"], bool], str], ...] = (
+    (
+        ("lora.rank", "lora.targets", "lora.dtype", "lora.dora", "lora.modules_to_save", "lora.dropout"),
+        lambda r: r.trains and r.method is not Method.FULL,
+        "no adapters are trained",
+    ),
+    (
+        ("optimizer", "optimizer_offload", "optimizer_in_backward", "master_weights", "gradient_dtype",
+         "gradient_accumulation", "checkpointing", "loss", "loss_chunk_rows", "tiled_mlp", "beta",
+         "reference", "mixed_precision"),
+        lambda r: r.trains,
+        "nothing is trained",
+    ),
+    (("optimizer_in_backward", "gradient_dtype"), lambda r: r.method is Method.FULL, "the weights are frozen"),
+    (("checkpoint_every",), lambda r: r.checkpointing is Checkpointing.EVERY_K, "checkpointing is not every-k"),
+    (("offload_keep_layers",), lambda r: r.checkpointing is Checkpointing.OFFLOAD, "checkpointing is not offload"),
+    (("loss_chunk_rows",), lambda r: r.loss is Loss.CHUNKED, "the loss is not chunked"),
+    (("double_quant",), lambda r: r.quantization in ("nf4", "fp4"), "the base is not in nf4 or fp4"),
+    (("num_generations",), lambda r: r.task is Task.GRPO, "only grpo generates"),
+    (("beta", "reference"), lambda r: r.task in (Task.GRPO, Task.DPO), "only grpo and dpo have a reference"),
+    (
+        ("engine.kv_dtype", "engine.max_num_seqs"),
+        lambda r: r.engine is not EngineKind.NONE,
+        "nothing is generated",
+    ),
+    (
+        ("engine.kv_bytes", "engine.gpu_memory_utilization", "engine.max_num_batched_tokens",
+         "engine.block_size", "engine.sleep_level", "engine.cuda_graphs", "engine.tensor_parallel",
+         "engine.pipeline_parallel", "engine.expert_parallel", "engine.max_loras", "engine.max_lora_rank"),
+        lambda r: r.engine in _VLLM,
+        "no vLLM engine runs",
+    ),
+    (("engine.offline",), lambda r: r.task is Task.SERVE, "only serving has other defaults in LLM()"),
+    (("sharding",), lambda r: r.gpus > 1, "there is one GPU"),
+)  # fmt: skip
+
+
+def leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, BaseModel]]:
+    """Return every field that is no section itself, with the section that holds it."""
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, section
+
+
+def unread(recipe: Recipe, r: "Resolved") -> list[str]:
+    """Return a sentence for the fields that somebody set and this run does not read."""
+    notes: dict[str, list[str]] = {}
+    said = _set(recipe)
+    for names, used, why in _RULES:
+        left = [name for name in names if name in said]
+        if left and not used(r):
+            notes.setdefault(why, []).extend(left)
+            said.difference_update(left)
+    found = [f"not read, {why}: {', '.join(names)}" for why, names in notes.items()]
+    if recipe.algorithm is not None and recipe.algorithm.lower() not in ALGORITHMS:
+        found.append(f"algorithm {recipe.algorithm[:40]} is not known: planned as {r.task.value}")
+    return found
+
+
+@cache
+def _defaults(section: type[BaseModel]) -> dict[str, object]:
+    return {name: field.default for name, field in section.model_fields.items()}
+
+
+def _set(section: BaseModel, prefix: str = "") -> set[str]:
+    """Return the fields that differ from what a recipe without a word would hold."""
+    found: set[str] = set()
+    defaults = _defaults(type(section))
+    for name in section.model_fields_set:
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            found |= _set(value, f"{prefix}{name}.")
+        elif value != defaults[name]:
+            found.add(prefix + name)
+    return found

@@ -1,0 +1,261 @@
+"""What vLLM loads on one rank: every module as its own layers shard, absorb and pad it.
+
+Read in vllm/model_executor (layers/linear.py, vocab_parallel_embedding.py, fused_moe/layer.py,
+rotary_embedding.py, attention/mla, lora/layers) of 0.7.3, 0.10.2 and 0.32:
+linears are split over their outputs (q, k, v, gate, up) or inputs (o, down); key and value heads
+are copied when there are more ranks than heads; latent down-projections, routers and norms are
+whole on every rank; vocabularies are padded to a multiple of 64.
+"""
+
+from math import prod
+from typing import NamedTuple
+
+from planner.dtypes import GGUF_BYTES, QUANTIZATIONS, element_bytes, quantized_bytes
+from planner.models.quantization import left_in_16_bit
+from planner.models.spec import LayerSpec, MixerKind, MixerSpec, ModelSpec, ModuleKind, ModuleSpec
+from planner.run.resolve import Resolved
+from planner.terms.term import Term
+
+VOCAB_PADDING = 64
+"""DEFAULT_VOCAB_PADDING_SIZE."""
+SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The adapter ranks vLLM allocates for."""
+WHOLE = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "gate", "router", "shared_expert_gate", "wk"})
+"""ReplicatedLinear: every rank holds all of it."""
+INPUT_SPLIT = frozenset(
+    "o_proj down_proj out_proj dense dense_4h_to_h c_proj fc2 w2 wo".split()  # noqa: SIM905
+)
+"""RowParallelLinear: split over its inputs, the bias whole."""
+FUSED_QKV = frozenset({"qkv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack"})
+LINEARS = (ModuleKind.LINEAR, ModuleKind.CONV1D)
+EMBEDDED_ADAPTERS = frozenset(
+    "llama mistral mixtral granite granitemoe granitemoeshared cohere exaone gpt_bigcode bamba jamba "  # noqa: SIM905
+    "minicpm nemotron phimoe solar".split()
+)
+"""Model types whose vLLM class takes adapters on embeddings (embedding_modules, 0.8.5)."""
+IMAGE_POSITIONS = frozenset(
+    "qwen2_vl qwen2_5_vl qwen2_5_omni qwen3_vl qwen3_vl_moe glm4v glm4v_moe".split()  # noqa: SIM905
+)
+"""Model types whose rotary table is four times as long (MRotaryEmbedding: video positions)."""
+
+
+class VllmWeights(NamedTuple):
+    """Bytes on one rank."""
+
+    modules: int
+    """Layers, embeddings, head and towers."""
+    latent: int
+    """What MLA keeps beside kv_b_proj for its absorbed decode."""
+    rotary: int
+    """The cosine and sine table."""
+    adapters: int
+    """Adapter slots."""
+
+    @property
+    def total(self) -> int:
+        """All of it: `Loading model weights took ...`."""
+        return sum(self)
+
+
+def vllm_weights(model: ModelSpec, r: Resolved) -> VllmWeights:
+    """Return what one rank holds after loading."""
+    ranks = r.tensor_parallel
+    if r.quantization in GGUF_BYTES:
+        modules = int(model.parameters * GGUF_BYTES[r.quantization]) // (
+            ranks * r.pipeline_parallel
+        )
+        return VllmWeights(modules, 0, _rotary(model), adapter_slot_bytes(model, r))
+    layers = sum(
+        layer.count * sum(_module(model, layer, module, r) for module in layer.modules)
+        for layer in model.layers
+    )
+    latent = sum(layer.count * _latent(model, layer, r) for layer in model.layers)
+    width = element_bytes(r.dtype)
+    ends = sum(_vocabulary(module, r) for module in model.embeddings)
+    if model.head is not None and not model.tied:
+        ends += _vocabulary(model.head, r)
+    ends += width * sum(module.parameters for module in model.final)
+    towers = sum(_tower(model, module, r) for module in model.towers)
+    # a stage has its share of the layers; embeddings and head are on the first and last
+    stages = r.pipeline_parallel
+    modules = -(-layers // stages) + -(-ends // min(stages, 2)) + -(-towers // ranks)
+    return VllmWeights(
+        modules, -(-latent // stages), _rotary(model), adapter_slot_bytes(model, r) // stages
+    )
+
+
+def vllm_weights_term(model: ModelSpec, r: Resolved) -> Term:
+    """Return the weights of one rank as a term."""
+    parts = vllm_weights(model, r)
+    return Term(
+        "weights",
+        parts.total,
+        "one of {0} x {1} ranks: modules {2:,} B + absorbed latent matrices {3:,} B + rotary table "
+        "{4:,} B + adapter slots {5:,} B",
+        (r.tensor_parallel, r.pipeline_parallel, *parts),
+        "vLLM's parallel layers, module by module: planner/terms/vllm_weights.py",
+    )
+
+
+def _tower(model: ModelSpec, module: ModuleSpec, r: Resolved) -> int:
+    """Return a tower's module: 16-bit in a quantised checkpoint, quantised when done while loading."""
+    if r.quantization == "fp8" and not model.checkpoint_quantization and module.kind in LINEARS:
+        return module.parameters
+    return element_bytes(r.dtype) * module.parameters
+
+
+def _vocabulary(module: ModuleSpec, r: Resolved) -> int:
+    """Return an embedding's or head's part: rows padded, then divided among the ranks."""
+    rows, width = module.shapes[0][0], element_bytes(r.dtype)
+    rest = sum(prod(shape) for shape in module.shapes[1:])
+    if "pos" in module.name or module.leaf == "wpe" or len(module.shapes[0]) < 2:
+        return width * module.parameters  # positions are looked up whole
+    if r.max_loras:
+        rows += r.framework.engine.lora_extra_vocab
+    padded = -(-rows // VOCAB_PADDING) * VOCAB_PADDING
+    shard = -(-padded // r.tensor_parallel)
+    return width * module.count * (shard * prod(module.shapes[0][1:]) + rest)
+
+
+def _module(model: ModelSpec, layer: LayerSpec, module: ModuleSpec, r: Resolved) -> int:
+    """Return one module's bytes on a rank."""
+    width, ranks = element_bytes(r.dtype), r.tensor_parallel
+    if module.kind is ModuleKind.NORM:
+        return width * module.parameters
+    if module.kind is ModuleKind.BUFFER:
+        return 4 * module.parameters  # the router's correction is fp32
+    if module.kind is ModuleKind.EXPERTS and r.quantization == "mxfp4":
+        return module.count * _padded_experts(model, layer, module, r)
+    if module.kind is ModuleKind.EXPERTS:
+        return sum(
+            module.count * _stored(model, module, shape, r) // ranks for shape in module.shapes
+        )
+    if module.leaf in WHOLE or (module.kind is ModuleKind.PARAMETER and "gate" in module.name):
+        return sum(module.count * _stored(model, module, shape, r) for shape in module.shapes)
+    if module.kind not in LINEARS:
+        return -(-width * module.parameters // ranks)
+    kept, of = _share(layer.mixer, module, ranks)
+    weight = module.count * _stored(model, module, module.shapes[0], r) * kept // of
+    bias = width * module.count * sum(prod(shape) for shape in module.shapes[1:])
+    return weight + (bias if module.leaf in INPUT_SPLIT else bias * kept // of)
+
+
+def _padded_experts(model: ModelSpec, layer: LayerSpec, module: ModuleSpec, r: Resolved) -> int:
+    """Return a rank's MXFP4 experts: both widths are rounded up to what the kernel's tiles need."""
+    wide, deep = r.framework.engine.mxfp4_padding
+    experts, inner = layer.mlp.num_experts, layer.mlp.intermediate
+    if r.expert_parallel:
+        experts = -(-experts // r.tensor_parallel)
+    else:
+        inner = -(-inner // r.tensor_parallel)
+    hidden, inner = -(-model.hidden // wide) * wide, -(-inner // deep) * deep
+    weights = quantized_bytes(
+        3 * experts * hidden * inner, "mxfp4", double_quant=False, columns=hidden
+    )
+    biases = 2 * experts * (2 * inner + hidden) if len(module.shapes) > 2 else 0
+    return weights + biases
+
+
+def _share(mixer: MixerSpec, module: ModuleSpec, ranks: int) -> tuple[int, int]:
+    """Return the part of a linear that a rank keeps: a fraction."""
+    heads, groups = mixer.num_heads, mixer.num_kv_heads or mixer.num_heads
+    kept_groups = max(1, -(-groups // ranks))
+    if mixer.kind is MixerKind.MLA or not heads:
+        return 1, ranks
+    if module.leaf in ("k_proj", "v_proj"):
+        return kept_groups, groups
+    if module.leaf in FUSED_QKV:
+        return heads // ranks + 2 * kept_groups, heads + 2 * groups
+    return 1, ranks
+
+
+def quantized(model: ModelSpec, module: ModuleSpec, shape: tuple[int, ...], r: Resolved) -> bool:
+    """Say whether a weight of this shape is stored quantised."""
+    if not r.quantization or len(shape) < 2:
+        return False
+    if module.leaf in ("gate", "router", "shared_expert_gate"):
+        return False  # routers are built without the quantisation
+    if module.kind is not ModuleKind.EXPERTS and module.kind not in LINEARS:
+        return False
+    if module.kind is not ModuleKind.EXPERTS and r.quantization == "mxfp4":
+        return False
+    published = QUANTIZATIONS.get(model.checkpoint_quantization or "none") == r.quantization
+    return not (published and left_in_16_bit(model, module))
+
+
+def _stored(model: ModelSpec, module: ModuleSpec, shape: tuple[int, ...], r: Resolved) -> int:
+    """Return a whole tensor's bytes as the checkpoint's scheme stores it."""
+    numel = prod(shape)
+    if not quantized(model, module, shape, r):
+        return numel * element_bytes(r.dtype)
+    return quantized_bytes(numel, r.quantization, double_quant=r.double_quant, columns=shape[-1])
+
+
+def _latent(model: ModelSpec, layer: LayerSpec, r: Resolved) -> int:
+    """Return the matrices MLA absorbs, beside the kv_b_proj it keeps for prefill."""
+    mixer, law = layer.mixer, r.framework.engine
+    if mixer.kind is not MixerKind.MLA:
+        return 0
+    width = element_bytes(r.dtype)
+    heads, rank = mixer.num_heads // r.tensor_parallel, mixer.kv_lora_rank
+    up = next(module for module in layer.modules if module.leaf == "kv_b_proj")
+    packed = quantized(model, up, up.shapes[0], r)
+    # W_UK and W_UV, taken out of a dequantised kv_b_proj; else they are views of it
+    copies = width * heads * rank * (mixer.qk_nope_head_dim + mixer.v_head_dim) if packed else 0
+    if law.absorbs == "views":
+        return copies
+    queries = mixer.q_lora_rank or model.hidden
+    element = 1 if packed and r.quantization.startswith("fp8") else width
+    products = element * heads * rank * (queries + model.hidden)
+    return copies + products + width * heads * queries * mixer.qk_rope_head_dim
+
+
+def _rotary(model: ModelSpec) -> int:
+    """Return the table all layers share: 16-bit, positions x rotated width; 4 x for image positions."""
+    mixers = [model.layers[index].mixer for index in model.layer_order]
+    turned = [m.qk_rope_head_dim or m.head_dim for m in mixers if m.num_kv_heads or m.kv_lora_rank]
+    positions = model.max_position * (4 if model.model_type in IMAGE_POSITIONS else 1)
+    return 2 * positions * turned[-1] if turned else 0
+
+
+def slot_rank(rank: int) -> int:
+    """Return the next rank vLLM has kernels for."""
+    return next((size for size in SLOT_RANKS if size >= rank), rank)
+
+
+def adapter_slot_bytes(model: ModelSpec, r: Resolved) -> int:
+    """Return the preallocated adapter slots of one rank, 16-bit, for every linear of the layers.
+
+    A is whole and B divided where outputs are split; A divided and B whole where inputs are; both
+    are whole at the vocabulary. Every slice of a fused linear has its own A.
+    """
+    rank, slots = slot_rank(r.max_lora_rank), r.max_loras
+    if not slots:
+        return 0
+    width = 0
+    for layer in model.layers:
+        for module in layer.modules:
+            if module.kind in LINEARS and module.leaf not in ("gate", "router"):
+                width += layer.count * module.count * _slot_width(layer.mixer, module, r)
+    extra = r.framework.engine.lora_extra_vocab
+    rows = model.vocab + extra
+    # the head's A, B and new rows
+    width += model.hidden + rows
+    plain = extra * model.hidden
+    if model.model_type in EMBEDDED_ADAPTERS:
+        # a tied head is the same module under a second name, and gets a slot of its own
+        copies = 2 if model.tied else 1
+        width += copies * (rows + model.hidden)
+        plain += copies * extra * model.hidden
+    return 2 * slots * (rank * width + plain)
+
+
+def _slot_width(mixer: MixerSpec, module: ModuleSpec, r: Resolved) -> int:
+    ranks, inputs, outputs = r.tensor_parallel, module.in_features, module.out_features
+    if module.leaf in WHOLE:
+        return inputs + outputs
+    if module.leaf in INPUT_SPLIT:
+        return inputs // ranks + outputs
+    kept, of = _share(mixer, module, ranks)
+    slices = 3 if module.leaf in FUSED_QKV else 2 if "gate_up" in module.leaf else 1
+    return slices * inputs + outputs * kept // of

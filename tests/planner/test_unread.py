@@ -1,0 +1,190 @@
+"""Every recipe field moves a plan, or is named as one that does not."""
+
+from typing import Any
+
+import pytest
+
+from planner.machines.machine import make_machine
+from planner.models.catalogue import catalogue_model
+from planner.models.spec import ModelSpec
+from planner.plan import Plan, plan
+from planner.run.recipe import Recipe
+from planner.run.runfile import make_recipe
+from planner.run.unread import FIELDS_WITHOUT_BYTES, leaves
+
+MODEL = catalogue_model("llama-3.2-1b")
+GRPO: dict[str, Any] = {"task": "grpo", "framework": "trl-1.9"}
+FULL: dict[str, Any] = {"method": "full", "framework": "hf-trainer", "dtype": "bf16"}
+VLLM: dict[str, Any] = {"task": "grpo", "engine": {"kind": "vllm-push"}}
+SERVE: dict[str, Any] = {"task": "serve"}
+TWO_CARDS = ("sharding",)
+EXPERTS, OF_EXPERTS = "qwen3-30b-a3b", ("engine.expert_parallel",)
+
+CASES: dict[str, tuple[dict[str, Any], Any]] = {
+    "task": ({}, "grpo"),
+    "algorithm": ({**FULL, "task": "dpo"}, "orpo"),
+    "method": ({}, "full"),
+    "framework": ({}, "trl"),
+    "dtype": ({}, "fp32"),
+    "mixed_precision": ({"framework": "hf-trainer", "checkpointing": "none"}, "bf16"),
+    "quantization": ({}, "nf4"),
+    "double_quant": ({"method": "qlora"}, False),
+    "master_weights": (FULL, True),
+    "gradient_dtype": (FULL, "fp32"),
+    "optimizer": (FULL, "sgd"),
+    "optimizer_offload": (FULL, True),
+    "optimizer_in_backward": (FULL, True),
+    "micro_batch_size": ({}, 4),
+    "gradient_accumulation": (FULL, 4),
+    "prompt_length": (GRPO, 1024),
+    "completion_length": (GRPO, 1024),
+    "context": ({}, 4096),
+    "num_generations": ({**GRPO, "framework": "vramwise"}, 64),
+    "checkpointing": ({}, "none"),
+    "checkpoint_every": ({"checkpointing": "every-k"}, 4),
+    "offload_keep_layers": ({"checkpointing": "offload"}, 8),
+    "attention": ({"checkpointing": "none"}, "eager"),
+    "loss": ({**FULL, "context": 4096}, "chunked"),
+    "loss_chunk_rows": ({"framework": "trl", "loss": "chunked"}, 64),
+    "tiled_mlp": ({"framework": "axolotl", "context": 8192, "checkpointing": "full"}, True),
+    "beta": ({**GRPO, "method": "full"}, 0.1),
+    "reference": ({**GRPO, "method": "full", "beta": 0.1}, "offloaded"),
+    "sharding": (FULL, "zero3"),
+    "compile": ({}, True),
+    "lora.rank": ({}, 64),
+    "lora.targets": ({}, ("q_proj",)),
+    "lora.dtype": ({}, "fp32"),
+    "lora.dora": ({}, True),
+    "lora.modules_to_save": ({}, ("lm_head",)),
+    "lora.dropout": ({"checkpointing": "none"}, 0.1),
+    "engine.kind": (GRPO, "vllm-push"),
+    "engine.kv_dtype": (GRPO, "fp8"),
+    "engine.kv_bytes": (VLLM, 2**33),
+    "engine.gpu_memory_utilization": (VLLM, 0.5),
+    "engine.max_num_seqs": (VLLM, 2),
+    "engine.max_num_batched_tokens": (VLLM, 65536),
+    "engine.block_size": ({**VLLM, "context": 1025}, 512),
+    "engine.sleep_level": ({**VLLM, "framework": "trl"}, 2),
+    "engine.cuda_graphs": (VLLM, False),
+    "engine.tensor_parallel": (SERVE, 2),
+    "engine.pipeline_parallel": (SERVE, 2),
+    "engine.expert_parallel": ({**SERVE, "engine": {"tensor_parallel": 4}}, True),
+    "engine.offline": (SERVE, True),
+    "engine.max_loras": (SERVE, 4),
+    "engine.max_lora_rank": ({**SERVE, "engine": {"max_loras": 1}}, 64),
+}
+"""Field: (a run that reads it, another value)."""
+
+UNREAD: dict[str, tuple[dict[str, Any], Any]] = {
+    **{
+        f"lora.{name}": (FULL, value)
+        for name, value in {
+            "rank": 64,
+            "targets": "mlp",
+            "dtype": "fp32",
+            "dora": True,
+            "modules_to_save": ("lm_head",),
+            "dropout": 0.1,
+        }.items()
+    },
+    "optimizer": (SERVE, "sgd"),
+    "optimizer_offload": (SERVE, True),
+    "master_weights": (SERVE, True),
+    "gradient_accumulation": (SERVE, 4),
+    "checkpointing": (SERVE, "full"),
+    "loss": (SERVE, "chunked"),
+    "tiled_mlp": (SERVE, True),
+    "mixed_precision": (SERVE, "bf16"),
+    "optimizer_in_backward": ({}, True),
+    "gradient_dtype": ({}, "fp32"),
+    "checkpoint_every": ({"checkpointing": "full"}, 4),
+    "offload_keep_layers": ({"checkpointing": "none"}, 8),
+    "loss_chunk_rows": ({"framework": "trl-0.15"}, 64),
+    "double_quant": ({}, False),
+    "num_generations": ({}, 8),
+    "beta": ({}, 0.1),
+    "reference": ({}, "separate"),
+    "engine.kv_dtype": ({}, "fp8"),
+    "engine.max_num_seqs": ({}, 2),
+    "engine.kv_bytes": (GRPO, 2**33),
+    "engine.gpu_memory_utilization": (GRPO, 0.5),
+    "engine.max_num_batched_tokens": (GRPO, 65536),
+    "engine.block_size": (GRPO, 512),
+    "engine.sleep_level": (GRPO, 2),
+    "engine.cuda_graphs": (GRPO, False),
+    "engine.tensor_parallel": (GRPO, 2),
+    "engine.pipeline_parallel": (GRPO, 2),
+    "engine.expert_parallel": (GRPO, True),
+    "engine.offline": (GRPO, True),
+    "engine.max_loras": (GRPO, 4),
+    "engine.max_lora_rank": (GRPO, 64),
+    "sharding": (FULL, "zero3"),
+}
+"""Field: (a run that does not read it, a value that somebody gave)."""
+
+
+def changed(base: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
+    section, _, name = field.rpartition(".")
+    return {**base, section: {**base.get(section, {}), name: value}} if section else {
+        **base,
+        field: value,
+    }  # fmt: skip
+
+
+def planned(fields: dict[str, Any], *, gpus: int = 1, model: ModelSpec = MODEL) -> Plan:
+    return plan(model, make_recipe(**fields), make_machine("h100-sxm", gpus=gpus))
+
+
+def sizes(result: Plan) -> tuple[Any, ...]:
+    terms = [(phase.name, t.name, t.bytes) for phase in result.phases for t in phase.terms]
+    host = [(t.name, t.bytes) for t in result.host_terms]
+    return terms, host, result.reserved_peak_bytes, result.high_bytes
+
+
+def fields() -> set[str]:
+    return {name for name, _ in leaves(Recipe())}
+
+
+def test_every_field_of_a_recipe_is_accounted_for() -> None:
+    assert fields() == set(CASES) | set(FIELDS_WITHOUT_BYTES)
+    assert not set(CASES) & set(FIELDS_WITHOUT_BYTES)
+
+
+@pytest.mark.parametrize("field", sorted(CASES))
+def test_a_field_moves_the_plan_or_is_named_in_it(field: str) -> None:
+    base, value = CASES[field]
+    gpus = 2 if field in TWO_CARDS else 1
+    model = catalogue_model(EXPERTS) if field in OF_EXPERTS else MODEL
+    before, after = (
+        planned(fields, gpus=gpus, model=model) for fields in (base, changed(base, field, value))
+    )
+    said = {*after.assumptions, *after.not_modeled} - {*before.assumptions, *before.not_modeled}
+    name = field.rpartition(".")[2]
+    assert sizes(before) != sizes(after) or any(note.startswith(name) for note in said)
+    assert not any(f" {field}" in note for note in after.assumptions if "not read" in note)
+
+
+@pytest.mark.parametrize("field", sorted(FIELDS_WITHOUT_BYTES))
+def test_a_field_without_bytes_moves_nothing(field: str) -> None:
+    value = {"engine.url": "http://host:1", "engine.timeout_s": 5.0, "packing": True}[field]
+    assert sizes(planned(VLLM)) == sizes(planned(changed(VLLM, field, value)))
+    assert FIELDS_WITHOUT_BYTES[field]
+
+
+@pytest.mark.parametrize("field", sorted(UNREAD))
+def test_a_field_that_this_run_does_not_read_is_said(field: str) -> None:
+    base, value = UNREAD[field]
+    before, after = planned(base), planned(changed(base, field, value))
+    assert sizes(before) == sizes(after)
+    notes = [note for note in after.assumptions if note.startswith("not read")]
+    assert len(notes) == 1
+    assert field in notes[0]
+    assert not any(note.startswith("not read") for note in before.assumptions)
+
+
+def test_an_unknown_algorithm_is_said() -> None:
+    notes = planned({**GRPO, "algorithm": "grpoo"}).assumptions
+    assert any("algorithm grpoo is not known: planned as grpo" in note for note in notes)
+    assert not any(
+        "algorithm" in note for note in planned({**GRPO, "algorithm": "dapo"}).assumptions
+    )
