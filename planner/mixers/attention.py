@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from planner.layer.program import Program
 from planner.layer.tape import Value
-from planner.mixers.mixer import Linears, Record
-from planner.models.spec import LayerSpec, MixerSpec
+from planner.mixers.mixer import Linears, Pages, Record
+from planner.models.spec import LayerSpec, MixerKind, MixerSpec
 
 ROOTS = frozenset(
     {
@@ -107,6 +107,30 @@ def keys_and_values(mixer: MixerSpec, element: float) -> float:
     values = 0 if mixer.shares_storage else mixer.v_head_dim or mixer.head_dim
     index = 0 if mixer.compress_ratio else mixer.index_head_dim
     return (heads * (mixer.head_dim + values) + index) * element
+
+
+def own_kind(mixer: MixerSpec) -> MixerKind:
+    """Return the mixer's own kind."""
+    return mixer.kind
+
+
+def windowed_kind(mixer: MixerSpec) -> MixerKind:
+    """Return the mixer's own kind, or full attention's when it has no window."""
+    return mixer.kind if mixer.window else MixerKind.FULL
+
+
+def whole_length(window: int, max_model_len: int, in_flight: int) -> tuple[int, int]:
+    """Return pages for every token."""
+    return max_model_len, 0
+
+
+def no_states(mixer: MixerSpec) -> int:
+    """Return 0: it has none."""
+    return 0
+
+
+PAGES = Pages(kind=own_kind, own_group=False, longest=whole_length, states=no_states, divided=True)
+"""A page for every so many tokens, divided by key heads."""
 
 
 def nothing(mixer: MixerSpec, element: float) -> float:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from planner.layer.program import LINEARS, Program
 from planner.layer.tape import Value
-from planner.models.spec import LayerSpec, MixerSpec, ModuleSpec
+from planner.models.spec import LayerSpec, MixerKind, MixerSpec, ModuleSpec
 
 OUT_LEAVES = frozenset({"o_proj", "out_proj", "c_proj", "dense", "wo", "output_proj"})
 
@@ -39,6 +39,23 @@ class Cache:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Pages:
+    """How vLLM cuts the cache of a layer into pages (v1/kv_cache_interface.py, a KVCacheSpec a kind)."""
+
+    kind: Callable[[MixerSpec], MixerKind]
+    """Whose pages they are: its own kind's, or full attention's where nothing limits them."""
+    own_group: bool
+    """Layers of the kind have a group of their own; releases before groups page them like full attention."""
+    longest: Callable[[int, int, int], tuple[int, int]]
+    """(window, max_model_len, tokens in flight) -> tokens a sequence has pages for at most, and
+    blocks beside them."""
+    states: Callable[[MixerSpec], int]
+    """States a sequence holds under prefix caching; 0: the kind has none."""
+    divided: bool
+    """Tensor-parallel ranks share the cache by key heads; False: each holds all of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Mixer:
     """One kind of token mixer."""
 
@@ -47,6 +64,7 @@ class Mixer:
     assumes: str
     """Packages whose fused kernels the program takes for granted; empty: none beyond torch."""
     cache: Cache
+    pages: Pages
     lora_roots: frozenset[str]
     """First path component of its modules in a layer; the LoRA word `attention` means their linears."""
 

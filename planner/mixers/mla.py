@@ -1,10 +1,12 @@
 """DeepSeek's latent attention: heads from a low-rank latent, which is all that is cached."""
 
+from dataclasses import replace
+
 from planner.layer.program import Program
 from planner.layer.tape import Value
 from planner.mixers import attention as a
 from planner.mixers.mixer import Cache, Linears, Mixer
-from planner.models.spec import MixerSpec
+from planner.models.spec import MixerKind, MixerSpec
 
 LATENT = "kv_a_proj_with_mqa"
 
@@ -47,9 +49,23 @@ def latent(mixer: MixerSpec, element: float) -> float:
     return (width + mixer.index_head_dim) * element
 
 
+INDEXER_SCALE_BYTES = 4
+"""DeepSeek's sparse indexer caches fp8 keys with one fp32 scale a token."""
+
+
+def index_key_bytes(mixer: MixerSpec) -> int:
+    """Return bytes of one token's key as vLLM caches it; 0 without an indexer."""
+    return mixer.index_head_dim + INDEXER_SCALE_BYTES if mixer.index_head_dim else 0
+
+
+INDEXER_PAGES = MixerKind.MLA
+"""An indexer's keys are paged like a latent, whatever the kind of the layer: beside a latent they share
+its block table (vLLM 0.32 DeepseekV32IndexerCache returns an MLAAttentionSpec)."""
+
 MIXER = Mixer(
     record=a.attention_by(latent_heads),
     assumes="",
     cache=Cache(token=latent, beyond=a.nothing, tokens_held=a.every_token, state=a.nothing),
+    pages=replace(a.PAGES, divided=False),
     lora_roots=a.ROOTS | {"indexer"},
 )

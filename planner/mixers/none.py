@@ -7,5 +7,6 @@ MIXER = Mixer(
     record=None,
     assumes="",
     cache=Cache(token=a.nothing, beyond=a.nothing, tokens_held=a.every_token, state=a.nothing),
+    pages=a.PAGES,
     lora_roots=frozenset(),
 )

@@ -27,6 +27,11 @@ def recurrent(p: Program, x: Value, layer: LayerSpec, linears: Linears, width: i
     return out
 
 
+def running_and_block_end(mixer: MixerSpec) -> int:
+    """Return the states vLLM holds for a sequence under prefix caching."""
+    return 2
+
+
 def states(mixer: MixerSpec, element: float) -> float:
     """Return bytes of one sequence's convolution and recurrent states."""
     total = 0.0

@@ -4,7 +4,7 @@ A new kind is a word in MixerKind and a file of that name with `MIXER`; nothing 
 asks which kind a layer is.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from enum import StrEnum
 from importlib import import_module
 
@@ -12,14 +12,14 @@ from planner.mixers.mixer import Mixer
 from planner.models.spec import MixerKind, MixerSpec
 
 
-def load(kinds: Iterable[StrEnum]) -> Mapping[StrEnum, Mixer]:
+def load(kinds: Iterable[StrEnum]) -> dict[StrEnum, Mixer]:
     """Return the mixer of every kind; raises ImportError for a kind without a file or an entry."""
-    found = {}
+    found: dict[StrEnum, Mixer] = {}
     for kind in kinds:
-        module = import_module(f"planner.mixers.{kind}")
-        found[kind] = getattr(module, "MIXER", None)
-        if not isinstance(found[kind], Mixer):
+        mixer = getattr(import_module(f"planner.mixers.{kind}"), "MIXER", None)
+        if not isinstance(mixer, Mixer):
             raise ImportError(f"planner/mixers/{kind}.py has no MIXER: what a {kind} layer does")
+        found[kind] = mixer
     return found
 
 

@@ -12,17 +12,19 @@ import pytest
 import planner.mixers
 from planner.machines.machine import make_machine
 from planner.mixers import registry
-from planner.mixers.mixer import Cache, Mixer
+from planner.mixers.mixer import Cache, Mixer, Pages
 from planner.models.hub import find_model
 from planner.models.lora_targets import lora_counts
 from planner.models.spec import MixerKind, ModelSpec
 from planner.plan import plan
 from planner.run.recipe import EngineKind, EngineSection, Method, Recipe, Task
-from planner.terms.kv_cache import bytes_per_token, sequence_bytes, state_bytes
+from planner.terms.kv_cache import bytes_per_token, sequence_bytes
 
 ROOT = Path(__file__).parents[2]
 TOY_FILE = '''
-"""Attention that sums pairs of tokens: half of them are cached, and eight bytes that do not grow."""
+"""Attention that sums pairs of tokens: half of them are cached."""
+
+from dataclasses import replace
 
 from planner.mixers import attention as a
 from planner.mixers.mixer import Cache, Mixer
@@ -45,8 +47,9 @@ MIXER = Mixer(
         token=a.keys_and_values,
         beyond=a.nothing,
         tokens_held=lambda mixer, tokens: tokens // 2,
-        state=lambda mixer, element: 8,
+        state=a.nothing,
     ),
+    pages=replace(a.PAGES, own_group=True, longest=lambda window, longest, flying: (longest // 2, 0)),
     lora_roots=frozenset({"self_attn"}),
 )
 '''
@@ -70,7 +73,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def toy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModelSpec:
     """Follow CONTRIBUTING's "Add a token mixer"; return a model made of the new kind."""
     (folder / "toy.py").write_text(TOY_FILE, encoding="utf-8")
-    monkeypatch.setattr(registry, "MIXERS", registry.load((*MixerKind, Kinds.TOY)))
+    monkeypatch.setitem(registry.MIXERS, Kinds.TOY, registry.load([Kinds.TOY])[Kinds.TOY])
     model = find_model("llama-3.1-8b")
     layers = tuple(
         replace(layer, mixer=replace(layer.mixer, kind=Kinds.TOY)) for layer in model.layers
@@ -84,8 +87,7 @@ H100 = make_machine("h100")
 def test_a_new_kind_is_planned_by_its_own_parts(toy: ModelSpec) -> None:
     llama = find_model("llama-3.1-8b")
     assert bytes_per_token(toy) == bytes_per_token(llama)
-    assert state_bytes(toy) == 32 * 8
-    assert sequence_bytes(toy, 1000) == sequence_bytes(llama, 500) + state_bytes(toy)
+    assert sequence_bytes(toy, 1000) == sequence_bytes(llama, 500)
     recipe = Recipe(task=Task.SFT, method=Method.LORA, context=4096, micro_batch_size=1)
     ours, theirs = plan(toy, recipe, H100), plan(llama, recipe, H100)
     # bf16 without checkpointing: q's output alone instead of rotated q and k, v, and the context
@@ -106,10 +108,8 @@ def test_a_new_kind_rolls_out_and_serves(toy: ModelSpec, engine: str) -> None:
         engine=EngineSection(kind=EngineKind(engine)),
     )
     cache = {term.name: term.bytes for term in plan(toy, recipe, H100).phase("rollout").terms}
-    held = 512 if engine == "transformers" else 1024  # vLLM reserves a page for every token
-    assert cache["kv_cache"] == 4 * held * bytes_per_token(toy) + (
-        4 * 32 * 8 if engine == "transformers" else 0
-    )
+    # 4 sequences of 1,024 tokens, half of them cached, 131,072 B each
+    assert cache["kv_cache"] == 4 * 512 * bytes_per_token(toy) == 268_435_456
     assert plan(toy, Recipe(task=Task.SERVE, context=8192), H100).fits
 
 
@@ -121,20 +121,17 @@ def test_a_forgotten_file_or_entry_is_an_error_at_import(folder: Path) -> None:
         registry.load([Kinds.TOY])
 
 
-@pytest.mark.parametrize("part", [*Mixer.__dataclass_fields__])
-def test_an_entry_that_misses_a_part_is_an_error_at_import(part: str) -> None:
-    whole = registry.MIXERS[MixerKind.FULL]
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [(kind, part) for kind in (Mixer, Cache, Pages) for part in kind.__dataclass_fields__],
+)
+def test_an_entry_that_misses_a_part_is_an_error_at_import(kind: type, part: str) -> None:
+    entry = registry.MIXERS[MixerKind.FULL]
+    whole = next(one for one in (entry, entry.cache, entry.pages) if isinstance(one, kind))
     parts = {f.name: getattr(whole, f.name) for f in fields(whole) if f.name != part}
+    assert kind(**parts, **{part: getattr(whole, part)}) == whole
     with pytest.raises(TypeError, match=part):
-        Mixer(**parts)
-
-
-@pytest.mark.parametrize("part", [*Cache.__dataclass_fields__])
-def test_a_cache_that_misses_a_part_is_an_error_at_import(part: str) -> None:
-    whole = registry.MIXERS[MixerKind.FULL].cache
-    parts = {f.name: getattr(whole, f.name) for f in fields(whole) if f.name != part}
-    with pytest.raises(TypeError, match=part):
-        Cache(**parts)
+        kind(**parts)
 
 
 def test_the_registry_is_the_kinds_and_the_files() -> None:
@@ -149,9 +146,6 @@ def test_only_families_and_mixers_name_a_kind() -> None:
     builders = {
         "planner/terms/standing.py",
         "profiler/meta_model.py",
-        "planner/accuracy/vllm_engine.py",
-        "planner/terms/engine.py",
-        "planner/terms/vllm_blocks.py",
     }
     named = [
         f"{relative}:{node.lineno}"
