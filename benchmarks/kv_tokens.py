@@ -133,6 +133,14 @@ ARCHITECTURES = {
 }
 
 
+TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+def dtype_of(config: dict[str, Any]) -> str:
+    """Return fp32, or bf16 for experts that the CPU build takes in 16 bit only."""
+    return "bf16" if config["model_type"].startswith("deepseek") else "fp32"
+
+
 def vllm_tokens(config: dict[str, Any], folder: Path) -> int:
     """Start vLLM on `config` with dummy weights and return the token count it reports."""
     from trainer.engines.vllm_llm import reported_kv_tokens, start_llm
@@ -144,7 +152,7 @@ def vllm_tokens(config: dict[str, Any], folder: Path) -> int:
     llm = start_llm(
         VllmSettings(
             model=str(folder),
-            dtype="float32",
+            dtype=TORCH_NAMES[dtype_of(config)],
             max_model_len=MAX_LEN,
             max_num_seqs=4,
             max_num_batched_tokens=BATCHED_TOKENS,
@@ -165,7 +173,7 @@ def planned_tokens(config: dict[str, Any]) -> int:
         spec,
         kv_bytes=KV_BYTES,
         max_model_len=MAX_LEN,
-        kv_dtype="fp32",
+        kv_dtype=dtype_of(config),
         block_size=BLOCK,
         in_flight_tokens=BATCHED_TOKENS,
         kernel_block=32,

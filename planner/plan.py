@@ -8,9 +8,9 @@ from planner.models.spec import ModelSpec
 from planner.phases import Phase, budget
 from planner.reserved import communication_bytes, reserved
 from planner.run.framework import planned_as, spelled
-from planner.run.recipe import Recipe
+from planner.run.recipe import Recipe, Task
 from planner.run.resolve import Resolved, resolve
-from planner.terms.engine import Serving
+from planner.terms.engine import VLLM, Serving
 from planner.terms.term import Term
 from planner.units import format_bytes
 
@@ -172,7 +172,7 @@ def plan_resolved(model: ModelSpec, resolved: Resolved, machine: Machine) -> Pla
         host_peak_bytes=host_bytes,
         host_terms=result.host,
         assumptions=_assumptions(resolved, machine, shared),
-        not_modeled=_not_modeled(resolved),
+        not_modeled=_not_modeled(model, resolved),
         serving=result.serving,
         problem=result.problem,
     )
@@ -196,8 +196,13 @@ def _assumptions(resolved: Resolved, machine: Machine, shared: int) -> tuple[str
     return tuple(notes)
 
 
-def _not_modeled(r: Resolved) -> tuple[str, ...]:
+def _not_modeled(model: ModelSpec, r: Resolved) -> tuple[str, ...]:
     notes = []
+    if r.task is Task.SERVE and r.engine in VLLM and model.towers:
+        notes.append(
+            "vision or audio encoder: vLLM's profile runs it on the largest inputs and caches what it "
+            "makes; only its weights are counted (one log's peak was six times the text's)"
+        )
     if r.compile:
         notes.append(
             "compile: the plan is the eager run's; torch.compile fuses operations and keeps less "

@@ -96,6 +96,8 @@ def run_of(row: Row) -> Run:
     text, left = row["model"], []
     if "offload" in row["notes"]:
         raise NotCovered("weights are offloaded to the host by cpu_offload_gb")
+    if re.search(r"\bdcp\b|decode.context", f"{text} {row['notes']}".lower()):
+        raise NotCovered("decode context parallelism divides the cache by another rule")
     origin = f"{text} {row['source']} {row['framework']} {row['source_title']}".lower()
     unsloth = "unsloth" in origin
     scheme = _scheme(row, text)
@@ -192,7 +194,7 @@ def _framework(row: Row, version: str, *, unsloth: bool) -> str:
         return "vllm-0.8-v0"
     if row["engine"] == "V1" and minor < [0, 8]:
         return "vllm-0.8"
-    return f"vllm=={version}"
+    return f"vllm~{version}"
 
 
 _LAWS_TRIED = ("vllm-0.8", "vllm-0.10", "vllm-0.17", "vllm-0.21", "vllm")

@@ -2,7 +2,7 @@
 
 import json
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from planner.datafiles import data_dir
 from planner.machines.machine import Machine
@@ -26,11 +26,24 @@ LINKED_BYTES_PER_S = 300 * 10**9
 
 
 @cache
+def _document() -> dict[str, Any]:
+    text = (data_dir() / "calibration" / "vllm.json").read_text(encoding="utf-8")
+    document: dict[str, Any] = json.loads(text)
+    return document
+
+
+@cache
 def constant(name: str) -> Measured:
     """Return one constant of data/calibration/vllm.json."""
-    text = (data_dir() / "calibration" / "vllm.json").read_text(encoding="utf-8")
-    row = json.loads(text)["constants"][name]
+    row = _document()["constants"][name]
     return Measured(row["low"], row["typical"], row["high"])
+
+
+@cache
+def spread(name: str) -> float:
+    """Return the share within which nine logs in ten lie of a planned figure."""
+    share: float = _document()["spreads"][name]["share"]
+    return share
 
 
 def kernels(machine: Machine) -> Measured:

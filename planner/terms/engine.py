@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from planner.errors import UsageError
 from planner.machines.machine import Machine
 from planner.machines.vllm_overheads import NOTHING as FREE
-from planner.machines.vllm_overheads import Measured, communicators, graphs, kernels
+from planner.machines.vllm_overheads import Measured, communicators, graphs, kernels, spread
 from planner.mixers.registry import mixer_of
 from planner.models.spec import LayerSpec, ModelSpec
 from planner.run.recipe import EngineKind, Task
@@ -263,9 +263,10 @@ def _figures(
     law, space = r.framework.engine, workspace(machine).bytes
     loaded = vllm_weights(model, r)
     inside = drawn if law.graphs_in_budget else FREE
-    # what the empirical parts may take more or less moves the pool by as much
-    more = outside.high - outside.typical + inside.high - inside.typical
-    less = outside.typical - outside.low + inside.typical - inside.low
+    # what the parts may take more or less moves the pool by as much
+    either = int(spread("weights") * loaded.total + spread("activation_peak") * step.peak)
+    more = outside.high - outside.typical + inside.high - inside.typical + either
+    less = outside.typical - outside.low + inside.typical - inside.low + either
     stated = how == "kv_bytes"
     budget = 0 if stated or not r.utilization else int(machine.vram_bytes * r.utilization)
     kv = Measured(pool, pool, pool) if stated else Measured(pool - more, pool, pool + less)

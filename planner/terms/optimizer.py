@@ -1,5 +1,6 @@
 """optimizer: states between steps, and the temporaries of the step itself."""
 
+from math import prod
 from typing import NamedTuple
 
 from planner.dtypes import element_bytes
@@ -7,7 +8,7 @@ from planner.models.spec import ModelSpec
 from planner.run.recipe import Method, Optimizer
 from planner.run.resolve import Resolved
 from planner.terms.adapters import trained_parameters
-from planner.terms.counts import adapters
+from planner.terms.counts import SMALL_TENSOR, adapters
 from planner.terms.term import Term
 from planner.terms.weights import trained_width
 
@@ -89,13 +90,17 @@ def _small(model: ModelSpec, r: Resolved) -> int:
     if r.method is not Method.FULL:
         return adapters(model, r).small
     small = sum(
-        layer.count * module.parameters
-        for layer in model.layers
-        for module in layer.modules
-        if module.parameters < 4096
+        times * module.count * prod(shape)
+        for module, times in _modules(model)
+        for shape in module.shapes
+        if prod(shape) < SMALL_TENSOR
     )
     if r.switches.embeddings_32bit_state:
-        small += sum(module.parameters for module in model.embeddings)
+        small += sum(
+            module.parameters
+            for module in model.embeddings
+            if module.weight_parameters >= SMALL_TENSOR
+        )
     return small
 
 

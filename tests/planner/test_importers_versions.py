@@ -126,7 +126,7 @@ def test_unsloth_banners_and_pins_say_the_version() -> None:
     ("key", "version", "framework"),
     [
         ("tuner_type", "4.6.0", "ms-swift"),
-        ("train_type", "3.12", "ms-swift~3.12"),
+        ("train_type", "3.12", "ms-swift==3.12"),
         ("sft_type", "2.6", "ms-swift~2.6"),
     ],
 )

@@ -1,0 +1,74 @@
+"""Errors that earlier tests let pass, and mutants that no test should notice; mutants.py reads both."""
+
+PLANTED: tuple[tuple[str, str, str, str], ...] = (
+    (
+        "DDP has no buckets",
+        "planner/terms/gradients.py",
+        "copies = 2 if r.sharding",
+        "copies = 1 if r.sharding",
+    ),
+    (
+        "Adafactor is free",
+        "planner/terms/optimizer.py",
+        "size = _factored(model, r)",
+        "size = 0",
+    ),
+    (
+        "no scratch in the embedding's backward",
+        "planner/phases.py",
+        "scratch = 16 * r.tokens + 4 * r.tokens * model.hidden",
+        "scratch = 0",
+    ),
+    (
+        "sampler's bytes x1.5",
+        "planner/terms/vllm_profile.py",
+        "sampler = rows * model.vocab * logit +",
+        "sampler = rows * model.vocab * logit * 3 // 2 +",
+    ),
+    (
+        "CUDA graphs x3",
+        "planner/terms/engine.py",
+        "pieces=pieces)",
+        "pieces=3 * pieces)",
+    ),
+    (
+        "memory outside torch x10",
+        "planner/terms/engine.py",
+        "return Measured(*(sum(sizes) for sizes in zip(*parts, strict=True)))",
+        "return Measured(*(10 * sum(sizes) for sizes in zip(*parts, strict=True)))",
+    ),
+    (
+        "embedded adapters are divided among ranks",
+        "planner/terms/vllm_weights.py",
+        "width += copies * (rows + model.hidden)",
+        "width += copies * (rows + model.hidden) // r.tensor_parallel",
+    ),
+    (
+        "another default of max_num_seqs",
+        "planner/run/engine_law.py",
+        "return tokens, min(found.sequences, tokens)",
+        "return tokens, min(256, tokens)",
+    ),
+    (
+        "the doctor's KV bytes a token x7",
+        "planner/doctor/serving.py",
+        "per_token = log.kv_bytes // tokens",
+        "per_token = 7 * log.kv_bytes // tokens",
+    ),
+    (
+        "the doctor takes a stored checkpoint for 16-bit weights",
+        "planner/doctor/state.py",
+        "found = _held(context, ranks=1, task=Task.SERVE, method=Method.FULL, **wide)",
+        "found = _held(context, ranks=1, method=Method.FULL, **wide)",
+    ),
+    (
+        "cuBLAS workspace x1.5",
+        "planner/terms/overhead.py",
+        "CUBLAS_DEFAULT = 8 * MiB + 128 * KiB",
+        "CUBLAS_DEFAULT = 12 * MiB + 192 * KiB",
+    ),
+)
+"""(name, file, text, replacement)."""
+
+EXPLAINED: dict[str, str] = {}
+"""Mutant's key -> why no test can or should notice it."""

@@ -1,0 +1,93 @@
+"""The doctor's arithmetic on a message: shares of the card and what fragmentation could have done, by hand."""
+
+import pytest
+
+from planner.doctor.budget import Budget, foreign_bytes, read_budget
+from planner.doctor.scan import scan
+from planner.units import GiB, MiB
+
+
+def read(
+    tried: str, free: str, proc: str, alloc: str, unalloc: str, total: str = "80.00 GiB"
+) -> Budget:
+    """Return the budget of a message of today's form."""
+    text = (
+        f"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {tried}. GPU 0 has a total "
+        f"capacity of {total} of which {free} is free. Including non-PyTorch memory, this process "
+        f"has {proc} memory in use. Of the allocated memory {alloc} is allocated by PyTorch, and "
+        f"{unalloc} is reserved by PyTorch but unallocated."
+    )
+    [event] = scan(text).events
+    budget = read_budget(event)
+    assert budget is not None
+    return budget
+
+
+def test_every_part_of_the_card() -> None:
+    found = read("4.00 GiB", "1.00 GiB", "60.00 GiB", "50.00 GiB", "8.00 GiB")
+    assert found.requested_bytes == 4 * GiB
+    assert found.shortfall_bytes == 3 * GiB
+    assert found.context_bytes == 2 * GiB  # 60 - 50 - 8
+    assert found.other_bytes == 19 * GiB  # 80 - 1 - 60
+    assert found.unaccounted_bytes == 21 * GiB  # 80 - 1 - 50 - 8
+    assert foreign_bytes(found) == 19 * GiB
+    assert not found.tiny_request
+
+
+@pytest.mark.parametrize(
+    ("tried", "free", "unalloc", "decides"),
+    [
+        ("4.00 GiB", "1.00 GiB", "8.00 GiB", True),  # 9 GiB in holes
+        ("9.00 GiB", "1.00 GiB", "8.00 GiB", True),
+        ("9.01 GiB", "1.00 GiB", "8.00 GiB", False),
+        ("3.00 GiB", "1.00 GiB", "3.20 GiB", True),  # 4% of 80 GiB
+        ("3.00 GiB", "1.00 GiB", "3.19 GiB", False),  # less is ordinary
+        ("20.00 MiB", "0 bytes", "8.00 GiB", False),  # the smallest segment says nothing
+        ("22.00 MiB", "0 bytes", "8.00 GiB", True),
+    ],
+)
+def test_when_fragmentation_decides(tried: str, free: str, unalloc: str, decides: bool) -> None:
+    found = read(tried, free, "70.00 GiB", "60.00 GiB", unalloc)
+    assert found.fragmentation_decides is decides
+    assert found.tiny_request is (tried == "20.00 MiB")
+
+
+def test_no_context_is_larger_than_three_and_a_half_gib() -> None:
+    def foreign(rest: int) -> int:
+        return foreign_bytes(
+            Budget(
+                requested_bytes=GiB,
+                total_bytes=80 * GiB,
+                free_bytes=0,
+                allocated_bytes=80 * GiB - rest,
+                unallocated_bytes=0,
+                context_bytes=None,
+                other_bytes=None,
+                unaccounted_bytes=rest,
+                shortfall_bytes=GiB,
+                fragmentation_decides=False,
+                tiny_request=False,
+            )
+        )
+
+    assert foreign(3 * GiB + 512 * MiB) == 0
+    assert foreign(3 * GiB + 513 * MiB) == 3 * GiB + 513 * MiB
+
+
+def test_the_old_forms_unused_memory_is_a_difference() -> None:
+    text = (
+        "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 24.00 GiB total capacity; "
+        "15.00 GiB already allocated; 1.00 GiB free; 20.00 GiB reserved in total by PyTorch)"
+    )
+    [event] = scan(text).events
+    found = read_budget(event)
+    assert found is not None
+    assert found.unallocated_bytes == 5 * GiB
+    assert found.unaccounted_bytes == 3 * GiB
+    assert found.context_bytes is None
+    assert found.fragmentation_decides
+
+
+def test_a_process_holds_no_less_than_its_tensors() -> None:
+    found = read("4.00 GiB", "1.00 GiB", "57.00 GiB", "50.00 GiB", "8.00 GiB")
+    assert found.context_bytes == 0

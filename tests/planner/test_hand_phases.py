@@ -1,0 +1,198 @@
+"""Which terms are alive in which phase, and the moments where a phase is largest, by hand.
+
+The toy (tests/planner/toys.py), 16 tokens, 16 bit: weights 478,080; rank-8 adapters 24,576 parameters in fp32.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from planner.machines.machine import make_machine
+from planner.models.spec import ModelSpec
+from planner.plan import plan
+from planner.run.runfile import make_recipe
+from tests.planner.toys import CUBLAS, LLAMA, TIED, gpus, host, planned, terms
+
+WEIGHTS = 478_080
+LORA = 98_304
+"""24,576 x 4 B; its gradients as many, AdamW's states twice."""
+ADAPTED = {"method": "lora", "lora": {"rank": 8}, "checkpointing": "full", "optimizer": "adamw"}
+TRAINED = {"method": "full", "checkpointing": "full", "optimizer": "adamw"}
+
+
+def test_the_phases_of_lora() -> None:
+    result = planned(**ADAPTED)
+    assert [p.name for p in result.phases] == ["load", "forward", "loss", "backward", "step"]
+    assert terms(result, "load") == {"weights": WEIGHTS, "adapters": LORA, "overhead": CUBLAS}
+    fixed = {"weights": WEIGHTS, "adapters": LORA, "optimizer": 2 * LORA, "overhead": CUBLAS}
+    # positions 1,024, three inputs of 2,048, a layer without a graph less its own input
+    assert terms(result, "forward") == {**fixed, "activations": 7_168 + 2_176 * 16 - 2_048}
+    # 16 x 1,000 logits x 12 B in the loss's backward; the final norm 260 a token, its output gone
+    loss = terms(result, "loss")
+    assert loss == {**fixed, "activations": 7_168 + 260 * 16, "logits": 192_000}
+    assert terms(result, "step") == {
+        "weights": WEIGHTS,
+        "adapters": LORA,
+        "gradients": LORA,
+        "optimizer": 2 * LORA + LORA,  # foreach's square roots
+        "overhead": CUBLAS,
+    }
+    backward = terms(result, "backward")
+    assert set(backward) == {*fixed, "activations", "gradients"}
+
+
+def test_gradients_exist_from_the_start_when_they_accumulate() -> None:
+    result = planned(**ADAPTED, gradient_accumulation=2)
+    for phase in ("forward", "loss", "backward", "step"):
+        assert terms(result, phase)["gradients"] == LORA
+    assert "gradients" not in terms(result, "load")
+
+
+def test_the_peak_is_the_largest_phase_and_the_capacity_what_the_context_leaves() -> None:
+    result = planned(**ADAPTED)
+    largest = max(result.phases, key=lambda phase: phase.total_bytes)
+    assert (result.peak_phase, result.peak_bytes) == (largest.name, largest.total_bytes)
+    assert result.peak_bytes == sum(term.bytes for term in largest.terms)
+    machine = make_machine("h100-sxm")
+    assert machine.gpu is not None
+    on_card = planned(machine=machine, **ADAPTED)
+    assert on_card.capacity_bytes == machine.vram_bytes - machine.context_bytes
+    assert on_card.headroom_bytes == on_card.capacity_bytes - on_card.peak_bytes
+    assert terms(on_card, "load")["overhead"] == 32 * 2**20
+
+
+def test_loading_quantises_one_weight_at_a_time() -> None:
+    result = planned(method="qlora", lora={"rank": 8}, checkpointing="full")
+    # the largest linear, 8,192, in 16 bit
+    assert terms(result, "load")["overhead"] == 16_384 + CUBLAS
+    assert terms(result, "loss")["overhead"] == CUBLAS
+    stored = planned(method="lora", lora={"rank": 8}, quantization="gptq-4bit")
+    assert terms(stored, "load")["overhead"] == CUBLAS
+
+
+def test_litgpt_loads_the_whole_model_on_every_rank() -> None:
+    two = {"machine": gpus(2), "sharding": "fsdp", "framework": "litgpt", "method": "lora"}
+    result = planned(**two)
+    whole = WEIGHTS + 2 * (128_064 + 36_992)  # and a gathered root and layer
+    assert terms(result, "load")["overhead"] == whole + CUBLAS
+    assert terms(result, "load")["weights"] == WEIGHTS // 2
+
+
+def test_full_fine_tuning_makes_the_heads_gradient_in_the_loss() -> None:
+    result = planned(**TRAINED)
+    # the logits' backward 192,000 and the norm 516 a token; the head's gradient 128,000 + 34,048 is less
+    assert terms(result, "loss") == {
+        "weights": WEIGHTS,
+        "optimizer": 2 * WEIGHTS,
+        "overhead": CUBLAS,
+        "activations": 1_024 + 3 * 2_048 + 516 * 16,
+        "logits": 192_000,
+    }
+    # with fewer bytes a logit it is the larger
+    few = planned(**TRAINED, context=4)
+    found = terms(few, "loss")
+    assert found["gradients"] == 128_000
+    assert found["logits"] == 4 * 1_064 * 2
+    assert terms(result, "step")["gradients"] == WEIGHTS
+
+
+def embedding(model: ModelSpec, context: int, **fields: Any) -> dict[str, int]:
+    """Return the backward of a run whose largest moment is the embedding's."""
+    return terms(
+        planned(model, **{**TRAINED, "optimizer": "sgd", **fields}, context=context), "backward"
+    )
+
+
+def test_the_embeddings_gradient_comes_last() -> None:
+    # all gradients, and the stream's 128 B a token
+    found = embedding(LLAMA, 16)
+    assert found["gradients"] == WEIGHTS
+    assert found["activations"] == 128 * 16
+    # tied: the head's gradient, the embedding's own, and their sum of 128,000 each; 350,080 + 2 x 128,000
+    found = embedding(TIED, 16)
+    assert found["gradients"] == 350_080 + 256_000
+    assert found["activations"] == 128 * 16
+    # under a fused loss the head's gradient is no view: one buffer less
+    found = embedding(TIED, 16, framework="liger")
+    assert found["gradients"] == 350_080 + 128_000
+
+
+@pytest.mark.parametrize(("tokens", "scratch"), [(3_072, 0), (3_073, 16 + 4 * 64)])
+def test_cuda_sorts_the_tokens_of_a_long_embedding_backward(tokens: int, scratch: int) -> None:
+    # a vocabulary so large that its gradients outweigh any activation
+    wide = replace(
+        TIED,
+        vocab=2**24,
+        embeddings=(replace(TIED.embeddings[0], shapes=((2**24, 64),)),),
+    )
+    fields = {**TRAINED, "optimizer": "sgd", "framework": "liger", "context": tokens}
+    found = terms(planned(wide, **fields), "backward")
+    # 64 features x 2 B a token; above 3,072 tokens 16 B of indices and an fp32 row
+    assert found["activations"] == tokens * (128 + scratch)
+
+
+def test_sharding_keeps_the_root_unit_through_the_loss() -> None:
+    two = {"machine": gpus(2), "sharding": "zero3", **TRAINED}
+    result = planned(**two)
+    half = WEIGHTS // 2
+    root, layer = 2 * 128_064, 2 * 36_992
+    assert terms(result, "forward")["weights"] == half + root + layer
+    assert terms(result, "loss")["weights"] == half + root
+    assert terms(result, "backward")["weights"] == half + root + layer
+    assert terms(result, "step")["weights"] == half
+    assert terms(result, "step")["gradients"] == half
+
+
+def test_grpo_rolls_out_and_scores() -> None:
+    fields = {"task": "grpo", "num_generations": 8, "completion_length": 10, "prompt_length": 6,
+              "context": None, "engine": {"kind": "transformers"}}  # fmt: skip
+    result = planned(**ADAPTED, **fields)
+    names = ["load", "rollout", "score", "forward", "loss", "backward", "step"]
+    assert [p.name for p in result.phases] == names
+    fixed = {"weights": WEIGHTS, "adapters": LORA, "optimizer": 2 * LORA, "overhead": CUBLAS}
+    # 8 sequences x 16 tokens x 384 B
+    assert terms(result, "rollout") == {**fixed, "kv_cache": 8 * 16 * 384}
+    score = terms(result, "score")
+    assert score["activations"] == 1_024 + 2_176 * 16
+    assert set(score) == {*fixed, "activations", "logits"}
+
+
+def test_dpo_scores_only_with_a_reference() -> None:
+    with_it = planned(**ADAPTED, task="dpo")
+    assert [p.name for p in with_it.phases][1] == "score"
+    without = planned(**ADAPTED, task="dpo", beta=0.0)
+    assert "score" not in [p.name for p in without.phases]
+
+
+def test_the_hosts_share() -> None:
+    offloaded = planned(**{**TRAINED, "checkpointing": "offload"}, optimizer_offload=True)
+    assert host(offloaded) == {"activations": 2 * 2_048, "optimizer": 2 * WEIGHTS}
+    assert offloaded.host_peak_bytes == 4_096 + 2 * WEIGHTS
+    assert "optimizer" not in terms(offloaded, "step")
+    assert host(planned(**TRAINED)) == {}
+
+
+def test_a_host_that_is_too_small_does_not_fit() -> None:
+    recipe = make_recipe(
+        framework="hf-trainer", context=16, micro_batch_size=1, optimizer_offload=True, **TRAINED
+    )
+    need = 2 * WEIGHTS
+    for ram, fits in ((need, True), (need - 1, False)):
+        machine = make_machine(vram="64GiB", host_ram=ram)
+        assert plan(LLAMA, recipe, machine).fits is fits
+
+
+def test_unified_memory_pays_for_what_the_host_holds() -> None:
+    machine = make_machine("gb10")
+    plain = planned(machine=machine, **TRAINED)
+    moved = planned(machine=machine, **TRAINED, optimizer_offload=True)
+    assert plain.capacity_bytes - moved.capacity_bytes == 2 * WEIGHTS
+
+
+def test_gradients_that_exist_when_the_last_layer_runs() -> None:
+    # final norm and head of 239,040 parameters come first: 64,064 x 2 B exist; then the last layer's
+    result = planned(**TRAINED, context=8192)
+    found = terms(result, "backward")
+    # tokens so many that a layer's largest moment wins: no weight gradient of its own but down's
+    assert found["gradients"] == 2 * 64_064 + 16_384
