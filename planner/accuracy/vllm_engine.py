@@ -173,7 +173,7 @@ def _version(row: Row) -> str:
     """Return the release, "" when the row does not say."""
     text = row["vllm_version"]
     dated = re.search(r"dev (\d{4}-\d{2}-\d{2})", text)
-    if "before 0.6.5" in text:
+    if "before 0.6.5" in text or "PR #10511" in row["source_title"]:
         return "0.6.4"
     if dated and not re.match(r"0\.", text):
         return next((version for until, version in _RELEASES if dated[1] < until), "0.8")
