@@ -82,7 +82,9 @@ class VllmKv:
         return self.blocks_per_sequence * self.bytes_per_block
 
 
-_STORE: dict[tuple[int, object], tuple[ModelSpec, tuple[int, list[tuple[Page, int]]]]] = {}
+_Cut = tuple[ModelSpec, ModelSpec, int, list[tuple[Page, int]]]
+_STORE: dict[tuple[int, object], _Cut] = {}
+"""Of every model seen: itself, as it is paged, bytes of a block, its groups."""
 
 
 def vllm_kv(
@@ -112,13 +114,14 @@ def vllm_kv(
     )
     stored = _STORE.get((id(model), key))
     if stored is None:
-        pages = _pages(_as_paged(model, law), kv_dtype, block_size, kernel_block, prefix_caching)
+        paged = _as_paged(model, law)
+        pages = _pages(paged, kv_dtype, block_size, kernel_block, prefix_caching)
         if not pages:
             raise UsageError(f"{model.name}: keeps no KV cache, so vLLM reports no tokens")
-        stored = _STORE[id(model), key] = (model, _groups(pages))
-    bytes_per_block, groups = stored[1]
-    padded = _latent_padding(model, law.latent_row)
-    share = kv_ranks(model, ranks) * stages
+        stored = _STORE[id(model), key] = (model, paged, *_groups(pages))
+    _, paged, bytes_per_block, groups = stored
+    padded = _latent_padding(paged, law.latent_row)
+    share = kv_ranks(paged, ranks) * stages
     per_sequence = sum(
         number * _blocks(page, max_model_len, in_flight_tokens) for page, number in groups
     )
