@@ -82,6 +82,11 @@ class VllmKv:
         return self.blocks_per_sequence * self.bytes_per_block
 
 
+_Cut = tuple[ModelSpec, ModelSpec, int, list[tuple[Page, int]]]
+_STORE: dict[tuple[int, object], _Cut] = {}
+"""Of every model seen: itself, as it is paged, bytes of a block, its groups."""
+
+
 def vllm_kv(
     model: ModelSpec,
     *,
@@ -103,13 +108,20 @@ def vllm_kv(
     `prefix_caching`: recurrent layers then keep states at block ends beside the running one.
     Raises UsageError when not even one sequence fits or the model keeps no cache.
     """
-    model = _as_paged(model, law)
-    pages = _pages(model, kv_dtype, block_size, kernel_block, prefix_caching)
-    if not pages:
-        raise UsageError(f"{model.name}: keeps no KV cache, so vLLM reports no tokens")
-    bytes_per_block, groups = _groups(pages)
-    padded = _latent_padding(model, law.latent_row)
-    share = kv_ranks(model, ranks) * stages
+    key = (
+        *(kv_dtype, block_size, kernel_block, prefix_caching),
+        *(law.hybrid_groups, law.expands_multi_query),
+    )
+    stored = _STORE.get((id(model), key))
+    if stored is None:
+        paged = _as_paged(model, law)
+        pages = _pages(paged, kv_dtype, block_size, kernel_block, prefix_caching)
+        if not pages:
+            raise UsageError(f"{model.name}: keeps no KV cache, so vLLM reports no tokens")
+        stored = _STORE[id(model), key] = (model, paged, *_groups(pages))
+    _, paged, bytes_per_block, groups = stored
+    padded = _latent_padding(paged, law.latent_row)
+    share = kv_ranks(paged, ranks) * stages
     per_sequence = sum(
         number * _blocks(page, max_model_len, in_flight_tokens) for page, number in groups
     )
