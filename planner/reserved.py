@@ -80,7 +80,7 @@ def _replayed(
 
 def communication_bytes(r: Resolved) -> int:
     """Return what collectives need outside torch's pool."""
-    return COMMUNICATION_BYTES if r.gpus > 1 else 0
+    return COMMUNICATION_BYTES if r.placement.ranks > 1 else 0
 
 
 def _bytes(phases: tuple[Phase, ...], phase: str, term: str) -> int:

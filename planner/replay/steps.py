@@ -21,8 +21,7 @@ from planner.run.recipe import EngineKind, Method, Reference, Sharding, Task
 from planner.run.resolve import Resolved
 from planner.terms.activations import op_settings
 from planner.terms.gradients import gradient_width
-from planner.terms.optimizer import SHARDED as STATES_SHARDED
-from planner.terms.weights import SHARDED, weights
+from planner.terms.weights import weights
 from planner.units import MiB
 
 STEPS = 2
@@ -77,7 +76,7 @@ class Run:
         self.model = model
         self.r = r
         self.player = player
-        self.sharded = r.sharding in SHARDED and r.gpus > 1
+        self.sharded = r.placement.gathers
         self.trained = self._trained() if r.trains else []
         self.update = Update(r, self.trained, player)
         self.once = op_settings(model, r)._replace(accumulate=False)
@@ -87,9 +86,7 @@ class Run:
         r = self.r
         if self.sharded and r.method is Method.FULL:
             return self._shards(-(-self.model.parameters // r.gpus))
-        divided = r.sharding in STATES_SHARDED and r.gpus > 1
-        ranks = r.gpus if divided and not (r.sharding is Sharding.FSDP and r.quantization) else 1
-        return [-(-size // ranks) for size in trained(self.model, r)]
+        return [-(-size // r.placement.state_shards) for size in trained(self.model, r)]
 
     def load(self, workspace_bytes: int, resident_bytes: int) -> None:
         """Load the base, tensor by tensor, then adapters and what the first product needs."""

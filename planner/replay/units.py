@@ -14,7 +14,7 @@ from planner.replay.player import Player
 from planner.run.recipe import Method
 from planner.run.resolve import Resolved
 from planner.terms.gradients import gradient_width
-from planner.terms.weights import SHARDED, gathered, trained_width
+from planner.terms.weights import gathered, trained_width
 
 GATHER, REDUCE, CAST = 1, 2, 3
 """Streams: blocks of one never serve another."""
@@ -43,7 +43,7 @@ class Units:
     @property
     def gathers(self) -> bool:
         """Weights are sharded too; ZeRO-2 only reduces gradients to their owner."""
-        return self.r.sharding in SHARDED
+        return self.r.placement.gathers
 
     def start(self) -> None:
         """Gather the root unit: embeddings, final norm and head, until the backward ends."""
