@@ -18,13 +18,13 @@ COMMUNICATION_BYTES = 800 * 1024**2
 
 
 class Reserved(NamedTuple):
-    """torch.cuda.max_memory_reserved."""
+    """torch.cuda.max_memory_reserved of a replay, and what a card must have for it."""
 
-    low: int
-    """Tensors alive at the peak: no allocator holds less."""
+    needed: int
+    """The least capacity on which the run's requests all succeed, unused segments given back."""
     typical: int
     """On this card: unused blocks are given back when it is full."""
-    high: int
+    most: int
     """On a card with room: nothing is ever given back."""
 
 
@@ -41,12 +41,12 @@ def reserved(
         return Reserved(peak, peak, peak)
     workspace, resident = _bytes(phases, "loss", "overhead"), _bytes(phases, "forward", "engine")
     free = _replayed(model, r, workspace, resident, lengths, None)
-    high = typical = max(peak, free.reserved_bytes)
-    if high > capacity_bytes:
+    most = typical = max(peak, free.reserved_bytes)
+    if most > capacity_bytes:
         pressed = _replayed(model, r, workspace, resident, lengths, capacity_bytes)
         if not pressed.full:
             typical = max(peak, pressed.reserved_bytes)
-    return Reserved(peak, typical, high)
+    return Reserved(max(peak, free.needed_bytes), typical, most)
 
 
 _PLAYED: dict[tuple[object, ...], tuple[ModelSpec, Replayed]] = {}

@@ -9,7 +9,7 @@ fitted: data/calibration/ratios.csv holds the ratios with the ids of their rows,
 
 import csv
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -99,16 +99,16 @@ def distribution(quantity: str, kind: str, family: str) -> Distribution:
     return choose(ratios(), quantity, kind, family)
 
 
-def choose(rows: Iterable[Ratio], quantity: str, kind: str, family: str) -> Distribution:
+def choose(rows: Sequence[Ratio], quantity: str, kind: str, family: str) -> Distribution:
     """Return the nearest group of `rows` with enough runs of enough sources.
 
     Nearest first: the family's runs of this kind, runs of this kind, all runs. A family without any
     row was never measured: each source then weighs the same, since how far a framework that nobody
     read can be off is seen between sources.
     """
+    known = any(row.family == family for row in rows)
     chosen = [row for row in rows if row.quantity == quantity]
     same = [row for row in chosen if row.kind == kind]
-    known = any(row.family == family for row in chosen)
     if not known:
         return _weighed(chosen, f"{family} was never measured: all sources alike", share=1)
     for group, words in (

@@ -84,7 +84,7 @@ def combination(
                 result = plan(model, changed, machine)
             except VramwiseError:
                 continue
-            if not result.fits:
+            if not (result.tensors_fit and result.fits):
                 continue
             price = sum(change.rank + 10 * change.changes_objective for change in group)
             if best is None or (price, result.peak_bytes) < best[:2]:
@@ -122,7 +122,7 @@ def _made(
 
 def _tensors_fit(made: Callable[[int], Plan | None], count: int) -> bool:
     result = made(count)
-    return result is not None and result.fits
+    return result is not None and result.tensors_fit
 
 
 def _fits_safely(made: Callable[[int], Plan | None], count: int) -> bool:

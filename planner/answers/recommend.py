@@ -123,7 +123,7 @@ def _best(
 
 
 def _tensors_fit(result: Plan) -> bool:
-    return result.fits
+    return result.tensors_fit
 
 
 def _fits_safely(result: Plan) -> bool:
@@ -135,4 +135,4 @@ def _try(model: ModelSpec, recipe: Recipe, machine: Machine) -> Plan | None:
         result = plan(model, recipe, machine)
     except VramwiseError:
         return None
-    return result if result.fits else None
+    return result if result.tensors_fit else None
