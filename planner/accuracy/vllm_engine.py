@@ -96,6 +96,8 @@ def run_of(row: Row) -> Run:
     text, left = row["model"], []
     if "offload" in row["notes"]:
         raise NotCovered("weights are offloaded to the host by cpu_offload_gb")
+    if re.search(r"\bdcp\b|decode.context", f"{text} {row['notes']}".lower()):
+        raise NotCovered("decode context parallelism divides the cache by another rule")
     origin = f"{text} {row['source']} {row['framework']} {row['source_title']}".lower()
     unsloth = "unsloth" in origin
     scheme = _scheme(row, text)
@@ -171,7 +173,7 @@ def _version(row: Row) -> str:
     """Return the release, "" when the row does not say."""
     text = row["vllm_version"]
     dated = re.search(r"dev (\d{4}-\d{2}-\d{2})", text)
-    if "before 0.6.5" in text:
+    if "before 0.6.5" in text or "PR #10511" in row["source_title"]:
         return "0.6.4"
     if dated and not re.match(r"0\.", text):
         return next((version for until, version in _RELEASES if dated[1] < until), "0.8")
@@ -192,7 +194,7 @@ def _framework(row: Row, version: str, *, unsloth: bool) -> str:
         return "vllm-0.8-v0"
     if row["engine"] == "V1" and minor < [0, 8]:
         return "vllm-0.8"
-    return f"vllm=={version}"
+    return f"vllm~{version}"
 
 
 _LAWS_TRIED = ("vllm-0.8", "vllm-0.10", "vllm-0.17", "vllm-0.21", "vllm")

@@ -135,10 +135,14 @@ def _counted(name: str, read: Callable[[VllmKv], float]) -> Callable[[Row, Run],
             value = read(_cut(run, logged))
             # the pool is printed with two decimals
             return Prediction(f"log_{name}", value, 0.99 * value, 1.01 * value)
+        pool = _figure(name, run, lambda s: _pool_range(run, s))
         result = run.planned()
-        pools = [kv_pool(run.model, result.resolved, size) for size in _serving(result).kv]
-        low, typical, high = (read(pool) if pool else 0.0 for pool in pools)
-        return Prediction(_named(name, run, card=True), typical, low, high, result)
+        pools = (
+            kv_pool(run.model, result.resolved, int(size))
+            for size in (pool.low, pool.value, pool.high)
+        )
+        low, typical, high = (read(found) if found else 0.0 for found in pools)
+        return Prediction(pool.quantity, typical, low, high, result)
 
     return law
 

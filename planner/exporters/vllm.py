@@ -24,6 +24,12 @@ def export(run: RunFile, *, version: str | None = None) -> Exported:
     put("--max-num-seqs", engine.max_num_seqs)
     put("--max-num-batched-tokens", engine.max_num_batched_tokens)
     put("--tensor-parallel-size", engine.tensor_parallel if engine.tensor_parallel > 1 else None)
+    put(
+        "--pipeline-parallel-size",
+        engine.pipeline_parallel if engine.pipeline_parallel > 1 else None,
+    )
+    put("--max-loras", engine.max_loras)
+    put("--max-lora-rank", engine.max_lora_rank)
     put("--dtype", DTYPES.get(recipe.dtype or ""))
     put("--kv-cache-dtype", "fp8" if engine.kv_dtype and "fp8" in engine.kv_dtype else None)
     put("--kv-cache-memory-bytes", engine.kv_bytes)
@@ -35,6 +41,10 @@ def export(run: RunFile, *, version: str | None = None) -> Exported:
         words += [key, str(value)]
     if engine.cuda_graphs is False:
         words.append("--enforce-eager")
+    if engine.expert_parallel:
+        words.append("--enable-expert-parallel")
+    if engine.max_loras or engine.max_lora_rank:
+        words.append("--enable-lora")
     line = shlex.join(words)
     return Exported(
         tool="vllm",

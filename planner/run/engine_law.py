@@ -33,6 +33,9 @@ class BatchDefaults(Section):
 class EngineLaw(Section):
     """What one range of vLLM releases does with memory."""
 
+    before_ampere: str = ""
+    """The law that runs instead on cards of compute capability below 8 (V1 falls back to V0)."""
+
     # batches
     batches: tuple[BatchDefaults, ...] = (
         BatchDefaults(from_gib=160, served_tokens=16384, offline_tokens=16384, sequences=1024),

@@ -129,7 +129,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
 
     Raises UsageError for contradictions, UnsupportedError for what the model cannot express.
     """
-    framework = pick(recipe.framework)
+    framework = _on_card(pick(recipe.framework), machine)
     switches = framework.switches_of(recipe.task.value)
     task = recipe.task
     defaults = framework.task_defaults(task.value)
@@ -298,6 +298,18 @@ def _engine_fields(
         "expert_parallel": section.expert_parallel,
         **_adapter_slots(recipe),
     }
+
+
+def _on_card(framework: Framework, machine: Machine) -> Framework:
+    """Return the law that runs on this card: some releases have another engine for old ones."""
+    major = machine.gpu.compute_capability.partition(".")[0] if machine.gpu else ""
+    fallback = framework.engine.before_ampere
+    older = major.isdigit() and int(major) < AMPERE
+    return pick(fallback) if fallback and older else framework
+
+
+AMPERE = 8
+"""Compute capability of the first Ampere cards."""
 
 
 def _adapter_slots(recipe: Recipe) -> dict[str, int]:

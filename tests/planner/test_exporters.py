@@ -179,3 +179,22 @@ def test_an_export_is_of_the_version_that_was_planned(
     back = import_config(exported.text).run.recipe
     assert back.loss == loss
     assert pick(back.framework).name == pick(framework).name or framework == "vramwise"
+
+
+def test_vllm_ranks_and_adapter_slots_come_back() -> None:
+    line = (
+        "vllm serve mistralai/Mixtral-8x7B-v0.1 --max-model-len 4096 --tensor-parallel-size 2 "
+        "--pipeline-parallel-size 2 --enable-expert-parallel --enable-lora --max-loras 3 "
+        "--max-lora-rank 32"
+    )
+    first = import_config(line + "\n").run
+    again = import_config(export_run(first, "vllm").command + "\n").run
+    engine = again.recipe.engine
+    assert (engine.tensor_parallel, engine.pipeline_parallel, engine.expert_parallel) == (
+        2,
+        2,
+        True,
+    )
+    assert (engine.max_loras, engine.max_lora_rank) == (3, 32)
+    assert again.recipe == first.recipe
+    assert again.machine.gpus == 4

@@ -363,7 +363,8 @@ def test_what_is_outside_torch():
     assert communicators(h100, 2) == constant("communicators_nvlink_bytes")
     assert communicators(h100, 1).typical == 0
     # everything outside torch, the context too, in 0.8's V1
-    assert outside("vllm==0.8.5", t4) == t4.context_bytes + communicators(t4, 2).typical
+    l4 = make_machine("l4", gpus=2)
+    assert outside("vllm==0.8.5", l4) == l4.context_bytes + communicators(l4, 2).typical
 
 
 @pytest.mark.parametrize(
@@ -485,6 +486,16 @@ def test_a_plan_says_what_it_serves():
 )
 def test_every_release_has_one_law(version: str, law: str):
     assert pick("vllm", version).name == law
+
+
+def test_old_cards_run_the_older_engine():
+    def law(version: str, card: str) -> str:
+        recipe = make_recipe(task="serve", framework=f"vllm=={version}", context=2048)
+        return resolve(catalogue_model("llama-3.2-1b"), recipe, make_machine(card)).framework.name
+
+    assert law("0.8.5", "t4") == law("0.9.2", "t4") == "vllm-0.8-v0"
+    assert law("0.8.5", "l4") == "vllm-0.8"
+    assert law("0.10.2", "t4") == "vllm-0.10"
 
 
 def test_default_utilisation_by_release():
