@@ -3,7 +3,10 @@
 import pytest
 
 from planner.doctor.budget import Budget, foreign_bytes, read_budget
+from planner.doctor.context import read_context
 from planner.doctor.scan import scan
+from planner.doctor.serving import serving_report
+from planner.doctor.vllm_log import VllmLog, read_vllm_line
 from planner.units import GiB, MiB
 
 
@@ -91,3 +94,28 @@ def test_the_old_forms_unused_memory_is_a_difference() -> None:
 def test_a_process_holds_no_less_than_its_tensors() -> None:
     found = read("4.00 GiB", "1.00 GiB", "57.00 GiB", "50.00 GiB", "8.00 GiB")
     assert found.context_bytes == 0
+
+
+ENGINE = """\
+Initializing a V1 LLM engine (v0.10.0) with config: model='meta-llama/Llama-3.1-8B-Instruct', max_seq_len=8192
+Model loading took 14.9596 GiB and 3.2 seconds
+Available KV cache memory: 40.00 GiB
+Maximum concurrency for 8,192 tokens per request: {concurrency}x
+"""
+
+
+def advice(concurrency: str) -> tuple[str, ...]:
+    """Return the advice on 40 GiB of pool: 327,680 tokens of 131,072 B, 40 requests of 8,192."""
+    text = ENGINE.format(concurrency=concurrency)
+    log = VllmLog()
+    for line in text.splitlines():
+        log = read_vllm_line(log, line)
+    found = serving_report(log, read_context(text, gpu="h100"))
+    assert found is not None
+    return found.advice
+
+
+def test_a_printed_concurrency_within_two_percent_is_the_same() -> None:
+    assert "327,680 tokens of KV cache hold 40.00 requests of 8,192 tokens" in advice("40.00")
+    for printed, other in (("39.30", False), ("40.70", False), ("39.00", True), ("41.00", True)):
+        assert any("the log says" in line for line in advice(printed)) is other

@@ -6,6 +6,7 @@ all in 16 bit: 221,184 + 896 + 2 x 131,072 = 484,224. One adapter slot of rank 8
 One step of 8,192 tokens: attention's output 64, residuals 128, gate, up and product 384: 576 x 2 B each.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from planner.plan import Plan
 from planner.run.resolve import Resolved
 from planner.terms.engine import capture_sizes, engine_costs, kv_sequence_bytes
 from planner.terms.vllm_blocks import VllmKv
+from planner.terms.vllm_weights import vllm_weights
 from planner.units import GiB
 from tests.planner.toys import CUBLAS, LLAMA, choices, gpus, host, planned, terms
 
@@ -192,3 +194,9 @@ def test_tokens_of_a_pool_counted_both_ways() -> None:
         prints="groups",
     )
     assert one.concurrency == 16.0  # 1,600 tokens of 100
+
+
+def test_image_positions_make_the_rotary_table_four_times_as_long() -> None:
+    images = replace(LLAMA, model_type="qwen2_5_vl")
+    r = choices(images, task="serve", framework="vllm")
+    assert vllm_weights(images, r).rotary == 4 * 4_096 * 16 * 2
