@@ -345,7 +345,7 @@ def _run_child(mutant: Mutant, tests: list[str], answer: Path) -> None:
 
         first = FirstFailure()
         options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "pytest_timeout"]
-        options += ["--noconftest"]
+        options += ["--noconftest", "--assert=plain"]
         name = next(test for file, test in TELLING if mutant.file.startswith(file))
         telling = [test for test in tests if Path(test).stem == name]
         rest = [test for test in tests if test not in telling]

@@ -11,14 +11,16 @@ from typing import Any
 
 import pytest
 
+from planner.families import model_spec_from_config
 from planner.machines.machine import make_machine
 from planner.plan import Plan
 from planner.run.resolve import Resolved
 from planner.terms.engine import capture_sizes, engine_costs, kv_sequence_bytes
 from planner.terms.vllm_blocks import VllmKv
+from planner.terms.vllm_profile import layer_width, profile
 from planner.terms.vllm_weights import vllm_weights
 from planner.units import GiB
-from tests.planner.toys import CUBLAS, LLAMA, choices, gpus, host, planned, terms
+from tests.planner.toys import CONFIG, CUBLAS, LLAMA, choices, gpus, host, planned, terms
 
 COPY, SLOT, STEP = 484_224, 83_200, 8_192 * 576 * 2
 KERNELS = 85_899_346
@@ -200,3 +202,26 @@ def test_image_positions_make_the_rotary_table_four_times_as_long() -> None:
     images = replace(LLAMA, model_type="qwen2_5_vl")
     r = choices(images, task="serve", framework="vllm")
     assert vllm_weights(images, r).rotary == 4 * 4_096 * 16 * 2
+
+
+def test_a_narrow_mlp_leaves_attention_the_widest() -> None:
+    thin = model_spec_from_config({**CONFIG, "intermediate_size": 32})
+    layer = thin.layers[0]
+    # hidden, residual and output 3 x 64; q, k and v 128 and the context 64
+    r = choices(thin, task="serve", framework="vllm")
+    assert layer_width(thin, layer, r) == 192 + 192
+    halved = choices(thin, gpus(2), task="serve", framework="vllm", engine={"tensor_parallel": 2})
+    assert layer_width(thin, layer, halved) == 192 + 96
+
+
+def test_rows_of_the_sampler() -> None:
+    # 0.32: 16-bit logits alone and their rows' hidden states; many rows outgrow the layers
+    engine = {"max_num_seqs": 4096, "max_num_batched_tokens": 8192, "cuda_graphs": False}
+    r = choices(task="serve", framework="vllm==0.10.2", engine=engine)
+    found = profile(LLAMA, r)
+    # 38 B a logit; all tokens' hidden states stay, and those of the rows
+    assert found.sampler == 4096 * 1000 * 38 + (8192 + 4096) * 64 * 2
+    assert found.layers == STEP
+    assert found.peak == found.sampler
+    few = profile(LLAMA, replace(r, max_num_seqs=10_000, max_num_batched_tokens=512))
+    assert few.logits == 512 * 1000  # no more rows than tokens
