@@ -265,13 +265,15 @@ def _engine_fields(
     section, serves, law = recipe.engine, recipe.task is Task.SERVE, framework.engine
     defaults = framework.task_defaults(recipe.task.value)
     wide = dtype == "fp32" and engine is EngineKind.TRANSFORMERS
-    tokens, sequences = law.batch(
-        vram_bytes=machine.vram_bytes,
-        name=machine.gpu.name if machine.gpu else "",
-        offline=section.offline,
-        max_len=recipe.context or sum(_lengths(recipe, defaults, [])),
-        multimodal=bool(model.towers),
-    )
+    tokens = sequences = 0
+    if serves:
+        tokens, sequences = law.batch(
+            vram_bytes=machine.vram_bytes,
+            name=machine.gpu.name if machine.gpu else "",
+            offline=section.offline,
+            max_len=recipe.context or sum(_lengths(recipe, defaults, [])),
+            multimodal=bool(model.towers),
+        )
     fallbacks = {
         "max_num_seqs": 0 if law.sequences_by_room else sequences if serves else most,
         "max_num_batched_tokens": tokens if serves else 8192,

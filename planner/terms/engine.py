@@ -19,7 +19,7 @@ from planner.terms.kv_cache import rollout_sequences, sequence_bytes
 from planner.terms.overhead import workspace
 from planner.terms.term import Term
 from planner.terms.vllm_blocks import VllmKv, kv_ranks, vllm_kv
-from planner.terms.vllm_profile import Profile, layer_width, profile
+from planner.terms.vllm_profile import Profile, profile, widest_layer
 from planner.terms.vllm_weights import SLOT_RANKS, adapter_slot_bytes, vllm_weights
 from planner.units import format_bytes
 
@@ -107,7 +107,9 @@ def copy_bytes(model: ModelSpec, r: Resolved) -> int:
     """Return the engine's own weights on this GPU; 0 when they are shared or elsewhere."""
     if r.engine is not EngineKind.VLLM_PUSH or r.task is not Task.GRPO:
         return 0
-    return vllm_weights(model, r).modules
+    # vLLM loads fp32 checkpoints in 16 bit
+    served = replace(r, dtype="bf16") if r.dtype == "fp32" else r
+    return vllm_weights(model, served).modules
 
 
 def lora_slot_bytes(model: ModelSpec, r: Resolved) -> int:
@@ -141,8 +143,7 @@ def captured(model: ModelSpec, r: Resolved) -> Measured:
     pieces = (layers + 1) * len(sizes) if law.piecewise else layers * len(sizes)
     quantized = r.quantization in ("nf4", "fp4")
     nodes = graphs(piecewise=law.piecewise, quantized=quantized, pieces=pieces)
-    widest = max((layer_width(model, layer, r) for layer in model.layers), default=0)
-    shared = int(2 * sizes[-1] * widest)
+    shared = int(2 * sizes[-1] * widest_layer(model, r))
     return Measured(*(size + shared for size in nodes))
 
 

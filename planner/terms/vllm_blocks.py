@@ -82,6 +82,9 @@ class VllmKv:
         return self.blocks_per_sequence * self.bytes_per_block
 
 
+_STORE: dict[tuple[int, object], tuple[ModelSpec, tuple[int, list[tuple[Page, int]]]]] = {}
+
+
 def vllm_kv(
     model: ModelSpec,
     *,
@@ -103,11 +106,17 @@ def vllm_kv(
     `prefix_caching`: recurrent layers then keep states at block ends beside the running one.
     Raises UsageError when not even one sequence fits or the model keeps no cache.
     """
-    model = _as_paged(model, law)
-    pages = _pages(model, kv_dtype, block_size, kernel_block, prefix_caching)
-    if not pages:
-        raise UsageError(f"{model.name}: keeps no KV cache, so vLLM reports no tokens")
-    bytes_per_block, groups = _groups(pages)
+    key = (
+        *(kv_dtype, block_size, kernel_block, prefix_caching),
+        *(law.hybrid_groups, law.expands_multi_query),
+    )
+    stored = _STORE.get((id(model), key))
+    if stored is None:
+        pages = _pages(_as_paged(model, law), kv_dtype, block_size, kernel_block, prefix_caching)
+        if not pages:
+            raise UsageError(f"{model.name}: keeps no KV cache, so vLLM reports no tokens")
+        stored = _STORE[id(model), key] = (model, _groups(pages))
+    bytes_per_block, groups = stored[1]
     padded = _latent_padding(model, law.latent_row)
     share = kv_ranks(model, ranks) * stages
     per_sequence = sum(

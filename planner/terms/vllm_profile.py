@@ -47,7 +47,7 @@ def profile(model: ModelSpec, r: Resolved) -> Profile:
     """Return what the profile run allocates beside the weights."""
     law, width = r.framework.engine, element_bytes(r.dtype)
     tokens, rows = r.max_num_batched_tokens, min(r.max_num_seqs, r.max_num_batched_tokens)
-    each = max((layer_width(model, layer, r) for layer in model.layers), default=0) * width
+    each = widest_layer(model, r) * width
     scratch = max((_latent_context(layer, r) for layer in model.layers), default=0)
     layers = max(tokens * each, scratch * width)
     layers += dequantised_bytes(model, r)
@@ -102,6 +102,22 @@ def sampler_buffers(r: Resolved, rows: int, vocab: int) -> tuple[tuple[str, int]
         ("radix sort's other keys", 4),
         ("radix sort's other indices", 8),
     )
+
+
+_STORE: dict[tuple[int, object], tuple[ModelSpec, float]] = {}
+
+
+def widest_layer(model: ModelSpec, r: Resolved) -> float:
+    """Return elements a token alive at the largest layer's largest moment."""
+    key = (
+        *(r.dtype, r.quantization, r.framework.name, r.max_num_batched_tokens),
+        *(r.tensor_parallel, r.expert_parallel),
+    )
+    stored = _STORE.get((id(model), key))
+    if stored is None:
+        widest = max((layer_width(model, layer, r) for layer in model.layers), default=0.0)
+        stored = _STORE[id(model), key] = (model, widest)
+    return stored[1]
 
 
 def layer_width(model: ModelSpec, layer: LayerSpec, r: Resolved) -> float:

@@ -57,8 +57,23 @@ class VllmWeights(NamedTuple):
         return sum(self)
 
 
+_STORE: dict[tuple[int, object], tuple[ModelSpec, VllmWeights]] = {}
+
+
 def vllm_weights(model: ModelSpec, r: Resolved) -> VllmWeights:
     """Return what one rank holds after loading."""
+    key = (
+        *(r.dtype, r.quantization, r.double_quant, r.framework.name),
+        *(r.tensor_parallel, r.pipeline_parallel, r.expert_parallel),
+        *(r.max_loras, r.max_lora_rank),
+    )
+    stored = _STORE.get((id(model), key))
+    if stored is None:
+        stored = _STORE[id(model), key] = (model, _loaded(model, r))
+    return stored[1]
+
+
+def _loaded(model: ModelSpec, r: Resolved) -> VllmWeights:
     ranks = r.tensor_parallel
     if r.quantization in GGUF_BYTES:
         modules = int(model.parameters * GGUF_BYTES[r.quantization]) // (

@@ -190,6 +190,20 @@ def test_the_bytes_of_a_grpo_logit_by_release_of_trl() -> None:
         assert sum(width(dtype, 2) for _, dtype in law.backward) == size, version
 
 
+@pytest.mark.parametrize(("dtype", "head_copy"), [("bf16", 4), ("fp32", 0)])
+def test_sft_of_trl_1_9_takes_chunks_and_an_fp32_copy_of_the_head(
+    dtype: str, head_copy: int
+) -> None:
+    # trl 1.9's _chunked_cross_entropy_loss on a CPU, frozen head: 163 MiB for 256 x 32,768 logits in
+    # bf16 with 256 x 32,768 x 4 B for the head, 132 MiB without it in fp32: 16 B a logit of a chunk
+    recipe = make_recipe(framework="trl==1.9", dtype=dtype, mixed_precision="none", context=2048)
+    result = plan(MODEL, recipe, CARD)
+    head = next(term.bytes for term in result.phase("loss").terms if term.name == "logits")
+    rows, width_bytes = 8 * 2048, {"bf16": 2, "fp32": 4}[dtype]
+    kept = rows * MODEL.hidden * 2 * width_bytes
+    assert head == 256 * MODEL.vocab * 16 + MODEL.vocab * MODEL.hidden * head_copy + kept
+
+
 def test_what_changed_between_releases_of_trl() -> None:
     def setting(version: str, task: str, key: str) -> Any:
         return pick("trl", version).task_defaults(task).get(key)
