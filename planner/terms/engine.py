@@ -12,7 +12,8 @@ from planner.errors import UsageError
 from planner.machines.machine import Machine
 from planner.machines.vllm_overheads import NOTHING as FREE
 from planner.machines.vllm_overheads import Measured, communicators, graphs, kernels, spread
-from planner.models.spec import MixerKind, ModelSpec
+from planner.mixers.registry import mixer_of
+from planner.models.spec import LayerSpec, ModelSpec
 from planner.run.recipe import EngineKind, Task
 from planner.run.resolve import Resolved
 from planner.terms.kv_cache import rollout_sequences, sequence_bytes
@@ -166,10 +167,15 @@ def kv_pool(model: ModelSpec, r: Resolved, kv_bytes: int) -> VllmKv | None:
         return None
 
 
+def _paged_plainly(layer: LayerSpec) -> bool:
+    """Return whether the layer has a page for every token and no group of its own."""
+    mixer = mixer_of(layer.mixer)
+    return mixer.cache.token(layer.mixer, 1) > 0 and not mixer.pages.own_group
+
+
 def kv_sequence_bytes(model: ModelSpec, r: Resolved) -> int:
     """Return what vLLM reserves for one sequence of the full length on one GPU."""
-    kinds = {layer.mixer.kind for layer in model.layers}
-    if kinds <= {MixerKind.FULL, MixerKind.MLA}:
+    if all(_paged_plainly(layer) for layer in model.layers):
         each = sequence_bytes(model, r.seq_tokens, r.kv_dtype, block=r.block_size)
         return each // (kv_ranks(model, r.tensor_parallel) * r.pipeline_parallel)
     pool = kv_pool(model, r, 0)

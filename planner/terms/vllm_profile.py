@@ -10,7 +10,7 @@ logit is the slope of the table in unsloth_zoo/vllm_utils.py (1.45 to 11.11 GiB,
 from typing import NamedTuple
 
 from planner.dtypes import element_bytes
-from planner.models.spec import LayerSpec, MixerKind, MlpKind, ModelSpec, ModuleKind
+from planner.models.spec import LayerSpec, MlpKind, ModelSpec, ModuleKind
 from planner.run.resolve import Resolved
 from planner.terms.term import Term
 from planner.terms.vllm_weights import INPUT_SPLIT, LINEARS
@@ -171,7 +171,7 @@ def _mlp_width(model: ModelSpec, layer: LayerSpec, r: Resolved) -> float:
 def _latent_context(layer: LayerSpec, r: Resolved) -> float:
     """Return elements of MLA's up-projected context, which the profile makes once."""
     mixer, law = layer.mixer, r.framework.engine
-    if mixer.kind is not MixerKind.MLA or not law.latent_context_tokens:
+    if not mixer.kv_lora_rank or not law.latent_context_tokens:
         return 0
     tokens = min(law.latent_context_tokens, LATENT_CONTEXT_REQUESTS * r.seq_tokens)
     heads = mixer.num_heads / r.tensor_parallel
