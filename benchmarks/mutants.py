@@ -48,6 +48,7 @@ FAST_TESTS = (
     "tests/planner/test_hand_terms.py",
     "tests/planner/test_hand_logits.py",
     "tests/planner/test_hand_ops.py",
+    "tests/planner/test_hand_trace.py",
     "tests/planner/test_hand_layers.py",
     "tests/planner/test_hand_moments.py",
     "tests/planner/test_hand_phases.py",
@@ -88,7 +89,7 @@ TELLING = (
     ("planner/layer/program", "test_hand_ops"),
     ("planner/layer/tape", "test_tape"),
     ("planner/layer", "test_hand_layers"),
-    ("planner/mixers", "test_hand_layers"),
+    ("planner/mixers", "test_hand_trace"),
     ("planner/reserved", "test_reserved"),
     ("planner", "test_hand_phases"),
 )

@@ -119,3 +119,27 @@ def test_a_printed_concurrency_within_two_percent_is_the_same() -> None:
     assert "327,680 tokens of KV cache hold 40.00 requests of 8,192 tokens" in advice("40.00")
     for printed, other in (("39.30", False), ("40.70", False), ("39.00", True), ("41.00", True)):
         assert any("the log says" in line for line in advice(printed)) is other
+
+
+def requests(pool: str) -> tuple[tuple[int, int], ...]:
+    """Return how many requests of which length a pool holds at once."""
+    text = ENGINE.format(concurrency="1.00").replace("40.00 GiB", pool)
+    log = VllmLog()
+    for line in text.splitlines():
+        log = read_vllm_line(log, line)
+    found = serving_report(log, read_context(text, gpu="h100"))
+    assert found is not None
+    return found.requests
+
+
+def test_requests_of_every_length() -> None:
+    # 131,072 B a token: 0.5 GiB are 4,096 tokens, 40 GiB 327,680
+    assert requests("0.50 GiB") == ((1_024, 4), (2_048, 2), (4_096, 1))
+    assert requests("40.00 GiB") == (
+        (8_192, 40),
+        (16_384, 20),
+        (32_768, 10),
+        (65_536, 5),
+        (131_072, 2),
+        (262_144, 1),
+    )
