@@ -3,9 +3,9 @@
 PLANTED: tuple[tuple[str, str, str, str], ...] = (
     (
         "DDP has no buckets",
-        "planner/terms/gradients.py",
-        "copies = 2 if r.sharding",
-        "copies = 1 if r.sharding",
+        "planner/run/placement.py",
+        "gradient_copies=2 if sharding",
+        "gradient_copies=1 if sharding",
     ),
     (
         "Adafactor is free",

@@ -8,7 +8,7 @@ from planner.models.spec import ModelSpec
 from planner.phases import Phase, budget
 from planner.reserved import communication_bytes, reserved
 from planner.run.framework import planned_as, spelled
-from planner.run.recipe import Recipe, Sharding, Task
+from planner.run.recipe import Recipe, Task
 from planner.run.resolve import Resolved, resolve
 from planner.terms.engine import VLLM, Serving
 from planner.terms.term import Term
@@ -208,6 +208,6 @@ def _not_modeled(model: ModelSpec, r: Resolved) -> tuple[str, ...]:
             "compile: the plan is the eager run's; torch.compile fuses operations and keeps less "
             "(torchtune and torchtitan ran at 7 to 15% less)"
         )
-    if r.gpus > 1 and r.sharding is not Sharding.NONE:
+    if r.placement.reduces:
         notes.append("NCCL buffers beyond the 0.8 GiB counted: real use differs by up to 0.5 GiB")
     return tuple(notes)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from planner.dtypes import element_bytes
 from planner.phases import Phase
-from planner.run.recipe import Method, Sharding
+from planner.run.recipe import Method
 from planner.run.resolve import Resolved
 from planner.terms.engine import VLLM
 from planner.terms.logits import scored_rows
@@ -54,7 +54,7 @@ def reserved(phases: Iterable[Phase], r: Resolved, vocab: int, capacity_bytes: i
     gathered = 2 * max(0, backward["weights"] - load["weights"])
     # many small gradients and temporaries are carved out of the head's freed blocks
     shared = min(head, late) // 2 if r.method is Method.FULL else 0
-    if r.method is not Method.FULL and r.sharding is Sharding.FSDP and r.gpus > 1:
+    if r.placement.holds_frozen_inputs:
         # gradients that frozen units hold (terms/activations.py) fit into the head's freed blocks
         shared = min(head, kept, max(0, backward["activations"] - kept))
     total = static + kept + layer + head + late + gathered - shared
@@ -70,7 +70,7 @@ def reserved(phases: Iterable[Phase], r: Resolved, vocab: int, capacity_bytes: i
 
 def communication_bytes(r: Resolved) -> int:
     """Return what collectives need outside torch's pool."""
-    return COMMUNICATION_BYTES if r.gpus > 1 else 0
+    return COMMUNICATION_BYTES if r.placement.ranks > 1 else 0
 
 
 def _sizes(phase: Phase) -> dict[str, int]:

@@ -6,10 +6,12 @@ from typing import Any
 from planner.dtypes import QUANTIZATIONS, TRAIN_DTYPES, normal_dtype
 from planner.errors import UnsupportedError, UsageError
 from planner.machines.machine import Machine
-from planner.models.spec import MixerKind, ModelSpec
+from planner.mixers.registry import mixer_of
+from planner.models.spec import ModelSpec
 from planner.run.framework import fallback_note, pick
 from planner.run.framework_files import Framework
 from planner.run.logits_law import LogitsLaw
+from planner.run.placement import Placement, place
 from planner.run.recipe import (
     Attention,
     Checkpointing,
@@ -105,6 +107,18 @@ class Resolved:
     def tokens(self) -> int:
         """Tokens in one forward pass on one GPU."""
         return self.sequences * self.seq_tokens
+
+    @property
+    def placement(self) -> Placement:
+        """What each rank holds."""
+        return place(
+            self.sharding,
+            self.gpus,
+            method=self.method,
+            quantized=bool(self.quantization),
+            autocast=bool(self.autocast),
+            loads_whole=self.switches.fsdp_loads_full,
+        )
 
     @property
     def compute_dtype(self) -> str:
@@ -204,20 +218,15 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
 
 OWN_LINEAR = frozenset({"falcon"})
 """Families whose linears are a subclass: integrations/bitsandbytes.py compares the exact type."""
-RECURRENT_KERNELS = {
-    MixerKind.MAMBA: "mamba-ssm and causal-conv1d",
-    MixerKind.LINEAR: "flash-linear-attention and causal-conv1d",
-}
 
 
 def _kernel_notes(model: ModelSpec) -> list[str]:
     """Return what the plan takes for granted of recurrent layers, and which way it errs if not."""
-    kinds = {mixer.kind for layer in model.layers for mixer in layer.mixers}
+    assumed = {mixer_of(mixer).assumes for layer in model.layers for mixer in layer.mixers}
     return [
         f"recurrent layers run with the fused kernels of {packages}; without them the reference "
         "code keeps several times the activations, and this plan is too low"
-        for kind, packages in RECURRENT_KERNELS.items()
-        if kind in kinds
+        for packages in sorted(assumed - {""}, reverse=True)
     ]
 
 
@@ -265,13 +274,15 @@ def _engine_fields(
     section, serves, law = recipe.engine, recipe.task is Task.SERVE, framework.engine
     defaults = framework.task_defaults(recipe.task.value)
     wide = dtype == "fp32" and engine is EngineKind.TRANSFORMERS
-    tokens, sequences = law.batch(
-        vram_bytes=machine.vram_bytes,
-        name=machine.gpu.name if machine.gpu else "",
-        offline=section.offline,
-        max_len=recipe.context or sum(_lengths(recipe, defaults, [])),
-        multimodal=bool(model.towers),
-    )
+    tokens = sequences = 0
+    if serves:
+        tokens, sequences = law.batch(
+            vram_bytes=machine.vram_bytes,
+            name=machine.gpu.name if machine.gpu else "",
+            offline=section.offline,
+            max_len=recipe.context or sum(_lengths(recipe, defaults, [])),
+            multimodal=bool(model.towers),
+        )
     fallbacks = {
         "max_num_seqs": 0 if law.sequences_by_room else sequences if serves else most,
         "max_num_batched_tokens": tokens if serves else 8192,
@@ -443,8 +454,3 @@ def _law(framework: Framework, task: Task, loss: Loss, autocast: str) -> LogitsL
     if autocast and switches.fp32_outputs and loss is Loss.FULL:
         kind = "full-fp32"
     return framework.law(task.value, kind)
-
-
-def with_gpus(resolved: Resolved, gpus: int) -> Resolved:
-    """Return the same choices on another number of GPUs."""
-    return replace(resolved, gpus=gpus)
