@@ -5,7 +5,7 @@ import pytest
 from planner.doctor.budget import Budget, foreign_bytes, read_budget
 from planner.doctor.context import read_context
 from planner.doctor.scan import scan
-from planner.doctor.serving import serving_report
+from planner.doctor.serving import ServingReport, serving_report
 from planner.doctor.vllm_log import VllmLog, read_vllm_line
 from planner.units import GiB, MiB
 
@@ -121,21 +121,21 @@ def test_a_printed_concurrency_within_two_percent_is_the_same() -> None:
         assert any("the log says" in line for line in advice(printed)) is other
 
 
-def requests(pool: str) -> tuple[tuple[int, int], ...]:
-    """Return how many requests of which length a pool holds at once."""
+def report(pool: str) -> ServingReport:
+    """Return the report on an engine with this pool."""
     text = ENGINE.format(concurrency="1.00").replace("40.00 GiB", pool)
     log = VllmLog()
     for line in text.splitlines():
         log = read_vllm_line(log, line)
     found = serving_report(log, read_context(text, gpu="h100"))
     assert found is not None
-    return found.requests
+    return found
 
 
 def test_requests_of_every_length() -> None:
     # 131,072 B a token: 0.5 GiB are 4,096 tokens, 40 GiB 327,680
-    assert requests("0.50 GiB") == ((1_024, 4), (2_048, 2), (4_096, 1))
-    assert requests("40.00 GiB") == (
+    assert report("0.50 GiB").requests == ((1_024, 4), (2_048, 2), (4_096, 1))
+    assert report("40.00 GiB").requests == (
         (8_192, 40),
         (16_384, 20),
         (32_768, 10),
@@ -143,3 +143,9 @@ def test_requests_of_every_length() -> None:
         (131_072, 2),
         (262_144, 1),
     )
+
+
+def test_a_pool_below_one_request_names_the_longest_that_starts() -> None:
+    longest = "--max-model-len 4096 is the longest that starts"
+    assert longest in report("0.50 GiB").advice
+    assert not any("longest" in line for line in report("1.00 GiB").advice)  # exactly 8,192

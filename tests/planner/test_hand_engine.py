@@ -18,7 +18,7 @@ from planner.run.resolve import Resolved
 from planner.terms.engine import capture_sizes, engine_costs, kv_sequence_bytes
 from planner.terms.vllm_blocks import VllmKv
 from planner.terms.vllm_profile import layer_width, profile
-from planner.terms.vllm_weights import vllm_weights
+from planner.terms.vllm_weights import quantized, vllm_weights
 from planner.units import GiB
 from tests.planner.toys import CONFIG, CUBLAS, LLAMA, choices, gpus, host, planned, terms
 
@@ -225,3 +225,10 @@ def test_rows_of_the_sampler() -> None:
     assert found.peak == found.sampler
     few = profile(LLAMA, replace(r, max_num_seqs=10_000, max_num_batched_tokens=512))
     assert few.logits == 512 * 1000  # no more rows than tokens
+
+
+def test_vectors_are_never_stored_quantised() -> None:
+    r = choices(task="serve", framework="vllm", quantization="fp8")
+    q = LLAMA.layers[0].modules[0]
+    assert quantized(LLAMA, q, (64, 64), r)
+    assert not quantized(LLAMA, q, (64,), r)
