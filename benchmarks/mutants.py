@@ -64,6 +64,7 @@ FAST_TESTS = (
     "tests/planner/test_placement.py",
     "tests/planner/test_mixers.py",
     "tests/planner/test_allocator.py",
+    "tests/planner/test_hand_allocator.py",
     "tests/planner/test_hand_doctor.py",
     "tests/planner/test_tape.py",
     "tests/planner/test_reserved.py",

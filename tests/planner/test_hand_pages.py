@@ -11,8 +11,8 @@ from tests.planner.toys import LLAMA
 
 HEADS = {"kind": MixerKind.FULL, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 """128 B a token in 16 bit: a page of 16 tokens is 2,048 B."""
-SLIDING = {**HEADS, "kind": MixerKind.SLIDING, "window": 100}
-CHUNKED = {**HEADS, "kind": MixerKind.CHUNKED, "window": 100}
+SLIDING = {**HEADS, "kind": MixerKind.SLIDING, "window": 105}
+CHUNKED = {**HEADS, "kind": MixerKind.CHUNKED, "window": 104}
 MAMBA = {"kind": MixerKind.MAMBA, "state_shapes": ((128, 3), (8, 16, 16))}
 """384 + 2,048 elements: 4,864 B of state."""
 LINEAR = {"kind": MixerKind.LINEAR, "state_shapes": ((128, 3), (8, 16, 16))}
@@ -34,8 +34,8 @@ def cut(*kinds: tuple[int, dict[str, Any]], **options: Any) -> VllmKv:
 
 
 FULL_BLOCKS = 63  # 1,000 / 16
-WINDOW_BLOCKS = 20  # 99 + 200 = 299 tokens are 19, and one that both ends touch
-CHUNK_BLOCKS = 19  # 100 + 200
+WINDOW_BLOCKS = 20  # 104 + 200 tokens are 19, and one that both ends touch
+CHUNK_BLOCKS = 19  # 104 + 200
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_window_longer_than_the_request() -> None:
 def test_smaller_pages_hold_more_tokens() -> None:
     one = {**SLIDING, "num_kv_heads": 1}  # 64 B a token
     found = cut((2, one), (2, HEADS))
-    # made 2,048 B by 32 tokens: 299 are 10 blocks, and one
+    # made 2,048 B by 32 tokens: 304 are 10 blocks, and one
     assert found.bytes_per_block == 2 * 2_048
     assert found.blocks_per_sequence == 11 + FULL_BLOCKS
     assert found.block_tokens == 16

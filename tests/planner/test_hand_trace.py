@@ -100,10 +100,10 @@ def test_a_gpt2_layer() -> None:
         {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 1000}
     )
     settings = FULL._replace(norm="layernorm", rope=False, hidden_dropout=True)
-    forward, _ = passes(model, settings)
+    forward, backward = passes(model, settings)
     # norm: statistics, output; q, k, v in one; log-sums, context; projection; mask, dropped out; sum;
     # gelu_new: half, power, its scaled copy, sum, its scaled copy, tanh, 1 + tanh, product
-    gelu = [512, -1024][:1] + [512] * 7
+    gelu = [512] * 8
     assert forward == [
         8,
         128,
@@ -123,6 +123,11 @@ def test_a_gpt2_layer() -> None:
         128,
         128,
     ]
+
+    # dropout's, down's input 512; both factors'; 1 + tanh's copy, tanh's, sum's: x and the cube's; the cube's
+    # copy; the cube's x with two temporaries, added in place; the half's x, added in place; the input; the norm's
+    gelu_back = [512, 512, 512, 512, 512, 512, 512, 512, 512, -1024, 512]
+    assert backward[:13] == [128, 512, *gelu_back]
 
 
 def test_a_mixtral_layer() -> None:

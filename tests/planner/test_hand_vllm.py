@@ -189,3 +189,12 @@ def test_fp16_bitsandbytes_copies_its_result() -> None:
     plain = layer_width(LLAMA, layer, served(quantization="nf4"))
     fp16 = layer_width(LLAMA, layer, served(quantization="nf4", dtype="fp16"))
     assert (plain, fp16) == (192 + 3 * 128, 192 + 4 * 128)
+
+
+def test_a_routers_correction_is_fp32_on_every_rank() -> None:
+    bias = ModuleSpec(name="mlp.gate.correction", kind=ModuleKind.BUFFER, shapes=((4,),))
+    layer = replace(LLAMA.layers[0], modules=(*LLAMA.layers[0].modules, bias))
+    model = replace(LLAMA, layers=(layer,))
+    for ranks in (1, 2):
+        plain = vllm_weights(LLAMA, served(ranks=ranks)).modules
+        assert vllm_weights(model, served(model, ranks)).modules == plain + 3 * 16
