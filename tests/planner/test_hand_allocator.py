@@ -3,6 +3,7 @@
 import pytest
 
 from planner.allocator.caching import AllocatorConfig, CachingAllocator
+from planner.errors import UsageError
 from planner.units import MiB
 
 EXPANDABLE = AllocatorConfig(expandable_segments=True)
@@ -112,3 +113,10 @@ def test_garbage_goes_until_enough_is_back() -> None:
     assert device.reserved_bytes == 120 * MiB
     assert device.malloc(60 * MiB) is not None
     assert device.reserved_bytes == 120 * MiB - 40 * MiB + 60 * MiB
+
+
+@pytest.mark.parametrize("text", ["roundup_power2_divisions:0", "roundup_power2_divisions:6"])
+def test_divisions_are_powers_of_two_from_one_on(text: str) -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        AllocatorConfig.parse(text)
+    assert AllocatorConfig.parse("roundup_power2_divisions:1").roundup_power2_divisions == 1
