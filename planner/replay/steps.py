@@ -104,7 +104,8 @@ class Run:
 
     def _buckets(self) -> list[int]:
         """Return DDP's reduction buckets: last tensors first, a small first bucket."""
-        sizes, filled = [], 0
+        sizes: list[int] = []
+        filled = 0
         for numel in reversed(self.trained):
             filled += numel * gradient_width(self.r)
             if filled >= (DDP_BUCKET if sizes else DDP_FIRST_BUCKET):
@@ -155,10 +156,9 @@ class Run:
         self.update.step(grads)
 
     def _embed(self, tokens: int, settings: OpSettings) -> Chunk:
-        chunk = self.player.take(tokens * self.model.hidden * settings.residual)
-        assert chunk is not None
+        chunk = self.player.block(tokens * self.model.hidden * settings.residual)
         if self.model.embedding_scale_copy:
-            scaled = self.player.take(tokens * self.model.hidden * settings.residual)
+            scaled = self.player.block(tokens * self.model.hidden * settings.residual)
             self.player.give(chunk)
             chunk = scaled
         return chunk
@@ -198,9 +198,9 @@ class Run:
         grad = head.run(out, outside, accumulate=accumulate)
         left = player.play(events.backward, tokens, {**kept, events.backward.grad_out: grad})
         grad = left.pop(events.backward.grad_in)
-        last = left.pop(events.forward.x, None)
+        done = left.pop(events.forward.x, None)
         outside.extend(left.values())
-        first = layers.backward(last, grad, grads)
+        first = layers.backward(done, grad, grads)
         player.give(*rotary)
         self._embedding_grad(tokens, outside, accumulate=accumulate)
         player.give(first)
