@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from planner.dtypes import element_bytes
 from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
-from planner.run.recipe import EngineKind, Method, Reference, Sharding, Task
+from planner.run.recipe import EngineKind, Method, Reference, Task
 from planner.run.resolve import Resolved
 from planner.terms.activations import Activations, activations, dequantized
 from planner.terms.adapters import lora
@@ -20,8 +20,6 @@ from planner.terms.term import Term
 from planner.terms.vllm_weights import vllm_weights_term
 from planner.terms.weights import gathered, weights
 
-GATHERED_LAYERS = 1
-"""FSDP holds the running layer; with checkpointing its prefetch comes after the peak."""
 PHASES = ("load", "rollout", "score", "forward", "loss", "backward", "step")
 
 
@@ -68,7 +66,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     acts, head = activations(model, r, r.tokens), logits(model, r)
     fixed = (base, adapter, states.states, space)
     held = grads if r.grad_accum > 1 else Term("gradients", 0)
-    whole, root = gathered(model, r, GATHERED_LAYERS), gathered(model, r, 0)
+    whole, root = gathered(model, r, r.placement.gathered_layers), gathered(model, r, 0)
     running = engine_costs(model, r, machine, base.bytes)
     resident = running.resident
     phases = [_phase("load", base, adapter, _load(model, r, base, space))]
@@ -217,8 +215,9 @@ def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, i
 
 def _load(model: ModelSpec, r: Resolved, base: Term, space: Term) -> Term:
     """Return what loading needs beside the weights: one 16-bit tensor while it is quantised."""
-    if r.switches.fsdp_loads_full and r.sharding is Sharding.FSDP and r.gpus > 1:
-        size = base.bytes * r.gpus + gathered(model, r, 1).bytes
+    here = r.placement
+    if here.loads_whole:
+        size = base.bytes * here.weight_shards + gathered(model, r, here.gathered_layers).bytes
         return Term(
             "overhead",
             size + space.bytes,

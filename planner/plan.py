@@ -4,12 +4,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from planner.interval import interval
 from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
 from planner.phases import Phase, budget
 from planner.reserved import Reserved, communication_bytes, reserved
 from planner.run.framework import planned_as, spelled
-from planner.run.recipe import Recipe, Sharding, Task
+from planner.run.recipe import Recipe, Task
 from planner.run.resolve import Resolved, resolve
 from planner.terms.engine import VLLM, Serving
 from planner.terms.term import Term
@@ -30,6 +31,9 @@ class Plan:
     peak_phase: str
     peak_bytes: int
     """Tensors alive in the largest phase (what torch calls peak allocated)."""
+    low_bytes: int
+    high_bytes: int
+    """Between these the run's need in torch's pool lies, allocator slack included."""
     capacity_bytes: int
     """What torch sees on one GPU, less the CUDA context."""
     host_peak_bytes: int
@@ -51,25 +55,15 @@ class Plan:
         return reserved(self.spec, self.resolved, self.phases, self.capacity_bytes, lengths)
 
     @property
-    def low_bytes(self) -> int:
-        """Tensors alive at the peak: no allocator holds less."""
-        return self.reserved.low
-
-    @property
-    def high_bytes(self) -> int:
-        """What the allocator holds when it never has to give anything back."""
-        return self.reserved.high
-
-    @property
     def reserved_peak_bytes(self) -> int:
-        """torch.cuda.max_memory_reserved on this card."""
-        return self.reserved.typical
+        """Typical torch.cuda.max_memory_reserved on this card."""
+        return self.reserved.on_card
 
     @property
     def device_used_bytes(self) -> int:
         """What nvidia-smi shows: reserved, the CUDA context and communicators."""
         outside = self.machine.context_bytes + communication_bytes(self.resolved)
-        return self.reserved.typical + outside
+        return self.reserved.on_card + outside
 
     @property
     def allocated_peak_bytes(self) -> int:
@@ -83,8 +77,8 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        """fits, tight (the allocator has to give blocks back) or does not fit."""
-        if not self.fits:
+        """fits, tight (only if the allocator wastes little) or does not fit."""
+        if self.problem or self.peak_bytes > self.capacity_bytes or not self.host_fits:
             return "does not fit"
         return "fits" if self.high_bytes <= self.capacity_bytes else "tight"
 
@@ -96,8 +90,8 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """The tensors fit, on the GPU and on the host: true for fits and tight. No replay needed."""
-        return not self.problem and self.peak_bytes <= self.capacity_bytes and self.host_fits
+        """True for fits and tight."""
+        return self.verdict != "does not fit"
 
     @property
     def why(self) -> str:
@@ -151,9 +145,9 @@ class Plan:
             "reserved_peak_bytes": self.reserved_peak_bytes,
             "device_used_bytes": self.device_used_bytes,
             "reserved": {
-                "low_bytes": self.reserved.low,
-                "typical_bytes": self.reserved.typical,
-                "high_bytes": self.reserved.high,
+                "low_bytes": min(self.low_bytes, self.reserved.on_card),
+                "typical_bytes": self.reserved.on_card,
+                "high_bytes": max(self.high_bytes, self.reserved.with_room),
             },
             "capacity_bytes": self.capacity_bytes,
             "headroom_bytes": self.headroom_bytes,
@@ -185,6 +179,7 @@ def plan_resolved(model: ModelSpec, resolved: Resolved, machine: Machine) -> Pla
     # unified memory: what is "offloaded" to the host stays in the same memory
     shared = host_bytes if unified else 0
     capacity = max(0, machine.vram_bytes - machine.context_bytes - shared)
+    span = interval(result.phases, resolved, model.vocab, capacity)
     return Plan(
         model=model.name,
         spec=model,
@@ -193,6 +188,8 @@ def plan_resolved(model: ModelSpec, resolved: Resolved, machine: Machine) -> Pla
         phases=result.phases,
         peak_phase=peak.name,
         peak_bytes=peak.total_bytes,
+        low_bytes=span.low,
+        high_bytes=span.high,
         capacity_bytes=capacity,
         host_peak_bytes=host_bytes,
         host_terms=result.host,
@@ -233,6 +230,6 @@ def _not_modeled(model: ModelSpec, r: Resolved) -> tuple[str, ...]:
             "compile: the plan is the eager run's; torch.compile fuses operations and keeps less "
             "(torchtune and torchtitan ran at 7 to 15% less)"
         )
-    if r.gpus > 1 and r.sharding is not Sharding.NONE:
+    if r.placement.reduces:
         notes.append("NCCL buffers beyond the 0.8 GiB counted: real use differs by up to 0.5 GiB")
     return tuple(notes)

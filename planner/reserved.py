@@ -20,11 +20,9 @@ COMMUNICATION_BYTES = 800 * 1024**2
 class Reserved(NamedTuple):
     """torch.cuda.max_memory_reserved."""
 
-    low: int
-    """Tensors alive at the peak: no allocator holds less."""
-    typical: int
+    on_card: int
     """On this card: unused blocks are given back when it is full."""
-    high: int
+    with_room: int
     """On a card with room: nothing is ever given back."""
 
 
@@ -38,15 +36,15 @@ def reserved(
     """Return what the allocator holds; `lengths`: tokens of a sequence in each step, if they differ."""
     peak = max(phase.total_bytes for phase in phases)
     if not r.trains:  # vLLM stays inside its utilisation
-        return Reserved(peak, peak, peak)
+        return Reserved(peak, peak)
     workspace, resident = _bytes(phases, "loss", "overhead"), _bytes(phases, "forward", "engine")
     free = _replayed(model, r, workspace, resident, lengths, None)
-    high = typical = max(peak, free.reserved_bytes)
-    if high > capacity_bytes:
+    with_room = on_card = max(peak, free.reserved_bytes)
+    if with_room > capacity_bytes:
         pressed = _replayed(model, r, workspace, resident, lengths, capacity_bytes)
         if not pressed.full:
-            typical = max(peak, pressed.reserved_bytes)
-    return Reserved(peak, typical, high)
+            on_card = max(peak, pressed.reserved_bytes)
+    return Reserved(on_card, with_room)
 
 
 _PLAYED: dict[tuple[object, ...], tuple[ModelSpec, Replayed]] = {}
@@ -80,7 +78,7 @@ def _replayed(
 
 def communication_bytes(r: Resolved) -> int:
     """Return what collectives need outside torch's pool."""
-    return COMMUNICATION_BYTES if r.gpus > 1 else 0
+    return COMMUNICATION_BYTES if r.placement.ranks > 1 else 0
 
 
 def _bytes(phases: tuple[Phase, ...], phase: str, term: str) -> int:

@@ -8,6 +8,7 @@ from planner.errors import VramwiseError
 from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
 from planner.plan import plan
+from planner.run.placement import DIVIDES
 from planner.run.recipe import EngineSection, Method, Optimizer, Recipe, Sharding, Task
 from planner.run.resolve import resolve
 from planner.run.runfile import make_recipe
@@ -15,7 +16,6 @@ from planner.terms.standing import Standing, model_of_size, standing
 from planner.terms.vllm_profile import sampler_buffers
 from planner.units import GiB, format_bytes
 
-SHARDED = ("zero1", "zero2", "zero3", "fsdp")
 WHOLE = Machine(vram_bytes=80 * GiB)
 """Any card: standing bytes do not depend on it."""
 
@@ -108,7 +108,7 @@ def static_state(context: Context) -> StaticState | None:
     Full fine-tuning is bracketed: everything in 16 bit, or with fp32 weights or masters (a log
     seldom says which). PPO holds two trained models and two frozen ones.
     """
-    if context.sharding in SHARDED and "gpus" not in context.numbers:
+    if any(DIVIDES[Sharding(context.sharding or "none")]) and "gpus" not in context.numbers:
         return None  # a shard's size needs the number of ranks
     ppo = context.task == "ppo"
     trained = context.method or ("full" if ppo else "")

@@ -9,20 +9,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from planner.errors import UnsupportedError, UsageError
-from planner.models.spec import LayerSpec, MixerKind, ModelSpec, ModuleKind, ModuleSpec
+from planner.mixers.registry import mixer_of
+from planner.models.spec import LayerSpec, ModelSpec, ModuleKind, ModuleSpec
 
 LINEARS = (ModuleKind.LINEAR, ModuleKind.CONV1D)
-_MIXER_ROOTS = {
-    "self_attn",
-    "attn",
-    "attention",
-    "self_attention",
-    "cross_attn",
-    "linear_attn",
-    "mamba",
-    "indexer",
-}
-_MLP_ROOTS = {"mlp", "feed_forward", "block_sparse_moe", "shared_mlp", "fc1", "fc2"}
+_MLP_ROOTS = {"mlp", "feed_forward", "block_sparse_moe", "shared_mlp", "fc1", "fc2", "mixer"}
+"""Nemotron-H calls every block a mixer, its MLPs as well."""
 _BY_PROJECTION = {"gate_proj": "gate_up", "up_proj": "gate_up", "down_proj": "down"}
 _BY_NUMBER = {"w1": "gate_up", "w3": "gate_up", "w2": "down"}
 _QWEN_LIKE = (
@@ -143,14 +135,12 @@ def linear_names(model: ModelSpec) -> list[str]:
 
 def is_attention(module: ModuleSpec, layer: LayerSpec) -> bool:
     """Say whether a module belongs to the layer's token mixer."""
-    root = module.name.split(".", 1)[0]
-    return root in _MIXER_ROOTS or (root == "mixer" and layer.mixer.kind is not MixerKind.NONE)
+    return any(mixer_of(mixer).owns(module) for mixer in layer.mixers)
 
 
 def is_mlp(module: ModuleSpec, layer: LayerSpec) -> bool:
     """Say whether a module belongs to the layer's channel mixer."""
-    root = module.name.split(".", 1)[0]
-    return root in _MLP_ROOTS or (root == "mixer" and layer.mixer.kind is MixerKind.NONE)
+    return module.name.split(".", 1)[0] in _MLP_ROOTS and not is_attention(module, layer)
 
 
 def _walk(model: ModelSpec) -> Iterator[tuple[int | None, int, ModuleSpec]]:

@@ -16,7 +16,7 @@ from planner.layer.program import OpSettings
 from planner.models.spec import LayerSpec, ModelSpec
 from planner.replay.player import Blocks, Player
 from planner.replay.units import Units
-from planner.run.recipe import Checkpointing, Sharding
+from planner.run.recipe import Checkpointing
 from planner.run.resolve import Resolved
 
 
@@ -88,10 +88,9 @@ class Layers:
 
     @property
     def _frozen_hooks(self) -> bool:
-        """FSDP1 watches a frozen unit's inputs (register_multi_grad_hook), which holds every layer's
-        input and the input's gradient until the backward ends."""
-        sharded = self.r.sharding is Sharding.FSDP and self.r.gpus > 1
-        return sharded and not self.settings.full and self.r.checkpointing is Checkpointing.FULL
+        """Every layer's input and the input's gradient stay until the backward ends."""
+        held = self.r.placement.holds_frozen_inputs
+        return held and self.r.checkpointing is Checkpointing.FULL
 
     def _keep(self, x: Chunk) -> Chunk:
         for index, layer in enumerate(self.order):

@@ -17,12 +17,11 @@ from planner.replay.rollout import play_rollout
 from planner.replay.tensors import loaded, trained
 from planner.replay.units import Units
 from planner.replay.update import Update
-from planner.run.recipe import EngineKind, Method, Reference, Sharding, Task
+from planner.run.recipe import EngineKind, Method, Reference, Task
 from planner.run.resolve import Resolved
 from planner.terms.activations import op_settings
 from planner.terms.gradients import gradient_width
-from planner.terms.optimizer import SHARDED as STATES_SHARDED
-from planner.terms.weights import SHARDED, weights
+from planner.terms.weights import weights
 from planner.units import MiB
 
 STEPS = 2
@@ -73,7 +72,7 @@ class Run:
         self.model = model
         self.r = r
         self.player = player
-        self.sharded = r.sharding in SHARDED and r.gpus > 1
+        self.sharded = r.placement.gathers
         self.trained = self._trained() if r.trains else []
         self.update = Update(r, self.trained, player)
         self.once = op_settings(model, r)._replace(accumulate=False)
@@ -82,9 +81,8 @@ class Run:
         """Return the elements of every tensor the optimizer sees on this rank."""
         r = self.r
         if self.sharded and r.method is Method.FULL:
-            return self._shards(-(-self.model.parameters // r.gpus))
-        divided = r.sharding in STATES_SHARDED and r.gpus > 1
-        ranks = r.gpus if divided and not (r.sharding is Sharding.FSDP and r.quantization) else 1
+            return self._shards(-(-self.model.parameters // r.placement.state_shards))
+        ranks = r.placement.state_shards
         return [-(-size // ranks) for size in trained(self.model, r)]
 
     def load(self, workspace_bytes: int, resident_bytes: int) -> None:
@@ -97,7 +95,7 @@ class Run:
         if self.r.method is not Method.FULL and self.r.trains:
             width = element_bytes(self.r.adapter_dtype)
             player.take_all(width * size for size in self.trained)
-        if self.r.sharding is Sharding.DDP and self.r.gpus > 1:
+        if self.r.placement.gradient_copies > 1:
             player.take_all(self._buckets())
         player.take(workspace_bytes)
         player.take(resident_bytes)
@@ -130,7 +128,7 @@ class Run:
         shards = self._shards(weights(self.model, self.r).bytes)
         each = len(whole) // max(1, len(shards))
         for size in (*shards[1:], shards[0]):  # layers first, the root unit last
-            flat = player.take(size * self.r.gpus)
+            flat = player.take(size * self.r.placement.weight_shards)
             player.give(*whole[:each])
             whole = whole[each:]
             player.take(size)
@@ -183,7 +181,7 @@ class Run:
         self, length: int, tokens: int, grads: list[Chunk], *, accumulate: bool
     ) -> None:
         player, settings = self.player, self.once._replace(accumulate=accumulate)
-        reduces = self.r.sharding is Sharding.ZERO2 and self.r.gpus > 1
+        reduces = self.r.placement.gradient_shards > 1
         units = Units(self.model, self.r, player) if self.sharded or reduces else None
         if units is not None:
             units.start()

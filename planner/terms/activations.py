@@ -7,11 +7,11 @@ from planner.layer.costs import checkpointed_costs, kept_costs, no_grad_costs
 from planner.layer.program import OpSettings, Program
 from planner.layer.tape import Envelope, Tape, envelope, largest
 from planner.models.spec import ModelSpec
-from planner.run.recipe import Checkpointing, Method, Sharding
+from planner.run.recipe import Checkpointing, Method
 from planner.run.resolve import Resolved
 from planner.terms.counts import BITSANDBYTES, adapters, base_weights
 from planner.terms.gradients import gradient_width
-from planner.terms.weights import SHARDED, trained_width
+from planner.terms.weights import trained_width
 
 NO_ROPE = frozenset(
     {"gpt2", "opt", "bloom", "gpt_bigcode", "gpt_neo", "mpt", "jamba", "nemotron_h", "mamba2"}
@@ -75,8 +75,8 @@ def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
     full = r.method is Method.FULL and r.trains
     upcast = r.switches.kbit_upcast != "none" and r.quantization in BITSANDBYTES
     width = trained_width(r) if full else element_bytes(r.dtype)
-    sharded = r.sharding in SHARDED and r.gpus > 1
-    if sharded and r.autocast:
+    gathers = r.placement.gathers
+    if gathers and r.autocast:
         width = element_bytes(r.autocast)  # units are gathered in the compute dtype
     scores = r.attention.value == "eager" or _math_sdpa(model, r, upcast=upcast)
     lora = r.trains and not full
@@ -91,7 +91,7 @@ def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
         weight=width,
         autocast=bool(r.autocast),
         adapter=element_bytes(r.adapter_dtype),
-        grad=(width if sharded else gradient_width(r)) if full else 0,
+        grad=(width if gathers else gradient_width(r)) if full else 0,
         quantized=bool(r.quantization),
         saved_output=r.switches.saved_output,
         saved_input=r.switches.saved_input if lora else 0,
@@ -281,10 +281,7 @@ def _checkpointed(
         # the next layer's input is on its way while this one's is used
         low = mask + largest(widest.recompute_fetched, tokens).at(tokens) + leaf
         low += one if layers - resident > 1 else 0
-    frozen = not settings.full and r.sharding is Sharding.FSDP and r.gpus > 1
-    if frozen and r.checkpointing is Checkpointing.FULL:
-        # FSDP1 watches a frozen unit's inputs with register_multi_grad_hook, which holds every
-        # layer's input and the input's gradient until the backward ends
+    if r.placement.holds_frozen_inputs and r.checkpointing is Checkpointing.FULL:
         low = work.at(tokens) + 2 * inputs * one
     return Activations(
         kept=kept,

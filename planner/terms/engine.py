@@ -12,14 +12,15 @@ from planner.errors import UsageError
 from planner.machines.machine import Machine
 from planner.machines.vllm_overheads import NOTHING as FREE
 from planner.machines.vllm_overheads import Measured, communicators, graphs, kernels, spread
-from planner.models.spec import MixerKind, ModelSpec
+from planner.mixers.registry import mixer_of
+from planner.models.spec import LayerSpec, ModelSpec
 from planner.run.recipe import EngineKind, Task
 from planner.run.resolve import Resolved
 from planner.terms.kv_cache import rollout_sequences, sequence_bytes
 from planner.terms.overhead import workspace
 from planner.terms.term import Term
 from planner.terms.vllm_blocks import VllmKv, kv_ranks, vllm_kv
-from planner.terms.vllm_profile import Profile, layer_width, profile
+from planner.terms.vllm_profile import Profile, profile, widest_layer
 from planner.terms.vllm_weights import SLOT_RANKS, adapter_slot_bytes, vllm_weights
 from planner.units import format_bytes
 
@@ -107,7 +108,9 @@ def copy_bytes(model: ModelSpec, r: Resolved) -> int:
     """Return the engine's own weights on this GPU; 0 when they are shared or elsewhere."""
     if r.engine is not EngineKind.VLLM_PUSH or r.task is not Task.GRPO:
         return 0
-    return vllm_weights(model, r).modules
+    # vLLM loads fp32 checkpoints in 16 bit
+    served = replace(r, dtype="bf16") if r.dtype == "fp32" else r
+    return vllm_weights(model, served).modules
 
 
 def lora_slot_bytes(model: ModelSpec, r: Resolved) -> int:
@@ -141,8 +144,7 @@ def captured(model: ModelSpec, r: Resolved) -> Measured:
     pieces = (layers + 1) * len(sizes) if law.piecewise else layers * len(sizes)
     quantized = r.quantization in ("nf4", "fp4")
     nodes = graphs(piecewise=law.piecewise, quantized=quantized, pieces=pieces)
-    widest = max((layer_width(model, layer, r) for layer in model.layers), default=0)
-    shared = int(2 * sizes[-1] * widest)
+    shared = int(2 * sizes[-1] * widest_layer(model, r))
     return Measured(*(size + shared for size in nodes))
 
 
@@ -165,10 +167,15 @@ def kv_pool(model: ModelSpec, r: Resolved, kv_bytes: int) -> VllmKv | None:
         return None
 
 
+def _paged_plainly(layer: LayerSpec) -> bool:
+    """Return whether the layer has a page for every token and no group of its own."""
+    mixer = mixer_of(layer.mixer)
+    return mixer.cache.token(layer.mixer, 1) > 0 and not mixer.pages.own_group
+
+
 def kv_sequence_bytes(model: ModelSpec, r: Resolved) -> int:
     """Return what vLLM reserves for one sequence of the full length on one GPU."""
-    kinds = {layer.mixer.kind for layer in model.layers}
-    if kinds <= {MixerKind.FULL, MixerKind.MLA}:
+    if all(_paged_plainly(layer) for layer in model.layers):
         each = sequence_bytes(model, r.seq_tokens, r.kv_dtype, block=r.block_size)
         return each // (kv_ranks(model, r.tensor_parallel) * r.pipeline_parallel)
     pool = kv_pool(model, r, 0)

@@ -2,13 +2,11 @@
 
 from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
-from planner.run.recipe import Method, Sharding
+from planner.run.recipe import Method
 from planner.run.resolve import Resolved
 from planner.terms.adapters import trained_parameters
 from planner.terms.term import Term
 from planner.terms.weights import trained_width
-
-SHARDED = (Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP)
 
 
 def gradient_width(r: Resolved) -> int:
@@ -27,10 +25,7 @@ def gradients(model: ModelSpec, r: Resolved) -> Term:
     count, width = trained_parameters(model, r), gradient_width(r)
     if r.optimizer_in_backward and r.method is Method.FULL:
         return _largest(model, r, width)
-    outside = r.sharding is Sharding.FSDP and bool(r.quantization)
-    shards = r.gpus if r.sharding in SHARDED and not outside else 1
-    # DDP keeps its reduction buckets beside the gradients
-    copies = 2 if r.sharding is Sharding.DDP and r.gpus > 1 else 1
+    shards, copies = r.placement.gradient_shards, r.placement.gradient_copies
     size = -(-count * width * copies // shards)
     return Term(
         "gradients",
@@ -47,7 +42,7 @@ def _largest(model: ModelSpec, r: Resolved, width: int) -> Term:
     count = max(layer, model.vocab * model.hidden)
     return Term(
         "gradients",
-        -(-count * width // (r.gpus if r.sharding in SHARDED else 1)),
+        -(-count * width // r.placement.gradient_shards),
         "{0:,} parameters of the largest layer or matrix x {1} B: stepped in the backward",
         (count, width),
         "torchtune optimizer_in_bwd: a hook steps and frees each gradient",

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
 from planner.run.logits_law import LogitsLaw, width
-from planner.run.recipe import Method, Sharding
+from planner.run.recipe import Method
 from planner.run.resolve import Resolved
 from planner.terms.gradients import gradient_width
 from planner.terms.term import Term
@@ -54,8 +54,7 @@ def logits(model: ModelSpec, r: Resolved) -> Logits:
 
 def _new_head_gradient(model: ModelSpec, r: Resolved) -> int:
     """Return bytes of the head's gradient when a micro-batch makes it anew and whole."""
-    whole = r.gpus == 1 or r.sharding is Sharding.NONE
-    if r.method is not Method.FULL or not r.trains or r.grad_accum > 1 or not whole:
+    if r.method is not Method.FULL or not r.trains or r.grad_accum > 1 or r.placement.reduces:
         return 0
     return model.vocab * model.hidden * gradient_width(r)
 

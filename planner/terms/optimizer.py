@@ -5,14 +5,13 @@ from typing import NamedTuple
 
 from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
-from planner.run.recipe import Method, Optimizer, Sharding
+from planner.run.recipe import Method, Optimizer
 from planner.run.resolve import Resolved
 from planner.terms.adapters import trained_parameters
 from planner.terms.counts import SMALL_TENSOR, adapters
 from planner.terms.term import Term
 from planner.terms.weights import trained_width
 
-SHARDED = (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3, Sharding.FSDP)
 EIGHT_BIT = frozenset({Optimizer.ADAMW_8BIT, Optimizer.PAGED_ADAMW_8BIT, Optimizer.LION_8BIT})
 PAGED = frozenset({Optimizer.PAGED_ADAMW, Optimizer.PAGED_ADAMW_8BIT})
 STATES = {
@@ -43,9 +42,7 @@ class OptimizerCosts(NamedTuple):
 def optimizer(model: ModelSpec, r: Resolved) -> OptimizerCosts:
     """Return the optimizer's bytes on one GPU."""
     count = trained_parameters(model, r)
-    shards = r.gpus if r.sharding in SHARDED else 1
-    if r.sharding is Sharding.FSDP and r.quantization:
-        shards = 1  # adapters of another dtype than the quantised base stay outside FSDP
+    shards = r.placement.state_shards
     width = trained_width(r) if r.method is Method.FULL else element_bytes(r.adapter_dtype)
     master = 4 if r.master_weights and width < 4 else 0
     state_width: float = 4 if master or r.switches.fp32_optimizer_state else width

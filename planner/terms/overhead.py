@@ -1,4 +1,4 @@
-"""overhead: library workspaces inside torch's pool, allocator slack, and the CUDA context outside it."""
+"""overhead: library workspaces inside torch's pool."""
 
 from planner.machines.machine import Machine
 from planner.terms.term import Term

@@ -8,19 +8,19 @@ own token counts in benchmarks/kv_tokens.py.
 """
 
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Literal
 
 from planner.dtypes import ELEMENT_BYTES, normal_dtype
 from planner.errors import UsageError
+from planner.mixers.full import as_full
+from planner.mixers.mla import INDEXER_PAGES, index_key_bytes
+from planner.mixers.registry import MIXERS, mixer_of
 from planner.models.spec import LayerSpec, MixerKind, ModelSpec
 from planner.run.engine_law import CURRENT, EngineLaw
 from planner.terms.kv_cache import layer_bytes_per_token
 
 KERNEL_BLOCK_TOKENS = 16
 """Smallest block of FlashAttention's paged kernels; the CPU build's is 32."""
-INDEXER_TOKEN_OVERHEAD_BYTES = 4
-"""DeepSeek's sparse indexer caches fp8 keys with one fp32 scale a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,11 @@ class VllmKv:
         return self.blocks_per_sequence * self.bytes_per_block
 
 
+_Cut = tuple[ModelSpec, ModelSpec, int, list[tuple[Page, int]]]
+_STORE: dict[tuple[int, object], _Cut] = {}
+"""Of every model seen: itself, as it is paged, bytes of a block, its groups."""
+
+
 def vllm_kv(
     model: ModelSpec,
     *,
@@ -103,13 +108,20 @@ def vllm_kv(
     `prefix_caching`: recurrent layers then keep states at block ends beside the running one.
     Raises UsageError when not even one sequence fits or the model keeps no cache.
     """
-    model = _as_paged(model, law)
-    pages = _pages(model, kv_dtype, block_size, kernel_block, prefix_caching)
-    if not pages:
-        raise UsageError(f"{model.name}: keeps no KV cache, so vLLM reports no tokens")
-    bytes_per_block, groups = _groups(pages)
-    padded = _latent_padding(model, law.latent_row)
-    share = kv_ranks(model, ranks) * stages
+    key = (
+        *(kv_dtype, block_size, kernel_block, prefix_caching),
+        *(law.hybrid_groups, law.expands_multi_query),
+    )
+    stored = _STORE.get((id(model), key))
+    if stored is None:
+        paged = _as_paged(model, law)
+        pages = _pages(paged, kv_dtype, block_size, kernel_block, prefix_caching)
+        if not pages:
+            raise UsageError(f"{model.name}: keeps no KV cache, so vLLM reports no tokens")
+        stored = _STORE[id(model), key] = (model, paged, *_groups(pages))
+    _, paged, bytes_per_block, groups = stored
+    padded = _latent_padding(paged, law.latent_row)
+    share = kv_ranks(paged, ranks) * stages
     per_sequence = sum(
         number * _blocks(page, max_model_len, in_flight_tokens) for page, number in groups
     )
@@ -126,15 +138,12 @@ def vllm_kv(
 
 def kv_ranks(model: ModelSpec, ranks: int) -> int:
     """Return over how many tensor-parallel ranks the cache is split; MLA and spare ranks copy it."""
-    if any(layer.mixer.kind is MixerKind.MLA for layer in model.layers):
+    if not all(mixer_of(layer.mixer).pages.divided for layer in model.layers):
         return 1
     heads = max(
         (layer.mixer.num_kv_heads or layer.mixer.num_heads for layer in model.layers), default=1
     )
     return min(ranks, max(1, heads))
-
-
-_PAGED_ALIKE = (MixerKind.SLIDING, MixerKind.CHUNKED, MixerKind.CROSS)
 
 
 def _as_paged(model: ModelSpec, law: EngineLaw) -> ModelSpec:
@@ -144,8 +153,8 @@ def _as_paged(model: ModelSpec, law: EngineLaw) -> ModelSpec:
 
     def seen(layer: LayerSpec) -> LayerSpec:
         mixer = layer.mixer
-        if not law.hybrid_groups and mixer.kind in _PAGED_ALIKE:
-            mixer = replace(mixer, kind=MixerKind.FULL, window=0)
+        if not law.hybrid_groups and mixer_of(mixer).pages.own_group:
+            mixer = as_full(mixer)
         if law.expands_multi_query and mixer.num_kv_heads == 1:
             mixer = replace(mixer, num_kv_heads=mixer.num_heads)
         return replace(layer, mixer=mixer)
@@ -156,7 +165,7 @@ def _as_paged(model: ModelSpec, law: EngineLaw) -> ModelSpec:
 def _latent_padding(model: ModelSpec, row: int) -> float:
     """Return how much larger a padded row of MLA is than its latent."""
     for layer in model.layers:
-        if row and layer.mixer.kind is MixerKind.MLA:
+        if row and layer.mixer.kv_lora_rank:
             return row / (layer.mixer.kv_lora_rank + layer.mixer.qk_rope_head_dim)
     return 1.0
 
@@ -180,15 +189,15 @@ def _pages(
 
     for layer, state, token in zip(model.layers, states, per_token, strict=True):
         if state:
-            kind = next(mixer.kind for mixer in layer.mixers if mixer.state_shapes)
-            blocks = _state_blocks(layer) if prefix_caching else 1
-            add(Page(kind, 0, block_size, state, blocks), layer.count)
+            mixer = next(m for m in layer.mixers if mixer_of(m).cache.state(m, element))
+            blocks = mixer_of(mixer).pages.states(mixer) if prefix_caching else 1
+            add(Page(mixer.kind, 0, block_size, state, blocks), layer.count)
         if token:
-            kind, window = _window(layer)
+            kind = mixer_of(layer.mixer).pages.kind(layer.mixer)
+            window = layer.mixer.window if MIXERS[kind].pages.own_group else 0
             add(Page(kind, window, block_size, int(block_size * token)), layer.count)
-        if layer.mixer.index_head_dim:
-            size = layer.mixer.index_head_dim + INDEXER_TOKEN_OVERHEAD_BYTES
-            add(Page(MixerKind.MLA, 0, block_size, block_size * size), layer.count)
+        if size := index_key_bytes(layer.mixer):
+            add(Page(INDEXER_PAGES, 0, block_size, block_size * size), layer.count)
     return pages
 
 
@@ -197,32 +206,9 @@ def _without_indexer(layer: LayerSpec) -> LayerSpec:
     return replace(layer, mixer=replace(layer.mixer, index_head_dim=0))
 
 
-def _window(layer: LayerSpec) -> tuple[MixerKind, int]:
-    windowed = layer.mixer.kind in (MixerKind.SLIDING, MixerKind.CHUNKED)
-    if windowed and layer.mixer.window:
-        return layer.mixer.kind, layer.mixer.window
-    return MixerKind.FULL, 0
-
-
 def _state_page_bytes(layer: LayerSpec, element: float) -> int:
     """Return conv and recurrent state of one sequence in one layer (0 without a recurrent mixer)."""
-    total = 0.0
-    for mixer in layer.mixers:
-        for index, shape in enumerate(mixer.state_shapes):
-            wide = mixer.state_fp32 and index == len(mixer.state_shapes) - 1
-            total += prod(shape) * (4 if wide else element)
-    return int(total)
-
-
-def _state_blocks(layer: LayerSpec) -> int:
-    """Return the states one sequence holds under prefix caching: running, block end, checkpoint.
-
-    Only Mamba-2 (state [heads, head_dim, d_state]) checkpoints inside a prefill.
-    """
-    mamba2 = any(
-        mixer.kind is MixerKind.MAMBA and len(mixer.state_shapes[-1]) == 3 for mixer in layer.mixers
-    )
-    return 3 if mamba2 else 2
+    return int(sum(mixer_of(mixer).cache.state(mixer, element) for mixer in layer.mixers))
 
 
 def _groups(pages: dict[Page, int]) -> tuple[int, list[tuple[Page, int]]]:
@@ -255,9 +241,6 @@ def _blocks(page: Page, max_model_len: int, in_flight_tokens: int) -> int:
     """Return the blocks one sequence holds in a group, at most."""
     if page.state_blocks:
         return page.state_blocks
-    tokens, extra = max_model_len, 0
-    if page.kind is MixerKind.SLIDING:
-        tokens, extra = min(page.window - 1 + in_flight_tokens, max_model_len), 1
-    elif page.kind is MixerKind.CHUNKED:
-        tokens = min(page.window + in_flight_tokens, max_model_len)
+    longest = MIXERS[page.kind].pages.longest
+    tokens, extra = longest(page.window, max_model_len, in_flight_tokens)
     return -(-tokens // page.block_tokens) + extra

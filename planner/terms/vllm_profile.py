@@ -10,7 +10,7 @@ logit is the slope of the table in unsloth_zoo/vllm_utils.py (1.45 to 11.11 GiB,
 from typing import NamedTuple
 
 from planner.dtypes import element_bytes
-from planner.models.spec import LayerSpec, MixerKind, MlpKind, ModelSpec, ModuleKind
+from planner.models.spec import LayerSpec, MlpKind, ModelSpec, ModuleKind
 from planner.run.resolve import Resolved
 from planner.terms.term import Term
 from planner.terms.vllm_weights import INPUT_SPLIT, LINEARS
@@ -47,7 +47,7 @@ def profile(model: ModelSpec, r: Resolved) -> Profile:
     """Return what the profile run allocates beside the weights."""
     law, width = r.framework.engine, element_bytes(r.dtype)
     tokens, rows = r.max_num_batched_tokens, min(r.max_num_seqs, r.max_num_batched_tokens)
-    each = max((layer_width(model, layer, r) for layer in model.layers), default=0) * width
+    each = widest_layer(model, r) * width
     scratch = max((_latent_context(layer, r) for layer in model.layers), default=0)
     layers = max(tokens * each, scratch * width)
     layers += dequantised_bytes(model, r)
@@ -104,6 +104,22 @@ def sampler_buffers(r: Resolved, rows: int, vocab: int) -> tuple[tuple[str, int]
     )
 
 
+_STORE: dict[tuple[int, object], tuple[ModelSpec, float]] = {}
+
+
+def widest_layer(model: ModelSpec, r: Resolved) -> float:
+    """Return elements a token alive at the largest layer's largest moment."""
+    key = (
+        *(r.dtype, r.quantization, r.framework.name, r.max_num_batched_tokens),
+        *(r.tensor_parallel, r.expert_parallel),
+    )
+    stored = _STORE.get((id(model), key))
+    if stored is None:
+        widest = max((layer_width(model, layer, r) for layer in model.layers), default=0.0)
+        stored = _STORE[id(model), key] = (model, widest)
+    return stored[1]
+
+
 def layer_width(model: ModelSpec, layer: LayerSpec, r: Resolved) -> float:
     """Return elements a token alive at one layer's largest moment."""
     law, hidden, ranks = r.framework.engine, model.hidden, r.tensor_parallel
@@ -155,7 +171,7 @@ def _mlp_width(model: ModelSpec, layer: LayerSpec, r: Resolved) -> float:
 def _latent_context(layer: LayerSpec, r: Resolved) -> float:
     """Return elements of MLA's up-projected context, which the profile makes once."""
     mixer, law = layer.mixer, r.framework.engine
-    if mixer.kind is not MixerKind.MLA or not law.latent_context_tokens:
+    if not mixer.kv_lora_rank or not law.latent_context_tokens:
         return 0
     tokens = min(law.latent_context_tokens, LATENT_CONTEXT_REQUESTS * r.seq_tokens)
     heads = mixer.num_heads / r.tensor_parallel

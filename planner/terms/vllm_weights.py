@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from planner.dtypes import GGUF_BYTES, QUANTIZATIONS, element_bytes, quantized_bytes
 from planner.models.quantization import left_in_16_bit
-from planner.models.spec import LayerSpec, MixerKind, MixerSpec, ModelSpec, ModuleKind, ModuleSpec
+from planner.models.spec import LayerSpec, MixerSpec, ModelSpec, ModuleKind, ModuleSpec
 from planner.run.resolve import Resolved
 from planner.terms.term import Term
 
@@ -57,8 +57,23 @@ class VllmWeights(NamedTuple):
         return sum(self)
 
 
+_STORE: dict[tuple[int, object], tuple[ModelSpec, VllmWeights]] = {}
+
+
 def vllm_weights(model: ModelSpec, r: Resolved) -> VllmWeights:
     """Return what one rank holds after loading."""
+    key = (
+        *(r.dtype, r.quantization, r.double_quant, r.framework.name),
+        *(r.tensor_parallel, r.pipeline_parallel, r.expert_parallel),
+        *(r.max_loras, r.max_lora_rank),
+    )
+    stored = _STORE.get((id(model), key))
+    if stored is None:
+        stored = _STORE[id(model), key] = (model, _loaded(model, r))
+    return stored[1]
+
+
+def _loaded(model: ModelSpec, r: Resolved) -> VllmWeights:
     ranks = r.tensor_parallel
     if r.quantization in GGUF_BYTES:
         modules = int(model.parameters * GGUF_BYTES[r.quantization]) // (
@@ -160,7 +175,7 @@ def _share(mixer: MixerSpec, module: ModuleSpec, ranks: int) -> tuple[int, int]:
     """Return the part of a linear that a rank keeps: a fraction."""
     heads, groups = mixer.num_heads, mixer.num_kv_heads or mixer.num_heads
     kept_groups = max(1, -(-groups // ranks))
-    if mixer.kind is MixerKind.MLA or not heads:
+    if mixer.kv_lora_rank or not heads:
         return 1, ranks
     if module.leaf in ("k_proj", "v_proj"):
         return kept_groups, groups
@@ -194,7 +209,7 @@ def _stored(model: ModelSpec, module: ModuleSpec, shape: tuple[int, ...], r: Res
 def _latent(model: ModelSpec, layer: LayerSpec, r: Resolved) -> int:
     """Return the matrices MLA absorbs, beside the kv_b_proj it keeps for prefill."""
     mixer, law = layer.mixer, r.framework.engine
-    if mixer.kind is not MixerKind.MLA:
+    if not mixer.kv_lora_rank:
         return 0
     width = element_bytes(r.dtype)
     heads, rank = mixer.num_heads // r.tensor_parallel, mixer.kv_lora_rank

@@ -2,18 +2,16 @@
 
 from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
-from planner.run.recipe import Method, Reference, Sharding
+from planner.run.recipe import Method, Reference
 from planner.run.resolve import Resolved
 from planner.terms.counts import base_weights
 from planner.terms.term import Term
-
-SHARDED = (Sharding.ZERO3, Sharding.FSDP)
 
 
 def weights(model: ModelSpec, r: Resolved) -> Term:
     """Return the base weights of one GPU."""
     base = base_weights(model, r)
-    shards = r.gpus if r.sharding in SHARDED else 1
+    shards = r.placement.weight_shards
     width = trained_width(r) if r.method is Method.FULL and r.trains else element_bytes(r.dtype)
     if base.quantized:
         size = -(-base.total // shards)
@@ -49,7 +47,7 @@ def weights(model: ModelSpec, r: Resolved) -> Term:
 
 def gathered(model: ModelSpec, r: Resolved, layers: int) -> Term:
     """Return the unsharded copies while layers run: the root unit and `layers` layers (prefetch)."""
-    if r.sharding not in SHARDED or r.gpus < 2:
+    if not r.placement.gathers:
         return Term("weights", 0)
     width = min(element_bytes(r.compute_dtype), trained_width(r))
     outside = [*model.embeddings, *model.final]
@@ -72,7 +70,5 @@ def gathered(model: ModelSpec, r: Resolved, layers: int) -> Term:
 
 
 def trained_width(r: Resolved) -> int:
-    """Bytes of a trained base parameter: FSDP under mixed precision holds fp32 shards."""
-    if r.sharding is Sharding.FSDP and r.autocast and r.gpus > 1:
-        return 4
-    return element_bytes(r.dtype)
+    """Bytes of a trained base parameter."""
+    return 4 if r.placement.fp32_shards else element_bytes(r.dtype)

@@ -341,6 +341,7 @@ def test_states_are_divided(sharding: str) -> None:
     assert found.states.formula == (
         "239,040 trained parameters x 4 B (2 state(s), master copy 0 B) / 4 shard(s)"
     )
+    assert found.step.formula == "59,760 x 2 B: foreach sqrt of the second moment"
     r = choices(machine=FOUR, **FULL, sharding=sharding, switches={"step_scratch_bytes": 10**9})
     assert optimizer(LLAMA, r).step.bytes == 12 * 239_040 // 4
     ddp = optimizer(LLAMA, choices(machine=FOUR, **FULL, sharding="ddp"))

@@ -26,6 +26,15 @@ def test_windows_cost_full_pages_in_equal_groups():
     assert kv.blocks_per_sequence == 512 + 513
 
 
+def test_an_indexer_shares_the_block_table_of_its_latent():
+    # DeepSeek-V3.2: 61 layers x 64 tokens x (576 x 2 B latent + 128 fp8 B and a scale of 4 B). Both are
+    # MLAAttentionSpec (vLLM 0.32 v1/kv_cache_interface.py, is_uniform_type): one group, two page sizes
+    kv = vllm_kv(find_model("deepseek-v3.2"), kv_bytes=10 * GiB, max_model_len=8192, block_size=64)
+    assert kv.bytes_per_block == 61 * 64 * (576 * 2 + 132)
+    assert (kv.groups, kv.blocks_per_sequence) == (1, 128)
+    assert kv.tokens == 10 * GiB // kv.bytes_per_block * 64
+
+
 def test_latent_attention_caches_one_vector():
     kv = vllm_kv(find_model("deepseek-v3"), kv_bytes=10 * GiB, max_model_len=4096)
     assert kv.bytes_per_sequence == 4096 * 70272

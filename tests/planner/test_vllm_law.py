@@ -446,6 +446,21 @@ def test_host_blocks_are_swap_space():
     assert served("llama-3.1-8b", CARD, "vllm", 8192).cpu_blocks == 0
 
 
+def test_shared_heads_of_the_first_release():
+    # StarCoder: 40 layers, one key head for 48 query heads; 0.1 cached it 48 times (F0439: 546 blocks)
+    config = {
+        "model_type": "gpt_bigcode", "architectures": ["GPTBigCodeForCausalLM"], "n_embd": 6144,
+        "n_head": 48, "n_layer": 40, "n_inner": 24576, "n_positions": 8192, "vocab_size": 49152,
+        "multi_query": True,
+    }  # fmt: skip
+    model = model_spec_from_config(config)
+    for version, heads in (("0.1.3", 24), ("0.7.3", 1)):
+        r = resolved(model, framework=f"vllm=={version}", engine={"tensor_parallel": 2})
+        pool = kv_pool(model, r, 4 * GiB)
+        assert pool is not None
+        assert pool.num_blocks == 4 * GiB // (2 * 40 * heads * 128 * 2 * 16)
+
+
 # the plan and the files
 
 
