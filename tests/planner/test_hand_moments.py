@@ -16,7 +16,7 @@ from planner.layer.program import OpSettings
 from planner.layer.tape import largest
 from planner.models.spec import ModelSpec
 from planner.terms.activations import Activations, activations
-from tests.planner.toys import CONFIG, LLAMA, choices, gpus
+from tests.planner.toys import CONFIG, LLAMA, MIXED, choices, gpus
 
 T = 4096
 ROTARY = 2 * T * 16 * 2
@@ -170,3 +170,23 @@ def test_parts_add_up() -> None:
         for checkpointing in ("none", "full", "offload"):
             found = of(**fields, checkpointing=checkpointing)
             assert sum(count * each for _, count, each in found.parts) == found.kept
+
+
+def test_a_wider_layer_in_the_middle() -> None:
+    # its MLP's tensors are 512: it keeps 3,480; at its largest backward 3,480 - 512 + 128 + 512 + 1,024 = 4,632;
+    # without a graph 3 x 128 + 3 x 512
+    again = of(MIXED, **FULL, checkpointing="full")
+    assert moments(again) == [
+        again.kept + 1536 * T,
+        again.kept + 4632 * T,
+        ROTARY + 4632 * T + ONE,
+    ]
+    assert again.no_grad == ROTARY + 1920 * T
+    assert again.forward == again.kept + 1920 * T - ONE
+    plain = of(MIXED, **FULL, checkpointing="none")
+    assert plain.kept == ROTARY + (2 * 2456 + 3480) * T
+    # the last layer and the first are of the narrow kind
+    assert moments(plain)[1:] == [plain.kept - 2456 * T + 3096 * T, ROTARY + 3096 * T]
+    # a segment of two holds the wider one's graph
+    pairs = of(MIXED, **FULL, checkpointing="every-k", checkpoint_every=2)
+    assert moments(pairs)[1] == pairs.kept + 3480 * T + 4632 * T

@@ -51,7 +51,15 @@ def passes(model: ModelSpec, settings: OpSettings = FULL) -> tuple[list[float], 
 
 NORM = [256, 256, 4, 4, 256, 128, 128]
 """To fp32, squares, mean, rstd, normalised, back to 16 bit, scaled."""
-NORM_BACK = [128, -128, 256, 256, 4, -256, 4, 256, 256, -512, 128]
+
+
+def norm_back(features: int) -> list[float]:
+    """Return the backward of a norm of so many features."""
+    two, four = 2 * features, 4 * features
+    return [two, -two, four, four, 4, -four, 4, four, four, -2 * four, two]
+
+
+NORM_BACK = norm_back(64)
 """Of the scale (and its product with the input), cast, normalising: x and rstd and a temporary; rstd,
 mean, squares with two temporaries, cast."""
 
@@ -92,10 +100,10 @@ def test_a_gpt2_layer() -> None:
         {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 1000}
     )
     settings = FULL._replace(norm="layernorm", rope=False, hidden_dropout=True)
-    forward, _ = passes(model, settings)
+    forward, backward = passes(model, settings)
     # norm: statistics, output; q, k, v in one; log-sums, context; projection; mask, dropped out; sum;
     # gelu_new: half, power, its scaled copy, sum, its scaled copy, tanh, 1 + tanh, product
-    gelu = [512, -1024][:1] + [512] * 7
+    gelu = [512] * 8
     assert forward == [
         8,
         128,
@@ -115,6 +123,11 @@ def test_a_gpt2_layer() -> None:
         128,
         128,
     ]
+
+    # dropout's, down's input 512; both factors'; 1 + tanh's copy, tanh's, sum's: x and the cube's; the cube's
+    # copy; the cube's x with two temporaries, added in place; the half's x, added in place; the input; the norm's
+    gelu_back = [512, 512, 512, 512, 512, 512, 512, 512, 512, -1024, 512]
+    assert backward[:13] == [128, 512, *gelu_back]
 
 
 def test_a_mixtral_layer() -> None:
@@ -145,7 +158,7 @@ def test_a_latent_layer() -> None:
             "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
         }
     )  # fmt: skip
-    forward, _ = passes(model)
+    forward, backward = passes(model)
     latent = [
         48, 96, 96, 4, 4, 96, 48, 48,  # q_a and its norm of 24
         192, *rotated(64), 192,  # q_b; 4 x 8 rotated; together again
@@ -154,6 +167,14 @@ def test_a_latent_layer() -> None:
         16, 128, 128,
     ]  # fmt: skip
     assert forward == [*NORM, *latent, 128, *NORM, *MLP, 128]
+    back = [
+        128, 192, 192, 128, -384,  # context; queries, keys, values, dq in fp32
+        128, 16, 256, 64,  # keys: from kv_b and the rotated one; kv_b's whole; the latent
+        *turned_back(16), *norm_back(32), 80, 128,  # the rotated key, the norm, kv_a's whole, the input
+        128, 64, *turned_back(64), 192, 48,  # queries: straight and rotated; q_b's whole; its input
+        *norm_back(24), 128, 128,  # the norm; the input through q_a, a view: a sum
+    ]  # fmt: skip
+    assert backward == [*MLP_BACK, *NORM_BACK, *back, *NORM_BACK]
 
 
 def test_a_gated_attention_layer() -> None:
