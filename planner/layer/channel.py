@@ -31,7 +31,7 @@ def _activation(p: Program, x: Value, size: float, kind: str) -> Value:
             size *= 4 / p.s.act
             base = tape.op((x,), size)
         # pow's backward: 3 * x**2, two temporaries
-        cube = tape.op((base,), size, saves=(base,), scratch=2 * size)
+        cube = tape.op((base,), size, saves=(base,), scratch=(size, size))
         if base is not x:
             tape.drop(base)
         scaled = p.cast(cube, size)
