@@ -1,12 +1,14 @@
 """plan(model, recipe, machine) -> Plan: will it fit, what takes the memory, when, and why."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+from planner.interval import interval
 from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
 from planner.phases import Phase, budget
-from planner.reserved import communication_bytes, reserved
+from planner.reserved import Reserved, communication_bytes, reserved
 from planner.run.framework import planned_as, spelled
 from planner.run.recipe import Recipe, Task
 from planner.run.resolve import Resolved, resolve
@@ -17,11 +19,12 @@ from planner.units import format_bytes
 SCHEMA_VERSION = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """The answer: phases x terms, and the figures drawn from them."""
 
     model: str
+    spec: ModelSpec = field(repr=False, compare=False)
     machine: Machine
     resolved: Resolved
     phases: tuple[Phase, ...]
@@ -31,10 +34,6 @@ class Plan:
     low_bytes: int
     high_bytes: int
     """Between these the run's need in torch's pool lies, allocator slack included."""
-    reserved_peak_bytes: int
-    """Typical torch.cuda.max_memory_reserved."""
-    device_used_bytes: int
-    """What nvidia-smi shows: reserved and the CUDA context."""
     capacity_bytes: int
     """What torch sees on one GPU, less the CUDA context."""
     host_peak_bytes: int
@@ -45,6 +44,26 @@ class Plan:
     """vLLM's own figures, as its start-up log prints them; None when none runs on this GPU."""
     problem: str = ""
     """Why the run cannot start whatever the memory (an engine that refuses); "" = it can."""
+
+    @cached_property
+    def reserved(self) -> Reserved:
+        """What torch's allocator holds: replayed when somebody asks, milliseconds after the rest."""
+        return self.reserved_over()
+
+    def reserved_over(self, lengths: tuple[int, ...] = ()) -> Reserved:
+        """Return the same of a run whose steps have sequences of `lengths` tokens."""
+        return reserved(self.spec, self.resolved, self.phases, self.capacity_bytes, lengths)
+
+    @property
+    def reserved_peak_bytes(self) -> int:
+        """Typical torch.cuda.max_memory_reserved on this card."""
+        return self.reserved.on_card
+
+    @property
+    def device_used_bytes(self) -> int:
+        """What nvidia-smi shows: reserved, the CUDA context and communicators."""
+        outside = self.machine.context_bytes + communication_bytes(self.resolved)
+        return self.reserved.on_card + outside
 
     @property
     def allocated_peak_bytes(self) -> int:
@@ -125,6 +144,11 @@ class Plan:
             "allocated_peak_bytes": self.allocated_peak_bytes,
             "reserved_peak_bytes": self.reserved_peak_bytes,
             "device_used_bytes": self.device_used_bytes,
+            "reserved": {
+                "low_bytes": min(self.low_bytes, self.reserved.on_card),
+                "typical_bytes": self.reserved.on_card,
+                "high_bytes": max(self.high_bytes, self.reserved.with_room),
+            },
             "capacity_bytes": self.capacity_bytes,
             "headroom_bytes": self.headroom_bytes,
             "host_peak_bytes": self.host_peak_bytes,
@@ -155,19 +179,17 @@ def plan_resolved(model: ModelSpec, resolved: Resolved, machine: Machine) -> Pla
     # unified memory: what is "offloaded" to the host stays in the same memory
     shared = host_bytes if unified else 0
     capacity = max(0, machine.vram_bytes - machine.context_bytes - shared)
-    pool = reserved(result.phases, resolved, model.vocab, capacity)
-    outside = machine.context_bytes + communication_bytes(resolved)
+    span = interval(result.phases, resolved, model.vocab, capacity)
     return Plan(
         model=model.name,
+        spec=model,
         machine=machine,
         resolved=resolved,
         phases=result.phases,
         peak_phase=peak.name,
         peak_bytes=peak.total_bytes,
-        low_bytes=pool.low,
-        high_bytes=pool.high,
-        reserved_peak_bytes=pool.typical,
-        device_used_bytes=pool.typical + outside,
+        low_bytes=span.low,
+        high_bytes=span.high,
         capacity_bytes=capacity,
         host_peak_bytes=host_bytes,
         host_terms=result.host,

@@ -1,71 +1,79 @@
-"""From live tensors to what torch's caching allocator holds: freed blocks of one kind serve no other.
+"""What torch's caching allocator holds at its largest: the run replayed, allocation by allocation.
 
-Blocks of vocabulary width, a layer's buffers, gradients and the step's temporaries have sizes of
-their own. The allocator keeps a freed block and splits it only for smaller requests, so these pools
-add up although they are never alive together. When the card is full it gives cached blocks
-back, so the sum stops at the capacity. Checked against nvidia-smi of the fms runs: docs/accuracy.md.
+planner/replay plays loading and two steps through planner/allocator. Freed blocks serve requests of
+other sizes only when those are smaller, so the allocator holds more than is ever alive at once; near
+the card's limit it gives unused blocks back first.
 """
 
-from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
-from planner.dtypes import element_bytes
+from planner.models.spec import ModelSpec
 from planner.phases import Phase
-from planner.run.recipe import Method
+from planner.replay.steps import Replayed, replay_run
 from planner.run.resolve import Resolved
-from planner.terms.engine import VLLM
-from planner.terms.logits import scored_rows
 
-LAYER_SPREAD = 1.25
-"""Recomputed and backward buffers of one layer come in sizes (tokens x H, x I, x kv heads, fp32 and
-16-bit) that seldom fit each other's freed blocks: liger runs, where the loss is small, hold
-22-25% more than is alive in a layer."""
 COMMUNICATION_BYTES = 800 * 1024**2
 """NCCL channels and buffers of one process, outside torch's pool (0.5-1 GiB)."""
-PEAK_LOW = 0.93
-"""The predicted live peak is more than 7% too high in one published run of a hundred."""
-LAST_RESORT = 0.98
-"""Share of the capacity up to which the allocator caches before it frees."""
 
 
 class Reserved(NamedTuple):
-    """torch.cuda.max_memory_reserved: low, typical and high."""
+    """torch.cuda.max_memory_reserved."""
 
-    low: int
-    typical: int
-    high: int
+    on_card: int
+    """On this card: unused blocks are given back when it is full."""
+    with_room: int
+    """On a card with room: nothing is ever given back."""
 
 
-def reserved(phases: Iterable[Phase], r: Resolved, vocab: int, capacity_bytes: int) -> Reserved:
-    """Return what the allocator holds at the end of a step."""
-    by_name = {phase.name: phase for phase in phases}
-    peak = max(phase.total_bytes for phase in by_name.values())
-    if "loss" not in by_name and r.engine in VLLM:
-        return Reserved(peak, peak, int(1.02 * peak))  # vLLM stays inside its utilisation
-    if "loss" not in by_name:
-        return Reserved(int(PEAK_LOW * peak), int(1.02 * peak), int(1.1 * peak))
-    loss, backward, step = (_sizes(by_name[name]) for name in ("loss", "backward", "step"))
-    load, forward = _sizes(by_name["load"]), _sizes(by_name["forward"])
-    static = load["weights"] + load["adapters"] + forward["optimizer"] + loss["overhead"]
-    kept = min(loss["activations"], backward["activations"])
-    layer = LAYER_SPREAD * max(0, backward["activations"] - kept)
-    head = loss["logits"] + _narrow_copy(r, vocab)
-    late = step["gradients"] + max(0, step["optimizer"] - forward["optimizer"])
-    gathered = 2 * max(0, backward["weights"] - load["weights"])
-    # many small gradients and temporaries are carved out of the head's freed blocks
-    shared = min(head, late) // 2 if r.method is Method.FULL else 0
-    if r.placement.holds_frozen_inputs:
-        # gradients that frozen units hold (terms/activations.py) fit into the head's freed blocks
-        shared = min(head, kept, max(0, backward["activations"] - kept))
-    total = static + kept + layer + head + late + gathered - shared
-    others = max(
-        (p.total_bytes for n, p in by_name.items() if n in ("rollout", "score")), default=0
-    )
-    typical = max(total, peak, others)
-    limit = max(peak, int(LAST_RESORT * capacity_bytes))
-    high = 1.12 * typical + 0.5 * head
-    low = int(PEAK_LOW * peak)
-    return Reserved(low, int(min(typical, limit)), int(min(high, max(1.1 * peak, limit))))
+def reserved(
+    model: ModelSpec,
+    r: Resolved,
+    phases: tuple[Phase, ...],
+    capacity_bytes: int,
+    lengths: tuple[int, ...] = (),
+) -> Reserved:
+    """Return what the allocator holds; `lengths`: tokens of a sequence in each step, if they differ."""
+    peak = max(phase.total_bytes for phase in phases)
+    if not r.trains:  # vLLM stays inside its utilisation
+        return Reserved(peak, peak)
+    workspace, resident = _bytes(phases, "loss", "overhead"), _bytes(phases, "forward", "engine")
+    free = _replayed(model, r, workspace, resident, lengths, None)
+    with_room = on_card = max(peak, free.reserved_bytes)
+    if with_room > capacity_bytes:
+        pressed = _replayed(model, r, workspace, resident, lengths, capacity_bytes)
+        if not pressed.full:
+            on_card = max(peak, pressed.reserved_bytes)
+    return Reserved(on_card, with_room)
+
+
+_PLAYED: dict[tuple[object, ...], tuple[ModelSpec, Replayed]] = {}
+_KEPT = 512
+
+
+def _replayed(
+    model: ModelSpec,
+    r: Resolved,
+    workspace: int,
+    resident: int,
+    lengths: tuple[int, ...],
+    capacity: int | None,
+) -> Replayed:
+    """Return the replay, once for equal runs: the card decides only where it is full."""
+    key = (id(model), replace(r, assumptions=()), workspace, resident, lengths, capacity)
+    if key not in _PLAYED:
+        if len(_PLAYED) >= _KEPT:
+            _PLAYED.clear()
+        played = replay_run(
+            model,
+            r,
+            workspace_bytes=workspace,
+            resident_bytes=resident,
+            lengths=lengths,
+            capacity_bytes=capacity,
+        )
+        _PLAYED[key] = (model, played)  # keeps `model` alive, so its id stays its own
+    return _PLAYED[key][1]
 
 
 def communication_bytes(r: Resolved) -> int:
@@ -73,21 +81,6 @@ def communication_bytes(r: Resolved) -> int:
     return COMMUNICATION_BYTES if r.placement.ranks > 1 else 0
 
 
-def _sizes(phase: Phase) -> dict[str, int]:
-    sizes = dict.fromkeys(
-        ("weights", "adapters", "optimizer", "gradients", "activations", "logits", "overhead"), 0
-    )
-    for term in phase.terms:
-        sizes[term.name] = sizes.get(term.name, 0) + term.bytes
-    return sizes
-
-
-def _narrow_copy(r: Resolved, vocab: int) -> int:
-    """Return the 16-bit logits that the head's matmul makes and an fp32 copy replaces."""
-    law = r.law
-    first = {dtype for _, dtype in law.forward}
-    if law.kind != "full" or "act" in {dtype for _, dtype in law.backward}:
-        return 0
-    if not first & {"fp32", "upcast"}:
-        return 0
-    return scored_rows(r, law) * vocab * element_bytes(r.compute_dtype)
+def _bytes(phases: tuple[Phase, ...], phase: str, term: str) -> int:
+    found = next(each for each in phases if each.name == phase)
+    return sum(each.bytes for each in found.terms if each.name == term)

@@ -185,7 +185,8 @@ def figure(quantity: str, result: Plan, extra: int = 0) -> Prediction:
     if quantity == "nvidia_smi_used_peak":
         outside = result.device_used_bytes - result.reserved_peak_bytes
         # driver and desktop processes are on the card too; a context is 0.3 to 1.3 GiB
-        return Prediction(quantity, result.device_used_bytes, low, high + outside + GiB, result)
+        value = result.device_used_bytes
+        return Prediction(quantity, value, low, max(value, high + outside + GiB), result)
     limit = max(result.reserved_peak_bytes, result.capacity_bytes)
     value = min(result.reserved_peak_bytes + extra, limit)
     return Prediction(quantity, value, low, max(high + extra, value), result)

@@ -1,6 +1,6 @@
 """CUDA's caching allocator, simulated: what torch reserves for a sequence of allocations and frees.
 
-Rules and constants as in c10/cuda/CUDACachingAllocator.cpp of torch 2.13; one device, one stream.
+Rules and constants as in c10/cuda/CUDACachingAllocator.cpp of torch 2.13; one device.
 
 * Requests round up to 512 bytes, or to a fraction of a power of two (roundup_power2_divisions).
 * Up to 1 MiB: the small pool, in 2 MiB segments. Larger: the large pool, in 20 MiB segments below
@@ -12,6 +12,7 @@ Rules and constants as in c10/cuda/CUDACachingAllocator.cpp of torch 2.13; one d
 * Expandable segments: one growing range a pool, mapped in 2 MiB or 20 MiB pages, always split.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,6 +22,7 @@ from planner.allocator.pool import (
     MIN_BLOCK,
     MIN_LARGE_ALLOC,
     ROUND_LARGE,
+    SHIFT,
     SMALL_BUFFER,
     SMALL_SIZE,
     Chunk,
@@ -153,21 +155,29 @@ class CachingAllocator:
         self.config = config or AllocatorConfig()
         self.capacity_bytes = capacity_bytes
         self.allocated_bytes = self.peak_allocated_bytes = 0
+        self.reserved_bytes = 0
+        """Bytes taken from the device."""
         self.peak_reserved_bytes = self.reserved_at_peak_bytes = 0
         self.requests = 0
-        expandable = self.config.expandable_segments
-        self.small = Pool(small=True, expandable=expandable)
-        self.large = Pool(small=False, expandable=expandable)
+        self.pools: dict[tuple[int, bool], Pool] = {}
+        """By stream and size class: a block serves only the stream that allocated it."""
+        self._first = (self.pool(0, small=False), self.pool(0, small=True))
+        self._plain = not self.config.expandable_segments and (
+            self.config.max_split_size_bytes == NO_LIMIT
+        )
+        self._rounds = self.config.roundup_power2_divisions > 1
 
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes taken from the device."""
-        return self.small.reserved_bytes + self.large.reserved_bytes
+    def pool(self, stream: int, *, small: bool) -> Pool:
+        """Return the pool of a stream."""
+        key = (stream, small)
+        if key not in self.pools:
+            self.pools[key] = Pool(small=small, expandable=self.config.expandable_segments)
+        return self.pools[key]
 
     @property
     def segments(self) -> int:
         """Segments held now."""
-        return self.small.segments + self.large.segments
+        return sum(pool.segments for pool in self.pools.values())
 
     def round_size(self, size: int) -> int:
         """Return the block size for a request of `size` bytes."""
@@ -178,33 +188,46 @@ class CachingAllocator:
             return _next_division(size, divisions)
         return -(-size // MIN_BLOCK) * MIN_BLOCK
 
-    def malloc(self, size: int) -> Chunk | None:
+    def malloc(self, size: int, stream: int = 0) -> Chunk | None:
         """Return a block, or None when the device is full even after the cache was given back."""
-        size = self.round_size(size)
-        pool = self.small if size <= SMALL_SIZE else self.large
+        size = self.round_size(size) if self._rounds else (size + 511 & -512) or MIN_BLOCK
+        small = size <= SMALL_SIZE
+        pool = self.pool(stream, small=small) if stream else self._first[small]
         self.requests += 1
-        chunk = self._find(pool, size) or self._grow(pool, size)
+        chunk: Chunk | None
+        if self._plain:
+            keys = pool.keys
+            index = bisect_left(keys, size << SHIFT)
+            if index < len(keys):
+                chunk = pool.chunks.pop(keys.pop(index))
+            else:
+                chunk = self._grow(pool, size)
+        else:
+            chunk = self._find(pool, size) or self._grow(pool, size)
         if chunk is None:
             return None
-        self._split(pool, chunk, size)
+        if chunk.size - size >= pool.least_rest and (
+            pool.small or pool.expandable or size < self.config.max_split_size_bytes
+        ):
+            pool.split(chunk, size)
         chunk.free = False
         self.allocated_bytes += chunk.size
         if self.allocated_bytes > self.peak_allocated_bytes:
             self.peak_allocated_bytes = self.allocated_bytes
             self.reserved_at_peak_bytes = self.reserved_bytes
-        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         return chunk
 
     def free(self, chunk: Chunk) -> None:
         """Give a block back to the cache, merged with its free neighbours."""
         self.allocated_bytes -= chunk.size
-        pool = self.small if chunk.small else self.large
         chunk.freed_at = self.requests
-        pool.give_back(chunk)
+        chunk.pool.give_back(chunk)
 
     def empty_cache(self) -> int:
         """Return every unused segment to the device; the bytes freed."""
-        return self.small.release() + self.large.release()
+        freed = sum(pool.release() for pool in self.pools.values())
+        self.reserved_bytes -= freed
+        return freed
 
     def _find(self, pool: Pool, size: int) -> Chunk | None:
         chunk = pool.best_fit(size)
@@ -220,7 +243,7 @@ class CachingAllocator:
     def _grow(self, pool: Pool, size: int) -> Chunk | None:
         self._collect_garbage()
         chunk = self._map(pool, size)
-        if chunk is None and self._release_oversized(size):
+        if chunk is None and self._release_oversized(pool, size):
             chunk = self._map(pool, size)
         if chunk is None and self.empty_cache():
             chunk = self._map(pool, size)
@@ -228,36 +251,35 @@ class CachingAllocator:
 
     def _map(self, pool: Pool, size: int) -> Chunk | None:
         room = None if self.capacity_bytes is None else self.capacity_bytes - self.reserved_bytes
+        before = pool.reserved_bytes
         if pool.expandable:
-            return pool.expand(size, room)
-        wanted = allocation_size(size)
-        if room is not None and wanted > room:
-            return None
-        return pool.new_segment(wanted)
-
-    def _split(self, pool: Pool, chunk: Chunk, size: int) -> None:
-        rest = chunk.size - size
-        if pool.small or pool.expandable:
-            worth = rest >= MIN_BLOCK
+            chunk = pool.expand(size, room)
         else:
-            worth = size < self.config.max_split_size_bytes and rest > SMALL_SIZE
-        if worth:
-            pool.split(chunk, size)
+            wanted = allocation_size(size)
+            chunk = None if room is not None and wanted > room else pool.new_segment(wanted)
+        self.reserved_bytes += pool.reserved_bytes - before
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        return chunk
 
-    def _release_oversized(self, size: int) -> int:
+    def _release_oversized(self, pool: Pool, size: int) -> int:
         """Give back whole oversized blocks, enough for `size` (release_available_cached_blocks)."""
         limit = self.config.max_split_size_bytes
         if limit == NO_LIMIT:
             return 0
-        return self.large.release_at_least(max(size, limit), floor=limit)
+        freed = pool.release_at_least(max(size, limit), floor=limit)
+        self.reserved_bytes -= freed
+        return freed
 
     def _collect_garbage(self) -> None:
         share = self.config.garbage_collection_threshold
         if not share or self.capacity_bytes is None:
             return
         excess = self.reserved_bytes - int(share * self.capacity_bytes)
-        if excess > 0:
-            self.large.collect(excess, now=self.requests)
+        for pool in self.pools.values():
+            if excess > 0 and not pool.small:
+                freed = pool.collect(excess, now=self.requests)
+                excess -= freed
+                self.reserved_bytes -= freed
 
 
 def allocation_size(size: int) -> int:

@@ -1,9 +1,6 @@
-"""Blocks, segments and the two pools of the simulated caching allocator."""
+"""Blocks, segments and the pools of the simulated caching allocator."""
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass
-from itertools import count
-from typing import Optional
 
 from planner.units import MiB
 
@@ -13,26 +10,35 @@ SMALL_BUFFER = 2 * MiB
 LARGE_BUFFER = 20 * MiB
 MIN_LARGE_ALLOC = 10 * MiB
 ROUND_LARGE = 2 * MiB
+SHIFT = 50
+"""Free blocks are listed as one number, size and address together; addresses have this many bits."""
 
 
-@dataclass(slots=True, eq=False)
 class Chunk:
     """One block of a segment, linked to its neighbours in address order."""
 
-    size: int
-    address: int
-    small: bool
-    free: bool = True
-    mapped: bool = True
-    """False: a hole of an expandable range that was given back to the device."""
-    freed_at: int = 0
-    before: Optional["Chunk"] = None
-    after: Optional["Chunk"] = None
+    __slots__ = ("address", "after", "before", "free", "freed_at", "mapped", "pool", "size")
+
+    def __init__(self, size: int, address: int, pool: "Pool", *, mapped: bool = True) -> None:
+        self.size = size
+        self.address = address
+        self.pool = pool
+        self.free = True
+        self.mapped = mapped
+        """False: a hole of an expandable range that was given back to the device."""
+        self.freed_at = 0
+        self.before: Chunk | None = None
+        self.after: Chunk | None = None
 
     @property
     def whole(self) -> bool:
         """The block is a whole segment."""
         return self.before is None and self.after is None
+
+    @property
+    def key(self) -> int:
+        """Its place among free blocks: by size, then by address."""
+        return self.size << SHIFT | self.address
 
 
 class Pool:
@@ -42,53 +48,76 @@ class Pool:
         self.small = small
         self.expandable = expandable
         self.page = SMALL_BUFFER if small else LARGE_BUFFER
+        self.least_rest = MIN_BLOCK if small or expandable else SMALL_SIZE + 1
+        """A rest of at least this is split off."""
         self.reserved_bytes = 0
         self.segments = 0
-        self._free: list[tuple[int, int, Chunk]] = []
-        self._addresses = count(0, 2**44)
+        self.keys: list[int] = []
+        self.chunks: dict[int, Chunk] = {}
+        """The free blocks by their key."""
+        self._next_address = 0
         self._first: Chunk | None = None
         self._last: Chunk | None = None
 
+    @property
+    def free_chunks(self) -> list[Chunk]:
+        """Free blocks, smallest first."""
+        return [self.chunks[key] for key in self.keys]
+
     def best_fit(self, size: int) -> Chunk | None:
         """Return the smallest free block of at least `size` bytes, the lowest of equals."""
-        index = bisect_left(self._free, (size, -1))
-        return self._free[index][2] if index < len(self._free) else None
+        index = bisect_left(self.keys, size << SHIFT)
+        return self.chunks[self.keys[index]] if index < len(self.keys) else None
 
     def take(self, chunk: Chunk) -> Chunk:
         """Remove a free block from the list."""
-        del self._free[bisect_left(self._free, (chunk.size, chunk.address))]
+        key = chunk.size << SHIFT | chunk.address
+        del self.keys[bisect_left(self.keys, key)]
+        del self.chunks[key]
         return chunk
 
     def new_segment(self, size: int) -> Chunk:
         """Take a segment from the device; the caller uses or splits it."""
         self.reserved_bytes += size
         self.segments += 1
-        return Chunk(size, next(self._addresses), self.small)
+        chunk = Chunk(size, self._next_address, self)
+        self._next_address += size
+        return chunk
 
     def split(self, chunk: Chunk, size: int) -> None:
         """Cut `chunk` to `size`; the rest becomes a free block after it."""
-        rest = Chunk(chunk.size - size, chunk.address + size, self.small)
+        rest = Chunk(chunk.size - size, chunk.address + size, self)
         rest.freed_at = chunk.freed_at
         chunk.size = size
-        self._link(chunk, rest)
-        self._insert(rest)
+        after = chunk.after
+        rest.before, rest.after = chunk, after
+        if after is not None:
+            after.before = rest
+        chunk.after = rest
+        if self._last is chunk:
+            self._last = rest
+        self._list(rest)
 
     def give_back(self, chunk: Chunk) -> None:
         """Mark a block free, merge it with free neighbours and list it."""
+        near = chunk.before
+        if near is not None and near.free and near.mapped:
+            self._absorb_before(chunk, self.take(near))
+        near = chunk.after
+        if near is not None and near.free and near.mapped:
+            self._absorb_after(chunk, self.take(near))
         chunk.free = True
-        for neighbour in (chunk.before, chunk.after):
-            if neighbour is not None and neighbour.free and neighbour.mapped:
-                self.take(neighbour)
-                self._merge(chunk, neighbour)
-        self._insert(chunk)
+        key = chunk.size << SHIFT | chunk.address
+        insort(self.keys, key)
+        self.chunks[key] = chunk
 
     def release(self) -> int:
         """Return unused segments (expandable: unused pages) to the device."""
-        return self._unmap() if self.expandable else self._drop([c for _, _, c in self._free])
+        return self._unmap() if self.expandable else self._drop(self.free_chunks)
 
     def release_at_least(self, size: int, *, floor: int) -> int:
         """Return one oversized segment of at least `size`, or the largest ones until it is enough."""
-        whole = [chunk for _, _, chunk in self._free if chunk.whole]
+        whole = [chunk for chunk in self.free_chunks if chunk.whole]
         for chunk in whole:
             if chunk.size >= size:
                 return self._drop([chunk])
@@ -101,18 +130,18 @@ class Pool:
             total += chunk.size
         return self._drop(chosen) if total >= size else 0
 
-    def collect(self, excess: int, *, now: int) -> None:
+    def collect(self, excess: int, *, now: int) -> int:
         """Return segments that were idle longer than average until `excess` bytes are back."""
-        while excess > 0:
-            idle = [chunk for _, _, chunk in self._free if chunk.whole]
+        freed = 0
+        while freed < excess:
+            idle = [chunk for chunk in self.free_chunks if chunk.whole]
             if not idle:
-                return
+                break
             average = sum(now - chunk.freed_at for chunk in idle) / len(idle)
-            old = [chunk for chunk in idle if now - chunk.freed_at >= average]
-            for chunk in old:
-                if excess <= 0:
-                    break
-                excess -= self._drop([chunk])
+            for chunk in idle:
+                if freed < excess and now - chunk.freed_at >= average:
+                    freed += self._drop([chunk])
+        return freed
 
     def expand(self, size: int, room: int | None) -> Chunk | None:
         """Map pages so that `size` bytes are free in one piece; None when `room` is not enough."""
@@ -133,7 +162,7 @@ class Pool:
             head.size += pages
             return head
         address = head.address + head.size if head is not None else 0
-        grown = Chunk(pages, address, self.small)
+        grown = Chunk(pages, address, self)
         if head is not None:
             self._link(head, grown)
         else:
@@ -155,7 +184,7 @@ class Pool:
             return None
         self.reserved_bytes += pages
         if pages < hole.size:
-            rest = Chunk(hole.size - pages, hole.address + pages, self.small, mapped=False)
+            rest = Chunk(hole.size - pages, hole.address + pages, self, mapped=False)
             hole.size = pages
             self._link(hole, rest)
         hole.mapped = True
@@ -163,7 +192,7 @@ class Pool:
 
     def _unmap(self) -> int:
         freed = 0
-        for _, _, chunk in list(self._free):
+        for chunk in self.free_chunks:
             start = -(-chunk.address // self.page) * self.page
             end = (chunk.address + chunk.size) // self.page * self.page
             if end <= start:
@@ -171,7 +200,7 @@ class Pool:
             self.take(chunk)
             if start > chunk.address:
                 self.split(chunk, start - chunk.address)
-                self._insert(chunk)
+                self._list(chunk)
                 chunk = chunk.after  # type: ignore[assignment]
                 self.take(chunk)
             if chunk.address + chunk.size > end:
@@ -191,8 +220,10 @@ class Pool:
         self.reserved_bytes -= freed
         return freed
 
-    def _insert(self, chunk: Chunk) -> None:
-        insort(self._free, (chunk.size, chunk.address, chunk), key=lambda item: item[:2])
+    def _list(self, chunk: Chunk) -> None:
+        key = chunk.size << SHIFT | chunk.address
+        insort(self.keys, key)
+        self.chunks[key] = chunk
 
     def _link(self, chunk: Chunk, new: Chunk) -> None:
         new.before, new.after = chunk, chunk.after
@@ -202,19 +233,19 @@ class Pool:
         if self._last is chunk:
             self._last = new
 
-    def _merge(self, chunk: Chunk, other: Chunk) -> None:
-        """Absorb a neighbour into `chunk`."""
-        if other is chunk.before:
-            chunk.address = other.address
-            chunk.before = other.before
-            if other.before is not None:
-                other.before.after = chunk
-            if self._first is other:
-                self._first = chunk
-        else:
-            chunk.after = other.after
-            if other.after is not None:
-                other.after.before = chunk
-            if self._last is other:
-                self._last = chunk
+    def _absorb_before(self, chunk: Chunk, other: Chunk) -> None:
+        chunk.address = other.address
         chunk.size += other.size
+        chunk.before = other.before
+        if other.before is not None:
+            other.before.after = chunk
+        if self._first is other:
+            self._first = chunk
+
+    def _absorb_after(self, chunk: Chunk, other: Chunk) -> None:
+        chunk.size += other.size
+        chunk.after = other.after
+        if other.after is not None:
+            other.after.before = chunk
+        if self._last is other:
+            self._last = chunk

@@ -31,7 +31,7 @@ def _activation(p: Program, x: Value, size: float, kind: str) -> Value:
             size *= 4 / p.s.act
             base = tape.op((x,), size)
         # pow's backward: 3 * x**2, two temporaries
-        cube = tape.op((base,), size, saves=(base,), scratch=2 * size)
+        cube = tape.op((base,), size, saves=(base,), scratch=(size, size))
         if base is not x:
             tape.drop(base)
         scaled = p.cast(cube, size)
@@ -120,8 +120,7 @@ def moe_block(p: Program, x: Value, layer: LayerSpec, hidden: int, width: int) -
     tape.drop(weights, indices, logits)
     if width != s.act:
         out = p.cast(out, hidden * width)
-    shared = [m for m in layer.modules if m.kind in LINEARS and is_mlp(m, layer)]
-    if len(shared) < 2 or not mlp.shared_intermediate:
+    if not mlp.shared_intermediate:
         return out
     kind = MlpKind.GATED if mlp.expert_gated else MlpKind.PLAIN
     dense = replace(mlp, kind=kind, intermediate=mlp.shared_intermediate)

@@ -39,7 +39,7 @@ _BY_VALUE: dict[tuple[object, ...], object] = {}
 _CACHE_LIMIT = 20_000
 
 
-def _cached(
+def cached(
     what: Callable[[LayerSpec, int, OpSettings], Costs],
     layer: LayerSpec,
     hidden: int,
@@ -62,17 +62,17 @@ def _cached(
 
 def no_grad_costs(layer: LayerSpec, hidden: int, settings: OpSettings) -> Envelope:
     """Return a forward without a graph (checkpointed, scoring), the layer's input included."""
-    return _cached(_no_grad, layer, hidden, settings)
+    return cached(_no_grad, layer, hidden, settings)
 
 
 def kept_costs(layer: LayerSpec, hidden: int, settings: OpSettings) -> KeptCosts:
     """Return what one layer of this kind holds and needs when its graph is kept."""
-    return _cached(_kept, layer, hidden, settings)
+    return cached(_kept, layer, hidden, settings)
 
 
 def checkpointed_costs(layer: LayerSpec, hidden: int, settings: OpSettings) -> CheckpointedCosts:
     """Return what one layer of this kind needs when it is recomputed in backward."""
-    return _cached(_checkpointed, layer, hidden, settings)
+    return cached(_checkpointed, layer, hidden, settings)
 
 
 def _no_grad(layer: LayerSpec, hidden: int, settings: OpSettings) -> Envelope:

@@ -91,8 +91,7 @@ class Program:
             if s.saved_input != inner.size / columns:
                 wide = tape.op((inner,), columns * s.saved_input)
                 inner, cast = wide, True
-            # kept as an attribute of the autograd node: freed with the graph, not with the node
-            inner.storage.refs += 1
+            tape.hold(inner)  # freed with the graph, not with the node
         out = tape.op(
             (inner,),
             rows * s.act,
@@ -216,7 +215,9 @@ class Program:
         wide, cast, gemma = x, width != 4, s.norm == "rmsnorm_gemma"
         if cast:
             wide = tape.op((x,), features * 4)
-        squares = tape.op((wide,), features * 4, saves=(wide,), scratch=features * 8)
+        squares = tape.op(
+            (wide,), features * 4, saves=(wide,), scratch=(features * 4, features * 4)
+        )
         mean = tape.op((squares,), 4)
         tape.drop(squares)
         rstd = tape.op((mean,), 4, saves_out=True)

@@ -34,12 +34,27 @@ Envelope = tuple[Point, ...]
 NOTHING = Point(0, 0, 0)
 
 
+class Event(NamedTuple):
+    """One allocation or free, for the allocator's replay."""
+
+    block: int
+    per_token: float
+    """Bytes per token of an allocation; FREED for a free."""
+    constant: int = 0
+
+
+FREED = -1.0
+Scratch = float | tuple[float, ...]
+"""Bytes per token of temporaries: one block, or several."""
+
+
 class Storage:
     """Bytes with a reference count."""
 
-    __slots__ = ("constant", "per_token", "refs", "view", "weight_grad")
+    __slots__ = ("block", "constant", "per_token", "refs", "view", "weight_grad")
 
-    def __init__(self, per_token: float, constant: int, weight_grad: int) -> None:
+    def __init__(self, block: int, per_token: float, constant: int, weight_grad: int) -> None:
+        self.block = block
         self.per_token = per_token
         self.constant = constant
         self.weight_grad = weight_grad
@@ -73,7 +88,7 @@ class Node(NamedTuple):
     passes_through: bool
     """The gradient goes to the inputs as it came (add)."""
     saved: tuple[Storage, ...]
-    scratch: float
+    scratch: Scratch
     """Bytes per token the backward allocates and frees inside the node."""
     weight_grad: int
     """Bytes of a trained weight's gradient."""
@@ -102,10 +117,13 @@ class Tape:
         self.live_constant = 0
         self.live_grads = 0
         self.points: list[Point] = []
+        self.events: list[Event] = []
+        self.blocks = 0
         self.nodes: list[Node] = []
-        self.last_save = 0
-        """How many points there were when something was last saved for backward: inputs are saved
-        before the operation runs, outputs after."""
+        self.held: list[Storage] = []
+        self.last_save = self.last_save_event = 0
+        """How many points (events) there were when something was last saved for backward: inputs
+        are saved before the operation runs, outputs after."""
 
     def alloc(self, per_token: float, constant: int = 0, *, weight_grad: int = 0) -> Storage:
         """Allocate a storage and note the point."""
@@ -113,7 +131,9 @@ class Tape:
         self.live_constant += constant
         self.live_grads += weight_grad
         self.points.append(Point(self.live, self.live_constant, self.live_grads))
-        return Storage(per_token, constant, weight_grad)
+        return Storage(
+            self._begin(per_token, constant + weight_grad), per_token, constant, weight_grad
+        )
 
     def release(self, storage: Storage) -> None:
         """Drop one reference."""
@@ -122,6 +142,25 @@ class Tape:
             self.live -= storage.per_token
             self.live_constant -= storage.constant
             self.live_grads -= storage.weight_grad
+            self.events.append(Event(storage.block, FREED))
+
+    def _begin(self, per_token: float, constant: int) -> int:
+        """Note that a block begins; return its number."""
+        self.blocks += 1
+        self.events.append(Event(self.blocks, per_token, constant))
+        return self.blocks
+
+    def _passing(self, scratch: Scratch, constant: int) -> list[int]:
+        """Note blocks that live while an operation runs."""
+        sizes = scratch if isinstance(scratch, tuple) else (scratch,)
+        return [
+            self._begin(*size)
+            for size in (*((size, 0) for size in sizes), (0, constant))
+            if any(size)
+        ]
+
+    def _end(self, blocks: list[int]) -> None:
+        self.events.extend(Event(block, FREED) for block in blocks)
 
     def spike(self, per_token: float, constant: int = 0) -> None:
         """Note a temporary that is gone before the next allocation."""
@@ -150,8 +189,8 @@ class Tape:
         *,
         saves: tuple[Value, ...] = (),
         saves_out: bool = False,
-        scratch: float = 0,
-        forward_scratch: float = 0,
+        scratch: Scratch = 0,
+        forward_scratch: Scratch = 0,
         weight_grad: int = 0,
         weight_scratch: int = 0,
         forward_constant: int | None = None,
@@ -162,13 +201,16 @@ class Tape:
         `saves` are kept for backward; `scratch` is what its backward needs in passing, and
         `weight_scratch` constant bytes that both passes need (the forward `forward_constant`, if given).
         """
-        before = len(self.points)
+        before, before_event = len(self.points), len(self.events)
         if forward_constant is None:
             forward_constant = weight_scratch
+        passing: list[int] = []
         if forward_scratch or forward_constant:
-            self.spike(per_token + forward_scratch, forward_constant)
+            self.spike(per_token + total(forward_scratch), forward_constant)
+            passing = self._passing(forward_scratch, forward_constant)
         needs = self.grad_enabled and (bool(weight_grad) or any(v.needs_grad for v in inputs))
         storage = self.alloc(per_token, constant)
+        self._end(passing)
         out = Value(storage, needs_grad=needs, size=per_token, constant=constant)
         if needs:
             saved = tuple(v.storage for v in saves) + ((out.storage,) if saves_out else ())
@@ -176,6 +218,7 @@ class Tape:
                 storage.refs += 1
             if saved:
                 self.last_save = len(self.points) if saves_out else before
+                self.last_save_event = len(self.events) if saves_out else before_event
             self.nodes.append(
                 Node((out,), inputs, False, saved, scratch, weight_grad, weight_scratch, view_grad)
             )
@@ -204,6 +247,18 @@ class Tape:
         for value in values:
             self.release(value.storage)
 
+    def hold(self, value: Value) -> None:
+        """Keep a tensor as an attribute of its autograd node: until the graph goes."""
+        if self.grad_enabled:
+            value.storage.refs += 1
+            self.held.append(value.storage)
+
+    def end_graph(self) -> None:
+        """Forget the autograd nodes, whose backward is done."""
+        for storage in self.held:
+            self.release(storage)
+        self.held.clear()
+
     def start_backward(self, out: Value, grad_per_token: float) -> None:
         """Hand a gradient to `out`."""
         out.grad = self.alloc(grad_per_token)
@@ -227,6 +282,7 @@ class Tape:
                 self.release(storage)
             return
         made: list[tuple[Value, Storage]] = []
+        passing = self._passing(node.scratch, node.weight_scratch)
         for value in node.inputs:
             if not value.needs_grad:
                 continue
@@ -238,8 +294,9 @@ class Tape:
                 storage.view = node.view_grad
                 made.append((value, storage))
         weight_grad = self.alloc(0, weight_grad=node.weight_grad) if node.weight_grad else None
-        if node.scratch or node.weight_scratch:
-            self.spike(node.scratch, node.weight_scratch)
+        if passing:
+            self.spike(total(node.scratch), node.weight_scratch)
+        self._end(passing)
         for storage in node.saved:
             self.release(storage)
         for incoming in grads:
@@ -262,6 +319,11 @@ class Tape:
         value.grad = self.alloc(storage.per_token)
         self.release(old)
         self.release(storage)
+
+
+def total(scratch: Scratch) -> float:
+    """Return the bytes per token of temporaries together."""
+    return sum(scratch) if isinstance(scratch, tuple) else scratch
 
 
 def envelope(points: list[Point]) -> Envelope:

@@ -25,6 +25,11 @@ class LogitsLaw(Section):
     forward: Tensors = ()
     """(tensor, dtype) alive when the forward of the loss is at its largest; see `width`."""
     backward: Tensors = ()
+    order: tuple[str, ...] = ()
+    """Every allocation of the loss in order, for the allocator's replay: "name: dtype", "-name" for a
+    free, "a > b: dtype" for a copy that replaces a, "|" where the backward starts. `shifted` after
+    the dtype: a row less for each sequence. Two more words: `downcast`, back to 16 bits, and
+    `outputs`, accelerate's fp32 copy under autocast; both nothing where there is nothing to cast."""
     rows: Literal["all", "completion"] = "all"
     """all tokens of the micro-batch, or completion tokens only."""
     chunk_rows: int = 0

@@ -227,7 +227,7 @@ def test_nothing_is_lost(sizes: list[int], kill: list[int], config: AllocatorCon
         for victim in kill[index : index + 1]:
             if victim in held:
                 allocator.free(held.pop(victim))
-        spans = sorted((c.small, c.address, c.address + c.size) for c in held.values())
+        spans = sorted((c.pool.small, c.address, c.address + c.size) for c in held.values())
         assert all(a[2] <= b[1] for a, b in pairwise(spans) if a[0] == b[0])
         assert sum(c.size for c in held.values()) == allocator.allocated_bytes
         assert allocator.allocated_bytes <= allocator.reserved_bytes <= GiB

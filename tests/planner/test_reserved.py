@@ -1,4 +1,4 @@
-"""What the allocator holds: pools add up, the capacity stops them, the peak is never undercut."""
+"""What the allocator holds: the replayed run, never less than the tensors alive, never more than fits."""
 
 import pytest
 
@@ -23,32 +23,34 @@ def made(vram: str = "1000GiB", gpus: int = 1, **changes: object) -> Plan:
 
 @pytest.mark.parametrize("method", ["full", "lora", "qlora"])
 @pytest.mark.parametrize("checkpointing", ["none", "full", "offload"])
-def test_reserved_lies_between_the_live_peak_and_the_upper_end(method, checkpointing):
+def test_reserved_is_at_least_the_live_peak(method, checkpointing):
     result = made(method=method, checkpointing=checkpointing)
-    assert result.low_bytes < result.peak_bytes <= result.reserved_peak_bytes <= result.high_bytes
+    assert result.low_bytes < result.peak_bytes <= result.reserved_peak_bytes
+    assert result.reserved.on_card == result.reserved.with_room
 
 
-def test_head_and_layer_blocks_add_up_though_never_alive_together():
-    result = made()
-    loss, backward = result.phase("loss"), result.phase("backward")
-    kept = {term.name: term.bytes for term in loss.terms}["activations"]
-    layer = {term.name: term.bytes for term in backward.terms}["activations"] - kept
-    assert layer > GiB
-    assert result.reserved_peak_bytes > loss.total_bytes + layer
+def test_blocks_of_the_head_and_of_a_layer_are_both_held():
+    result = made(method="full", optimizer="sgd")
+    loss = {term.name: term.bytes for term in result.phase("loss").terms}
+    # logits in 16 bits, their fp32 copy and log-softmax come in blocks that no layer's tensor fills
+    assert result.reserved_peak_bytes > result.peak_bytes + loss["logits"] // 20
 
 
 def test_a_full_card_makes_the_allocator_give_blocks_back():
     free = made()
-    tight = made(vram=f"{free.peak_bytes / GiB + 1.5:.3f}GiB")
+    assert free.verdict == "fits"
+    room = (free.peak_bytes + free.reserved_peak_bytes) / 2
+    tight = made(vram=f"{room / GiB:.3f}GiB")
     assert tight.peak_bytes == free.peak_bytes
     assert free.peak_bytes <= tight.reserved_peak_bytes < free.reserved_peak_bytes
     assert tight.reserved_peak_bytes <= tight.capacity_bytes
+    assert tight.reserved.with_room == free.reserved_peak_bytes
     assert tight.verdict == "tight"
 
 
-def test_a_run_that_does_not_fit_reserves_its_peak():
-    result = made(vram="8GiB")
-    assert result.reserved_peak_bytes == result.peak_bytes
+def test_a_run_that_does_not_fit_states_what_it_would_need():
+    result, free = made(vram="8GiB"), made()
+    assert result.reserved_peak_bytes == free.reserved_peak_bytes
     assert not result.fits
 
 
@@ -59,19 +61,14 @@ def test_collectives_need_memory_outside_torch():
     assert outside[1] - outside[0] == 800 * 1024**2
 
 
-def test_many_small_gradients_share_the_head_s_blocks():
-    result = made(method="full", optimizer="adamw")
-    parts = {
-        name: {term.name: term.bytes for term in result.phase(name).terms}
-        for name in ("forward", "loss", "backward", "step")
-    }
-    step_work = parts["step"]["optimizer"] - parts["forward"]["optimizer"]
-    apart = (
-        parts["forward"]["weights"]
-        + parts["forward"]["optimizer"]
-        + parts["backward"]["activations"]
-        + parts["loss"]["logits"]
-        + parts["step"]["gradients"]
-        + step_work
-    )
-    assert result.reserved_peak_bytes < apart * 1.05
+def test_steps_of_two_lengths_hold_blocks_of_both():
+    result = made(loss="full")
+    same, mixed = result.reserved_over((4096, 4096)), result.reserved_over((2900, 4096))
+    assert mixed.on_card > same.on_card == result.reserved_peak_bytes
+
+
+def test_the_json_states_the_three_figures():
+    document = made().to_dict()
+    three = document["reserved"]
+    assert three["low_bytes"] <= three["typical_bytes"] <= three["high_bytes"]
+    assert three["typical_bytes"] == document["reserved_peak_bytes"]

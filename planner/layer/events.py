@@ -1,0 +1,162 @@
+"""Every allocation and free of one decoder layer, in order: what the allocator's replay plays.
+
+Block numbers are the tape's; a layer's input, output and their gradients belong to the caller.
+"""
+
+from dataclasses import dataclass
+
+from planner.layer.blocks import run_layer
+from planner.layer.costs import cached
+from planner.layer.program import OpSettings, Program
+from planner.layer.tape import FREED, Event, Tape
+from planner.models.spec import LayerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LayerEvents:
+    """One pass of a layer; a block number of 0 means there is none."""
+
+    events: tuple[Event, ...]
+    x: int
+    """The input; the events free it when the pass is the last to need it."""
+    out: int = 0
+    """Made by a forward, left for the next layer."""
+    grad_out: int = 0
+    """Handed to a backward, freed by its events."""
+    grad_in: int = 0
+    """Made by a backward, left for the layer before."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptEvents:
+    """Forward and backward of a layer whose graph is kept; they share block numbers."""
+
+    forward: LayerEvents
+    backward: LayerEvents
+
+
+def forward_events(layer: LayerSpec, hidden: int, settings: OpSettings) -> LayerEvents:
+    """Return a forward without a graph; the input is the caller's to free."""
+    return cached(_forward, layer, hidden, settings)
+
+
+def kept_events(layer: LayerSpec, hidden: int, settings: OpSettings) -> KeptEvents:
+    """Return forward and backward of a layer whose graph is kept."""
+    return cached(_kept, layer, hidden, settings)
+
+
+def recomputed_events(layer: LayerSpec, hidden: int, settings: OpSettings) -> LayerEvents:
+    """Return the backward of a checkpointed layer: non-reentrant, stopping early, as torch does."""
+    return cached(_recomputed, layer, hidden, settings)
+
+
+def reentrant_events(layer: LayerSpec, hidden: int, settings: OpSettings) -> LayerEvents:
+    """Return the backward of a layer under the older checkpoint, which runs the whole forward."""
+    return cached(_reentrant, layer, hidden, settings)
+
+
+def recomputed_held_events(layer: LayerSpec, hidden: int, settings: OpSettings) -> LayerEvents:
+    """Return the same of a layer whose gradients somebody else holds: none is reused in place."""
+    return cached(_recomputed_held, layer, hidden, settings)
+
+
+def reentrant_held_events(layer: LayerSpec, hidden: int, settings: OpSettings) -> LayerEvents:
+    """Return the older checkpoint's backward when somebody else holds the gradients."""
+    return cached(_reentrant_held, layer, hidden, settings)
+
+
+def _forward(layer: LayerSpec, hidden: int, settings: OpSettings) -> LayerEvents:
+    tape = Tape(grad_enabled=False)
+    x = tape.value(hidden * settings.residual)
+    out = run_layer(Program(tape, settings), x, layer, hidden)
+    block = x.storage.block
+    return LayerEvents(_without(tape.events, block), block, out.storage.block)
+
+
+def _kept(layer: LayerSpec, hidden: int, settings: OpSettings) -> KeptEvents:
+    width = hidden * settings.residual
+    tape = Tape(keep_weight_grads=not settings.accumulate)
+    x = tape.value(width, needs_grad=settings.input_grad)
+    out = run_layer(Program(tape, settings), x, layer, hidden)
+    first, last = x.storage.block, out.storage.block
+    tape.drop(x)
+    forward = LayerEvents(_without(tape.events, first, frees=False), first, last)
+    tape.events.clear()
+    tape.start_backward(out, width)
+    assert out.grad is not None
+    incoming = out.grad.block
+    tape.run()
+    tape.end_graph()
+    backward = LayerEvents(
+        _without(tape.events, incoming, frees=False),
+        first,
+        grad_out=incoming,
+        grad_in=x.grad.block if x.grad else 0,
+    )
+    return KeptEvents(forward, backward)
+
+
+def _recomputed_held(layer: LayerSpec, hidden: int, settings: OpSettings) -> LayerEvents:
+    return _recomputed(layer, hidden, settings, held=True)
+
+
+def _reentrant_held(layer: LayerSpec, hidden: int, settings: OpSettings) -> LayerEvents:
+    return _reentrant(layer, hidden, settings, held=True)
+
+
+def _recomputed(
+    layer: LayerSpec, hidden: int, settings: OpSettings, *, held: bool = False
+) -> LayerEvents:
+    width = hidden * settings.residual
+    tape = Tape(keep_weight_grads=not settings.accumulate, recomputed=True)
+    x = tape.value(width)
+    out = run_layer(Program(tape, settings), x, layer, hidden)
+    tape.drop(out)
+    stop = tape.last_save_event
+    again, unwound = tape.events[:stop], tape.events[stop:]
+    made = {event.block for event in again}
+    again += [e for e in unwound if e.per_token == FREED and e.block in made]
+    tape.events.clear()
+    tape.start_backward(out, width)
+    assert out.grad is not None
+    incoming = out.grad.block
+    out.grad.refs += held
+    tape.run_until_saved()
+    early = list(tape.events)
+    tape.events.clear()
+    tape.run()
+    tape.end_graph()
+    first = x.storage.block
+    events = _without([*early, *again, *tape.events], first)
+    return LayerEvents(
+        _without(events, incoming, frees=False),
+        first,
+        grad_out=incoming,
+        grad_in=x.grad.block if x.grad else 0,
+    )
+
+
+def _reentrant(
+    layer: LayerSpec, hidden: int, settings: OpSettings, *, held: bool = False
+) -> LayerEvents:
+    width = hidden * settings.residual
+    tape = Tape(keep_weight_grads=not settings.accumulate)
+    x = tape.value(width)
+    out = run_layer(Program(tape, settings), x, layer, hidden)
+    tape.start_backward(out, width)
+    assert out.grad is not None
+    incoming = out.grad.block
+    out.grad.refs += held
+    tape.run()
+    tape.end_graph()
+    tape.drop(out)  # the recomputed output is a variable until its backward is done
+    first = x.storage.block
+    events = _without(_without(tape.events, first), incoming, frees=False)
+    return LayerEvents(events, first, grad_out=incoming, grad_in=x.grad.block if x.grad else 0)
+
+
+def _without(
+    events: list[Event] | tuple[Event, ...], block: int, *, frees: bool = True
+) -> tuple[Event, ...]:
+    """Return the events but for the beginning of `block`, and (`frees`) its end."""
+    return tuple(e for e in events if e.block != block or (e.per_token == FREED and not frees))

@@ -1,0 +1,1 @@
+"""A run's allocations played through the caching allocator: what torch reserves for a plan."""

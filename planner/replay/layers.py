@@ -1,0 +1,186 @@
+"""The decoder layers' passes: what a forward leaves behind and what a backward frees again."""
+
+from dataclasses import dataclass, field
+
+from planner.allocator.pool import Chunk
+from planner.layer.events import (
+    KeptEvents,
+    forward_events,
+    kept_events,
+    recomputed_events,
+    recomputed_held_events,
+    reentrant_events,
+    reentrant_held_events,
+)
+from planner.layer.program import OpSettings
+from planner.models.spec import LayerSpec, ModelSpec
+from planner.replay.player import Blocks, Player
+from planner.replay.units import Units
+from planner.run.recipe import Checkpointing
+from planner.run.resolve import Resolved
+
+
+@dataclass(slots=True)
+class Layers:
+    """The decoder stack during one micro-batch."""
+
+    model: ModelSpec
+    r: Resolved
+    settings: OpSettings
+    tokens: int
+    player: Player
+    units: Units | None = None
+    """Set when layers are sharded."""
+    inputs: list[Chunk | None] = field(default_factory=list)
+    """Checkpointed layers' inputs, first to last; None: it waits on the host."""
+    kept: list[Blocks] = field(default_factory=list)
+
+    @property
+    def width(self) -> int:
+        """Bytes per token of the hidden stream."""
+        return self.model.hidden * self.settings.residual
+
+    @property
+    def order(self) -> list[LayerSpec]:
+        """Every decoder layer."""
+        return [self.model.layers[index] for index in self.model.layer_order]
+
+    def no_grad(self, x: Chunk) -> Chunk:
+        """Play all layers without a graph; `x` is freed."""
+        for layer in self.order:
+            self._gather(layer)
+            events = forward_events(layer, self.model.hidden, self.settings)
+            left = self.player.play(events, self.tokens, {events.x: x})
+            self.player.give(left.pop(events.x))
+            x = left[events.out]
+        return x
+
+    def forward(self, x: Chunk) -> Chunk:
+        """Play the forward; what backward needs stays."""
+        if self.r.checkpointing is Checkpointing.NONE:
+            return self._keep(x)
+        offload = self.r.checkpointing is Checkpointing.OFFLOAD
+        every = self.r.checkpoint_every if self.r.checkpointing is Checkpointing.EVERY_K else 1
+        resident = self.r.keep_layers if offload else self.model.num_layers
+        for index, layer in enumerate(self.order):
+            self._gather(layer)
+            events = forward_events(layer, self.model.hidden, self.settings)
+            left = self.player.play(events, self.tokens, {events.x: x})
+            if index % every:
+                self.player.give(left.pop(events.x))
+            elif index < self.model.num_layers - resident:
+                self.player.give(left.pop(events.x))
+                self.inputs.append(None)
+            else:
+                self.inputs.append(left.pop(events.x))
+            x = left[events.out]
+        return x
+
+    def _gather(self, layer: LayerSpec, *, backward: bool = False) -> None:
+        if self.units is not None:
+            self.units.before(layer, backward=backward)
+
+    def _reduce(self, layer: LayerSpec, made: list[Chunk], grads: list[Chunk]) -> None:
+        if self.units is None:
+            grads.extend(made)
+        else:
+            self.units.after_backward(layer, made, grads)
+
+    @property
+    def _frozen_hooks(self) -> bool:
+        """Every layer's input and the input's gradient stay until the backward ends."""
+        held = self.r.placement.holds_frozen_inputs
+        return held and self.r.checkpointing is Checkpointing.FULL
+
+    def _keep(self, x: Chunk) -> Chunk:
+        for index, layer in enumerate(self.order):
+            self._gather(layer)
+            events = self._kept_events(index, layer).forward
+            left = self.player.play(events, self.tokens, {events.x: x})
+            x = left.pop(events.out)
+            self.kept.append(left)
+        return x
+
+    def _kept_events(self, index: int, layer: LayerSpec) -> KeptEvents:
+        settings = self.settings
+        if index == 0 and not settings.full:  # nothing before the first adapters needs a gradient
+            settings = settings._replace(input_grad=False)
+        return kept_events(layer, self.model.hidden, settings)
+
+    def backward(self, out: Chunk | None, grad: Chunk, grads: list[Chunk]) -> Chunk | None:
+        """Play the backward; `grads` gets the weights' gradients. Returns the embeddings' gradient.
+
+        `out` is the last layer's output, `grad` its gradient; both are freed.
+        """
+        self.player.give(out)
+        if self.r.checkpointing is Checkpointing.NONE:
+            return self._backward_kept(grad, grads)
+        every = self.r.checkpoint_every if self.r.checkpointing is Checkpointing.EVERY_K else 1
+        held = self._frozen_hooks
+        if self.r.switches.reentrant:
+            pick = reentrant_held_events if held else reentrant_events
+        else:
+            pick = recomputed_held_events if held else recomputed_events
+        hooked: list[Chunk | None] = []
+        order = self.order
+        fetched = self._fetch(len(self.inputs) - 1)
+        for number in range(len(self.inputs) - 1, -1, -1):
+            x, fetched = fetched, self._fetch(number - 1)
+            assert x is not None
+            first = number * every
+            segment = order[first : first + every]
+            if len(segment) > 1:
+                grad = self._segment(segment, x, grad, grads)
+                continue
+            self._gather(segment[0], backward=True)
+            events = pick(segment[0], self.model.hidden, self.settings)
+            left = self.player.play(events, self.tokens, {events.x: x, events.grad_out: grad})
+            if held:
+                hooked += [grad, left.pop(events.x, None)]
+                left.pop(events.grad_out, None)
+            grad = left.pop(events.grad_in)
+            self.player.give(left.pop(events.x, None))
+            self._reduce(segment[0], list(left.values()), grads)
+        self.player.give(*hooked)
+        return grad
+
+    def _fetch(self, number: int) -> Chunk | None:
+        """Return a checkpoint's input, brought back from the host if it was there."""
+        if number < 0:
+            return None
+        held = self.inputs[number]
+        return held if held is not None else self.player.block(self.width * self.tokens)
+
+    def _segment(
+        self, segment: list[LayerSpec], x: Chunk, grad: Chunk, grads: list[Chunk]
+    ) -> Chunk:
+        """Play the recompute and backward of several layers checkpointed as one."""
+        inside = Layers(self.model, self.r, self.settings, self.tokens, self.player)
+        for layer in segment:
+            self._gather(layer, backward=True)
+            events = kept_events(layer, self.model.hidden, self.settings).forward
+            left = self.player.play(events, self.tokens, {events.x: x})
+            x = left.pop(events.out)
+            inside.kept.append(left)
+        self.player.give(x)
+        for layer, left in zip(reversed(segment), reversed(inside.kept), strict=True):
+            events = kept_events(layer, self.model.hidden, self.settings).backward
+            left = self.player.play(events, self.tokens, {**left, events.grad_out: grad})
+            grad = left.pop(events.grad_in)
+            self.player.give(left.pop(events.x, None))
+            self._reduce(layer, list(left.values()), grads)
+        return grad
+
+    def _backward_kept(self, grad: Chunk, grads: list[Chunk]) -> Chunk | None:
+        incoming: Chunk | None = grad
+        order = self.order
+        for index in range(self.model.num_layers - 1, -1, -1):
+            layer = order[index]
+            self._gather(layer, backward=True)
+            events = self._kept_events(index, layer).backward
+            assert incoming is not None  # only the first layer may end without one
+            blocks = {**self.kept.pop(), events.grad_out: incoming}
+            left = self.player.play(events, self.tokens, blocks)
+            incoming = left.pop(events.grad_in, None)
+            self._reduce(layer, list(left.values()), grads)
+        return incoming

@@ -1,0 +1,24 @@
+"""`model.generate` on the training model: keys and values grow by concatenation, layer by layer."""
+
+from planner.allocator.pool import Chunk
+from planner.dtypes import ELEMENT_BYTES, normal_dtype
+from planner.models.spec import ModelSpec
+from planner.replay.player import Player
+from planner.run.resolve import Resolved
+from planner.terms.kv_cache import layer_bytes_per_token, rollout_sequences, state_bytes
+
+
+def play_rollout(model: ModelSpec, r: Resolved, player: Player) -> None:
+    """Play a dynamic cache's last step: every tensor is copied to one token more; then its end."""
+    count = rollout_sequences(r)
+    element = ELEMENT_BYTES[normal_dtype(r.kv_dtype, field="kv_dtype")]
+    each = [layer_bytes_per_token(model.layers[index], element) / 2 for index in model.layer_order]
+    player.passing(count * state_bytes(model, r.kv_dtype))
+    cache: dict[tuple[int, int], Chunk | None] = {}
+    for tokens in (max(1, r.seq_tokens - 1), r.seq_tokens):
+        for layer, width in enumerate(each):
+            for half in (0, 1):
+                longer = player.take(int(count * tokens * width))
+                player.give(cache.get((layer, half)))
+                cache[layer, half] = longer
+    player.give(*cache.values())

@@ -1,0 +1,222 @@
+"""A run on one device, allocation by allocation: load, then steps until nothing new is reserved.
+
+The second step meets the first's cache and the optimizer's states, so two are played.
+"""
+
+from typing import NamedTuple
+
+from planner.allocator.pool import Chunk
+from planner.dtypes import element_bytes
+from planner.layer.program import OpSettings
+from planner.models.spec import ModelSpec
+from planner.replay.head import Head
+from planner.replay.layers import Layers
+from planner.replay.norm import norm_events
+from planner.replay.player import DeviceFullError, Player
+from planner.replay.rollout import play_rollout
+from planner.replay.tensors import loaded, trained
+from planner.replay.units import Units
+from planner.replay.update import Update
+from planner.run.recipe import EngineKind, Method, Reference, Task
+from planner.run.resolve import Resolved
+from planner.terms.activations import op_settings
+from planner.terms.gradients import gradient_width
+from planner.terms.weights import weights
+from planner.units import MiB
+
+STEPS = 2
+DDP_BUCKET, DDP_FIRST_BUCKET = 25 * MiB, 1 * MiB
+"""torch DistributedDataParallel: bucket_cap_mb and kDefaultFirstBucketBytes."""
+
+
+class Replayed(NamedTuple):
+    """What the allocator held."""
+
+    allocated_bytes: int
+    """Largest total of blocks handed out."""
+    reserved_bytes: int
+    """Largest total taken from the device."""
+    full: bool
+    """A request failed, with nothing left to give back."""
+
+
+def replay_run(
+    model: ModelSpec,
+    r: Resolved,
+    *,
+    workspace_bytes: int = 0,
+    capacity_bytes: int | None = None,
+    lengths: tuple[int, ...] = (),
+    resident_bytes: int = 0,
+) -> Replayed:
+    """Return what torch's allocator holds at most while a run of `r` goes on.
+
+    `lengths`: tokens of one sequence in each step; all are the recipe's when empty.
+    """
+    run = Run(model, r, Player(capacity_bytes=capacity_bytes))
+    full = False
+    try:
+        run.load(workspace_bytes, resident_bytes)
+        for length in lengths or (r.seq_tokens,) * STEPS:
+            run.step(length)
+    except DeviceFullError:
+        full = True
+    device = run.player.device
+    return Replayed(device.peak_allocated_bytes, device.peak_reserved_bytes, full)
+
+
+class Run:
+    """One run: what stays on the device between steps."""
+
+    def __init__(self, model: ModelSpec, r: Resolved, player: Player) -> None:
+        self.model = model
+        self.r = r
+        self.player = player
+        self.sharded = r.placement.gathers
+        self.trained = self._trained() if r.trains else []
+        self.update = Update(r, self.trained, player)
+        self.once = op_settings(model, r)._replace(accumulate=False)
+
+    def _trained(self) -> list[int]:
+        """Return the elements of every tensor the optimizer sees on this rank."""
+        r = self.r
+        if self.sharded and r.method is Method.FULL:
+            return self._shards(-(-self.model.parameters // r.placement.state_shards))
+        ranks = r.placement.state_shards
+        return [-(-size // ranks) for size in trained(self.model, r)]
+
+    def load(self, workspace_bytes: int, resident_bytes: int) -> None:
+        """Load the base, tensor by tensor, then adapters and what the first product needs."""
+        player = self.player
+        if self.sharded:
+            self._shard([])
+        else:
+            self._load_whole()
+        if self.r.method is not Method.FULL and self.r.trains:
+            width = element_bytes(self.r.adapter_dtype)
+            player.take_all(width * size for size in self.trained)
+        if self.r.placement.gradient_copies > 1:
+            player.take_all(self._buckets())
+        player.take(workspace_bytes)
+        player.take(resident_bytes)
+
+    def _buckets(self) -> list[int]:
+        """Return DDP's reduction buckets: last tensors first, a small first bucket."""
+        sizes: list[int] = []
+        filled = 0
+        for numel in reversed(self.trained):
+            filled += numel * gradient_width(self.r)
+            if filled >= (DDP_BUCKET if sizes else DDP_FIRST_BUCKET):
+                sizes.append(filled)
+                filled = 0
+        return [*sizes, filled]
+
+    def _load_whole(self) -> list[Chunk]:
+        player, made = self.player, []
+        for tensor in loaded(self.model, self.r):
+            temporary = player.take(tensor.passing)
+            made += player.take_all(tensor.blocks)
+            player.give(temporary)
+        if self.r.reference is Reference.SEPARATE and self.r.trains:
+            for tensor in loaded(self.model, self.r):
+                made += player.take_all(tensor.blocks)
+        return made
+
+    def _shard(self, whole: list[Chunk]) -> None:
+        """Make flat units and keep this rank's part; a quantised base was on the GPU whole."""
+        player = self.player
+        shards = self._shards(weights(self.model, self.r).bytes)
+        each = len(whole) // max(1, len(shards))
+        for size in (*shards[1:], shards[0]):  # layers first, the root unit last
+            flat = player.take(size * self.r.placement.weight_shards)
+            player.give(*whole[:each])
+            whole = whole[each:]
+            player.take(size)
+            player.give(flat)
+        player.give(*whole)
+
+    def _shards(self, total: int) -> list[int]:
+        """Return one flat block for the root unit and each layer, of `total` together."""
+        order = [self.model.layers[index].parameters for index in self.model.layer_order]
+        root = max(0, self.model.parameters - sum(order))
+        return [total * part // self.model.parameters for part in (root, *order)]
+
+    def step(self, length: int) -> None:
+        """Play one optimizer step on sequences of `length` tokens."""
+        tokens = self.r.sequences * length
+        if self.r.task is Task.GRPO and self.r.engine is EngineKind.TRANSFORMERS:
+            play_rollout(self.model, self.r, self.player)
+        if self.r.task is Task.GRPO or self.r.reference is not Reference.NONE:
+            self._score(tokens)
+        grads: list[Chunk] = []
+        for number in range(min(2, self.r.grad_accum)):
+            self._micro_batch(length, tokens, grads, accumulate=number > 0)
+        self.update.step(grads)
+
+    def _embed(self, tokens: int, settings: OpSettings) -> Chunk:
+        chunk = self.player.block(tokens * self.model.hidden * settings.residual)
+        if self.model.embedding_scale_copy:
+            scaled = self.player.block(tokens * self.model.hidden * settings.residual)
+            self.player.give(chunk)
+            chunk = scaled
+        return chunk
+
+    def _rotary(self, length: int, settings: OpSettings) -> list[Chunk]:
+        mixer = max(self.model.layers, key=lambda layer: layer.mixer.head_dim).mixer
+        width = mixer.qk_rope_head_dim or mixer.head_dim
+        return self.player.take_all([length * width * settings.residual] * 2)
+
+    def _score(self, tokens: int) -> None:
+        units = Units(self.model, self.r, self.player) if self.sharded else None
+        layers = Layers(self.model, self.r, self.once, tokens, self.player, units)
+        x = layers.no_grad(self._embed(tokens, self.once))
+        head = Head(self.model, self.r, tokens, self.player)
+        events = norm_events(self.model, self.once)
+        left = self.player.play(events.forward, tokens, {events.forward.x: x})
+        out = left.pop(events.forward.out)
+        self.player.give(*left.values())
+        head.score(out)
+
+    def _micro_batch(
+        self, length: int, tokens: int, grads: list[Chunk], *, accumulate: bool
+    ) -> None:
+        player, settings = self.player, self.once._replace(accumulate=accumulate)
+        reduces = self.r.placement.gradient_shards > 1
+        units = Units(self.model, self.r, player) if self.sharded or reduces else None
+        if units is not None:
+            units.start()
+        layers = Layers(self.model, self.r, settings, tokens, player, units)
+        head = Head(self.model, self.r, tokens, player)
+        rotary = self._rotary(length, settings)
+        last = layers.forward(self._embed(tokens, settings))
+        events = norm_events(self.model, settings)
+        kept = player.play(events.forward, tokens, {events.forward.x: last})
+        out = kept.pop(events.forward.out)
+        outside: list[Chunk] = grads if units is None else []
+        grad = head.run(out, outside, accumulate=accumulate)
+        left = player.play(events.backward, tokens, {**kept, events.backward.grad_out: grad})
+        grad = left.pop(events.backward.grad_in)
+        done = left.pop(events.forward.x, None)
+        outside.extend(left.values())
+        first = layers.backward(done, grad, grads)
+        player.give(*rotary)
+        self._embedding_grad(tokens, outside, accumulate=accumulate)
+        player.give(first)
+        if units is not None:
+            units.finish(outside, grads)
+
+    def _embedding_grad(self, tokens: int, grads: list[Chunk], *, accumulate: bool) -> None:
+        if self.r.method is not Method.FULL:
+            return
+        player, width = self.player, gradient_width(self.r)
+        for module in self.model.embeddings:
+            chunk = player.take(module.parameters * width)
+            if self.model.tied and module is self.model.embeddings[0]:
+                # the head's gradient is a view: torch adds the two in a third buffer
+                total = player.take(module.parameters * width)
+                player.give(chunk)
+                chunk = total
+            if accumulate or self.model.tied:
+                player.give(chunk)
+            elif chunk is not None:
+                grads.append(chunk)
