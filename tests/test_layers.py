@@ -130,7 +130,7 @@ ROOMS = (
     ("planner.terms",),
     ("planner.phases",),
     ("planner.replay",),
-    ("planner.reserved",),
+    ("planner.reserved", "planner.interval"),
     ("planner.plan",),
     ("planner.report",),
     ("planner.answers", "planner.importers"),
