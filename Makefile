@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM = false
 PYTEST_WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo app test lint format bench docs screenshots gpu-check clean
+.PHONY: help venv demo app test lint format bench mutants coverage docs screenshots gpu-check clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -53,6 +53,12 @@ docs: $(STAMP) ## rewrite the generated pages (docs/accuracy.md, docs/cli.md)
 bench: $(STAMP) ## the benchmarks that back the README's claims
 	@for script in plan_speed trace_speed logprob_head kv_tokens doctor profile_overhead app_load trainer_vs_trl sft_vs_hf grpo_table; do \
 	  echo "== $$script"; OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$script.py; done
+
+mutants: $(STAMP) ## plant 300 small errors in the memory model; lists those that no fast test notices
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.mutants
+
+coverage: $(STAMP) ## lines of planner/ that the fast set and all planner tests run
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.coverage
 
 screenshots: $(STAMP) ## pictures of every page of the app
 	$(BIN)/python tests/browser/screenshots.py docs/screenshots

@@ -48,9 +48,14 @@ FAST_TESTS = (
     "tests/planner/test_hand_terms.py",
     "tests/planner/test_hand_logits.py",
     "tests/planner/test_hand_ops.py",
+    "tests/planner/test_hand_trace.py",
     "tests/planner/test_hand_layers.py",
+    "tests/planner/test_hand_moments.py",
     "tests/planner/test_hand_phases.py",
+    "tests/planner/test_hand_engine.py",
     "tests/planner/test_hand_cache.py",
+    "tests/planner/test_hand_vllm.py",
+    "tests/planner/test_hand_pages.py",
     "tests/planner/test_vllm_law.py",
     "tests/planner/test_vllm_blocks.py",
     "tests/planner/test_engine_terms.py",
@@ -58,16 +63,42 @@ FAST_TESTS = (
     "tests/planner/test_doctor_state.py",
     "tests/planner/test_placement.py",
     "tests/planner/test_mixers.py",
-    "tests/planner/test_hand_allocator.py",
+    "tests/planner/test_allocator.py",
     "tests/planner/test_hand_replay.py",
-    "tests/planner/test_replay.py",
+    "tests/planner/test_hand_allocator.py",
     "tests/planner/test_hand_doctor.py",
     "tests/planner/test_tape.py",
+    "tests/planner/test_replay.py",
     "tests/planner/test_reserved.py",
     "tests/planner/test_plan_cases.py",
 )
 """Most telling first: the first failure ends a mutant."""
-LIMIT_S = 240
+TELLING = (
+    ("planner/allocator", "test_allocator"),
+    ("planner/replay", "test_hand_replay"),
+    ("planner/doctor/budget", "test_hand_doctor"),
+    ("planner/doctor/serving", "test_doctor_serving"),
+    ("planner/doctor/state", "test_doctor_state"),
+    ("planner/terms/vllm_blocks", "test_hand_pages"),
+    ("planner/terms/vllm", "test_hand_vllm"),
+    ("planner/run/engine_law", "test_hand_vllm"),
+    ("planner/machines/vllm", "test_vllm_law"),
+    ("planner/terms/engine", "test_hand_engine"),
+    ("planner/terms/logits", "test_hand_logits"),
+    ("planner/terms/activations", "test_hand_moments"),
+    ("planner/terms/kv_cache", "test_hand_cache"),
+    ("planner/terms/generation", "test_hand_cache"),
+    ("planner/terms", "test_hand_terms"),
+    ("planner/run/placement", "test_hand_terms"),
+    ("planner/layer/program", "test_hand_ops"),
+    ("planner/layer/tape", "test_tape"),
+    ("planner/layer", "test_hand_layers"),
+    ("planner/mixers", "test_hand_trace"),
+    ("planner/reserved", "test_reserved"),
+    ("planner", "test_hand_phases"),
+)
+"""(file, the test that is the most likely to notice): it runs first, alone."""
+LIMIT_S = 300
 SWAPS: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
@@ -319,7 +350,12 @@ def _run_child(mutant: Mutant, tests: list[str], answer: Path) -> None:
 
         first = FirstFailure()
         options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "pytest_timeout"]
-        code = int(pytest.main([*options, "--noconftest", *tests], plugins=[first]))
+        options += ["--noconftest", "--assert=plain"]
+        name = next(test for file, test in TELLING if mutant.file.startswith(file))
+        telling = [test for test in tests if Path(test).stem == name]
+        rest = [test for test in tests if test not in telling]
+        code = int(pytest.main([*options, *telling], plugins=[first])) if telling else 0
+        code = code or int(pytest.main([*options, *rest], plugins=[first]))
         answer.write_text(first.name or f"pytest ended with {code}")
     finally:
         os._exit(code)

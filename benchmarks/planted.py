@@ -70,5 +70,11 @@ PLANTED: tuple[tuple[str, str, str, str], ...] = (
 )
 """(name, file, text, replacement)."""
 
-EXPLAINED: dict[str, str] = {}
+EXPLAINED: dict[str, str] = {
+    "planner/doctor/state.py: WHOLE = Machine(vram_bytes=80 * GiB): 80 x1.5": (
+        "any card will do: what a run holds before its first batch does not depend on it"
+    ),
+    "planner/doctor/state.py: found = _held(context, ranks=1, task=Task.SERVE, method=Method.FULL, "
+    "**wide): 1 x0": "0 or 1 ranks without sharding are one whole copy",
+}
 """Mutant's key -> why no test can or should notice it."""

@@ -35,6 +35,9 @@ class Plan:
     peak_phase: str
     peak_bytes: int
     """Tensors alive in the largest phase (what torch calls peak allocated)."""
+    low_bytes: int
+    high_bytes: int
+    """Between these the run's need in torch's pool lies, allocator slack included."""
     capacity_bytes: int
     """What torch sees on one GPU, less the CUDA context."""
     host_peak_bytes: int
@@ -65,12 +68,12 @@ class Plan:
     @property
     def low_bytes(self) -> int:
         """torch's pool is larger than this in 95% of runs like this one."""
-        return int(self.reserved.typical * self._spread("reserved").quantile(TAIL))
+        return int(self.reserved.on_card * self._spread("reserved").quantile(TAIL))
 
     @property
     def high_bytes(self) -> int:
         """torch's pool would be smaller than this in 95% of runs like this one, had the card room."""
-        return int(self.reserved.most * self._spread("reserved").quantile(1 - TAIL))
+        return int(self.reserved.with_room * self._spread("reserved").quantile(1 - TAIL))
 
     def _spread(self, quantity: str) -> Distribution:
         r = self.resolved
@@ -99,14 +102,14 @@ class Plan:
 
     @property
     def reserved_peak_bytes(self) -> int:
-        """torch.cuda.max_memory_reserved on this card."""
-        return self.reserved.typical
+        """Typical torch.cuda.max_memory_reserved on this card."""
+        return self.reserved.on_card
 
     @property
     def device_used_bytes(self) -> int:
         """What nvidia-smi shows: reserved, the CUDA context and communicators."""
         outside = self.machine.context_bytes + communication_bytes(self.resolved)
-        return self.reserved.typical + outside
+        return self.reserved.on_card + outside
 
     @property
     def allocated_peak_bytes(self) -> int:
@@ -141,6 +144,14 @@ class Plan:
     def may_run(self) -> bool:
         """The run is more likely to go through than not: the verdict is fits or tight."""
         return self.risk.p_oom < EVEN
+
+    @property
+    def has_room(self) -> bool:
+        """What is alive fits even if it is as far above the plan as `risk_allowed` says. No replay."""
+        most = self.peak_bytes
+        if self.resolved.trains:
+            most = int(most * self._spread("allocated").quantile(1 - self.risk_allowed))
+        return self.tensors_fit and most <= self.capacity_bytes
 
     @property
     def tensors_fit(self) -> bool:
@@ -200,7 +211,7 @@ class Plan:
             "device_used_bytes": self.device_used_bytes,
             "reserved": {
                 "low_bytes": self.low_bytes,
-                "typical_bytes": self.reserved.typical,
+                "typical_bytes": self.reserved.on_card,
                 "high_bytes": self.high_bytes,
             },
             "needed_bytes": self.needed_bytes,
@@ -239,6 +250,7 @@ def plan_resolved(
     # unified memory: what is "offloaded" to the host stays in the same memory
     shared = host_bytes if unified else 0
     capacity = max(0, machine.vram_bytes - machine.context_bytes - shared)
+    span = interval(result.phases, resolved, model.vocab, capacity)
     return Plan(
         model=model.name,
         spec=model,
@@ -247,6 +259,8 @@ def plan_resolved(
         phases=result.phases,
         peak_phase=peak.name,
         peak_bytes=peak.total_bytes,
+        low_bytes=span.low,
+        high_bytes=span.high,
         capacity_bytes=capacity,
         host_peak_bytes=host_bytes,
         host_terms=result.host,

@@ -22,9 +22,9 @@ class Reserved(NamedTuple):
 
     needed: int
     """The least capacity on which the run's requests all succeed, unused segments given back."""
-    typical: int
+    on_card: int
     """On this card: unused blocks are given back when it is full."""
-    most: int
+    with_room: int
     """On a card with room: nothing is ever given back."""
 
 
@@ -41,12 +41,12 @@ def reserved(
         return Reserved(peak, peak, peak)
     workspace, resident = _bytes(phases, "loss", "overhead"), _bytes(phases, "forward", "engine")
     free = _replayed(model, r, workspace, resident, lengths, None)
-    most = typical = max(peak, free.reserved_bytes)
-    if most > capacity_bytes:
+    with_room = on_card = max(peak, free.reserved_bytes)
+    if with_room > capacity_bytes:
         pressed = _replayed(model, r, workspace, resident, lengths, capacity_bytes)
         if not pressed.full:
-            typical = max(peak, pressed.reserved_bytes)
-    return Reserved(max(peak, free.needed_bytes), typical, most)
+            on_card = max(peak, pressed.reserved_bytes)
+    return Reserved(max(peak, free.needed_bytes), on_card, with_room)
 
 
 _PLAYED: dict[tuple[object, ...], tuple[ModelSpec, Replayed]] = {}

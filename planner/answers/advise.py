@@ -26,6 +26,8 @@ __all__ = [
 ]
 MAX_COMBINATION = 4
 MAX_COUNT = 2**20
+FITS, FITS_SAFELY = frozenset({"fits", "tight"}), frozenset({"fits"})
+"""Verdicts that will do: tensors fit, or the allocator's slack too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +96,12 @@ def combination(
     return None
 
 
-def largest(fits: Callable[[int], bool], *, limit: int) -> int:
-    """Return the largest n that fits, exact to one; 0 = not even 1."""
+def largest(verdict: Callable[[int], str], *, limit: int, accepted: frozenset[str]) -> int:
+    """Return the largest n whose verdict is accepted, exact to one; 0 = not even 1."""
+
+    def fits(count: int) -> bool:
+        return verdict(count) in accepted
+
     if not fits(1):
         return 0
     low, high = 1, 2
@@ -111,23 +117,11 @@ def largest(fits: Callable[[int], bool], *, limit: int) -> int:
     return low
 
 
-def _made(
-    model: ModelSpec, machine: Machine, make: Callable[[int], Recipe], count: int
-) -> Plan | None:
+def _verdict(model: ModelSpec, machine: Machine, make: Callable[[int], Recipe], count: int) -> str:
     try:
-        return plan(model, make(count), machine)
+        return plan(model, make(count), machine).verdict
     except UsageError:
-        return None
-
-
-def _tensors_fit(made: Callable[[int], Plan | None], count: int) -> bool:
-    result = made(count)
-    return result is not None and result.tensors_fit
-
-
-def _fits_safely(made: Callable[[int], Plan | None], count: int) -> bool:
-    result = made(count)
-    return result is not None and result.verdict == "fits"
+        return "does not fit"
 
 
 def limits(model: ModelSpec, recipe: Recipe, machine: Machine, base: Plan) -> dict[str, int]:
@@ -162,9 +156,9 @@ def limits(model: ModelSpec, recipe: Recipe, machine: Machine, base: Plan) -> di
         )
     found = {}
     for name, (make, limit) in makers.items():
-        made = cache(partial(_made, model, machine, make))  # both searches ask the same
-        found[name] = largest(partial(_tensors_fit, made), limit=limit)
-        found[f"{name}_safe"] = largest(partial(_fits_safely, made), limit=found[name])
+        verdict = cache(partial(_verdict, model, machine, make))  # both searches ask the same
+        found[name] = largest(verdict, limit=limit, accepted=FITS)
+        found[f"{name}_safe"] = largest(verdict, limit=found[name], accepted=FITS_SAFELY)
     return found
 
 

@@ -1,6 +1,6 @@
 """Models and methods that fit a GPU, each with the best settings found."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -49,43 +49,31 @@ class Recommendation:
 
 
 def recommend(
-    machine: Machine,
-    *,
-    task: str = "sft",
-    least_context: int = 2048,
-    framework: str = "vramwise",
-    replayed: int = 0,
+    machine: Machine, *, task: str = "sft", least_context: int = 2048, framework: str = "vramwise"
 ) -> list[Recommendation]:
-    """Return every catalogue model and method whose tensors fit, the largest models first.
+    """Return every catalogue model and method that fits with room for the allocator's slack.
 
-    For each the longest context in powers of two up to the model's own, then the largest batch at
-    `least_context`. The first `replayed` rows fit with the allocator's slack too.
+    The largest models first; for each the longest context in powers of two up to the model's own,
+    then the largest batch at `least_context`.
     """
     variants = SERVING if task == "serve" else TRAINING
     base: dict[str, Any] = {"task": task, "micro_batch_size": 1}
     base["framework"] = "vllm" if task == "serve" else framework
     recipes = {label: make_recipe(**base, **fields) for label, fields in variants.items()}
     order = list(recipes)
-    pairs = [
-        (model, label) for model in map(catalogue_model, catalogue_names()) for label in recipes
-    ]
-    pairs.sort(key=lambda pair: (-pair[0].parameters, order.index(pair[1])))
-    found: list[Recommendation] = []
-    for model, label in pairs:
-        fits = _fits_safely if len(found) < replayed else _tensors_fit
-        best = _best(model, machine, label, recipes[label], least_context, fits)
-        if best is not None:
-            found.append(best)
+    found = []
+    for name in catalogue_names():
+        model = catalogue_model(name)
+        for label, recipe in recipes.items():
+            best = _best(model, machine, label, recipe, least_context)
+            if best is not None:
+                found.append(best)
+    found.sort(key=lambda row: (-row.parameters, order.index(row.method)))
     return found
 
 
 def _best(
-    model: ModelSpec,
-    machine: Machine,
-    label: str,
-    recipe: Recipe,
-    least: int,
-    fits: Callable[[Plan], bool],
+    model: ModelSpec, machine: Machine, label: str, recipe: Recipe, least: int
 ) -> Recommendation | None:
     try:
         weights = base_weights(model, resolve(model, recipe, machine)).total
@@ -94,40 +82,41 @@ def _best(
     if weights > machine.vram_bytes:
         return None
 
-    def reach(field: str, sizes: Iterable[int]) -> tuple[int, Plan] | None:
-        """Return the largest size that fits: sizes are tried upwards by tensors, then downwards."""
-        made: list[tuple[int, Plan]] = []
-        for size in sizes:
-            update = {"context": least, field: size}
-            result = _try(model, recipe.model_copy(update=update), machine)
-            if result is None:
-                break
-            made.append((size, result))
-        return next((pair for pair in reversed(made) if fits(pair[1])), None)
+    def at(update: dict[str, Any]) -> Plan | None:
+        return _try(model, recipe.model_copy(update=update), machine)
 
-    longest = max(least, model.max_position)
-    contexts = (least, *(c for c in CONTEXTS if least < c <= longest))
-    reached = reach("context", contexts)
+    contexts = [least, *(c for c in CONTEXTS if c > least)]
+    contexts = [c for c in contexts if c <= max(least, model.max_position)]
+    reached = _largest([{"context": count} for count in contexts], at)
     if reached is None:
         return None
-    context, result = reached
-    batch = (reach("micro_batch_size", BATCHES) or (1, result))[0]
+    context, result = reached[0]["context"], reached[1]
+    batches = [{"context": least, "micro_batch_size": size} for size in (1, *BATCHES)]
+    most = _largest(batches, at)
+    batch = most[0]["micro_batch_size"] if most else 1
     r = result.resolved
     settings = f"{r.checkpointing.value} checkpointing, {r.optimizer.value}"
     if not r.trains:
         settings = f"{r.kv_dtype} KV, {r.quantization or r.dtype} weights"
     return Recommendation(
         model.name, model.parameters, label, context, batch, settings,
-        result.peak_bytes, "fits" if fits is _fits_safely else "tensors fit",
+        result.peak_bytes, result.verdict,
     )  # fmt: skip
 
 
-def _tensors_fit(result: Plan) -> bool:
-    return result.tensors_fit
-
-
-def _fits_safely(result: Plan) -> bool:
-    return result.verdict == "fits"
+def _largest(
+    updates: list[dict[str, int]], at: Callable[[dict[str, Any]], Plan | None]
+) -> tuple[dict[str, int], Plan] | None:
+    """Return the last of growing `updates` whose plan fits; only what is returned is replayed."""
+    reached: list[tuple[dict[str, int], Plan]] = []
+    for update in updates:
+        result = at(update)
+        if result is None:
+            break
+        reached.append((update, result))
+    while reached and not reached[-1][1].fits:
+        reached.pop()
+    return reached[-1] if reached else None
 
 
 def _try(model: ModelSpec, recipe: Recipe, machine: Machine) -> Plan | None:
@@ -135,4 +124,4 @@ def _try(model: ModelSpec, recipe: Recipe, machine: Machine) -> Plan | None:
         result = plan(model, recipe, machine)
     except VramwiseError:
         return None
-    return result if result.tensors_fit else None
+    return result if result.has_room else None

@@ -55,7 +55,7 @@ class Head:
         most = scored_rows(self.r, self.law)
         return max(1, most * self.tokens // max(1, self.r.tokens))
 
-    def run(self, hidden: Chunk | None, grads: list[Chunk], *, accumulate: bool) -> Chunk | None:
+    def run(self, hidden: Chunk | None, grads: list[Chunk], *, accumulate: bool) -> Chunk:
         """Play the loss and its backward down to the gradient of the head's input, which is left.
 
         `hidden` is the norm's output, freed when nothing needs it; the head's own gradient is added
@@ -91,7 +91,7 @@ class Head:
             sizes.append(act * model.hidden * self.rows)
         return self.player.take_all(sizes)
 
-    def _full(self, hidden: Chunk | None, grads: list[Chunk], *, accumulate: bool) -> Chunk | None:
+    def _full(self, hidden: Chunk | None, grads: list[Chunk], *, accumulate: bool) -> Chunk:
         player, act = self.player, element_bytes(self.r.compute_dtype)
         copies = self._copies()
         forward, backward = self._steps(act)
@@ -102,7 +102,7 @@ class Head:
         self._play(backward, alive)
         if self._scales or self.model.softcap:  # its gradient, out of place
             self._play((Step(next(reversed(alive)), "unscaled gradient", act, False),), alive)
-        incoming = player.take(self.rows * self.model.hidden * act)
+        incoming = player.block(self.rows * self.model.hidden * act)
         if self.trained:
             self._weight_grad(grads, accumulate=accumulate)
             player.give(hidden)
@@ -142,11 +142,11 @@ class Head:
             elif gone:
                 self.player.give(alive.pop(gone, None))
 
-    def _whole(self, incoming: Chunk | None, act: int) -> Chunk | None:
+    def _whole(self, incoming: Chunk, act: int) -> Chunk:
         """Return the gradient of all tokens' hidden states from that of the scored rows."""
         if self.rows == self.tokens:
             return incoming
-        whole = self.player.take(self.tokens * self.model.hidden * act)
+        whole = self.player.block(self.tokens * self.model.hidden * act)
         self.player.give(incoming)
         return whole
 
@@ -177,9 +177,7 @@ class Head:
             return -(-self.rows // tall) * -(-self.model.vocab // max(1, columns))
         return -(-self.rows // max(1, chunk_rows(self.model, self.r, law, self.rows, act)))
 
-    def _in_parts(
-        self, hidden: Chunk | None, grads: list[Chunk], *, accumulate: bool
-    ) -> Chunk | None:
+    def _in_parts(self, hidden: Chunk | None, grads: list[Chunk], *, accumulate: bool) -> Chunk:
         player, law, act = self.player, self.law, element_bytes(self.r.compute_dtype)
         one = self.rows * self.model.hidden
         kept = player.take_all(one * width(dtype, act) for _, dtype in law.hidden)
@@ -198,7 +196,7 @@ class Head:
             self._weight_grad(grads, accumulate=accumulate)
             player.give(*accumulators)
         player.give(hidden)
-        incoming = player.take(self.tokens * self.model.hidden * act)
+        incoming = player.block(self.tokens * self.model.hidden * act)
         player.give(*kept)
         return incoming
 

@@ -16,7 +16,7 @@ from planner.layer.program import OpSettings
 from planner.models.spec import LayerSpec, ModelSpec
 from planner.replay.player import Blocks, Player
 from planner.replay.units import Units
-from planner.run.recipe import Checkpointing, Sharding
+from planner.run.recipe import Checkpointing
 from planner.run.resolve import Resolved
 
 
@@ -88,10 +88,9 @@ class Layers:
 
     @property
     def _frozen_hooks(self) -> bool:
-        """FSDP1 watches a frozen unit's inputs (register_multi_grad_hook), which holds every layer's
-        input and the input's gradient until the backward ends."""
-        sharded = self.r.sharding is Sharding.FSDP and self.r.gpus > 1
-        return sharded and not self.settings.full and self.r.checkpointing is Checkpointing.FULL
+        """Every layer's input and the input's gradient stay until the backward ends."""
+        held = self.r.placement.holds_frozen_inputs
+        return held and self.r.checkpointing is Checkpointing.FULL
 
     def _keep(self, x: Chunk) -> Chunk:
         for index, layer in enumerate(self.order):
@@ -127,10 +126,11 @@ class Layers:
         fetched = self._fetch(len(self.inputs) - 1)
         for number in range(len(self.inputs) - 1, -1, -1):
             x, fetched = fetched, self._fetch(number - 1)
+            assert x is not None
             first = number * every
             segment = order[first : first + every]
             if len(segment) > 1:
-                grad = self._segment(first, segment, x, grad, grads)
+                grad = self._segment(segment, x, grad, grads)
                 continue
             self._gather(segment[0], backward=True)
             events = pick(segment[0], self.model.hidden, self.settings)
@@ -149,10 +149,10 @@ class Layers:
         if number < 0:
             return None
         held = self.inputs[number]
-        return held if held is not None else self.player.take(self.width * self.tokens)
+        return held if held is not None else self.player.block(self.width * self.tokens)
 
     def _segment(
-        self, first: int, segment: list[LayerSpec], x: Chunk | None, grad: Chunk, grads: list[Chunk]
+        self, segment: list[LayerSpec], x: Chunk, grad: Chunk, grads: list[Chunk]
     ) -> Chunk:
         """Play the recompute and backward of several layers checkpointed as one."""
         inside = Layers(self.model, self.r, self.settings, self.tokens, self.player)
@@ -173,10 +173,12 @@ class Layers:
 
     def _backward_kept(self, grad: Chunk, grads: list[Chunk]) -> Chunk | None:
         incoming: Chunk | None = grad
+        order = self.order
         for index in range(self.model.num_layers - 1, -1, -1):
-            layer = self.order[index]
+            layer = order[index]
             self._gather(layer, backward=True)
             events = self._kept_events(index, layer).backward
+            assert incoming is not None  # only the first layer may end without one
             blocks = {**self.kept.pop(), events.grad_out: incoming}
             left = self.player.play(events, self.tokens, blocks)
             incoming = left.pop(events.grad_in, None)

@@ -22,6 +22,12 @@ class Player:
     def __init__(self, config: AllocatorConfig | None = None, capacity_bytes: int | None = None):
         self.device = CachingAllocator(config, capacity_bytes=capacity_bytes)
 
+    def block(self, size: int) -> Chunk:
+        """Allocate `size` bytes, one at least."""
+        chunk = self.take(max(1, size))
+        assert chunk is not None
+        return chunk
+
     def take(self, size: int, stream: int = 0) -> Chunk | None:
         """Allocate `size` bytes; None for none."""
         if size <= 0:

@@ -17,7 +17,7 @@ from planner.replay.rollout import play_rollout
 from planner.replay.tensors import loaded, trained
 from planner.replay.units import Units
 from planner.replay.update import Update
-from planner.run.recipe import EngineKind, Method, Reference, Sharding, Task
+from planner.run.recipe import EngineKind, Method, Reference, Task
 from planner.run.resolve import Resolved
 from planner.terms.activations import op_settings
 from planner.terms.gradients import gradient_width
@@ -85,8 +85,9 @@ class Run:
         """Return the elements of every tensor the optimizer sees on this rank."""
         r = self.r
         if self.sharded and r.method is Method.FULL:
-            return self._shards(-(-self.model.parameters // r.gpus))
-        return [-(-size // r.placement.state_shards) for size in trained(self.model, r)]
+            return self._shards(-(-self.model.parameters // r.placement.state_shards))
+        ranks = r.placement.state_shards
+        return [-(-size // ranks) for size in trained(self.model, r)]
 
     def load(self, workspace_bytes: int, resident_bytes: int) -> None:
         """Load the base, tensor by tensor, then adapters and what the first product needs."""
@@ -98,14 +99,15 @@ class Run:
         if self.r.method is not Method.FULL and self.r.trains:
             width = element_bytes(self.r.adapter_dtype)
             player.take_all(width * size for size in self.trained)
-        if self.r.sharding is Sharding.DDP and self.r.gpus > 1:
+        if self.r.placement.gradient_copies > 1:
             player.take_all(self._buckets())
         player.take(workspace_bytes)
         player.take(resident_bytes)
 
     def _buckets(self) -> list[int]:
         """Return DDP's reduction buckets: last tensors first, a small first bucket."""
-        sizes, filled = [], 0
+        sizes: list[int] = []
+        filled = 0
         for numel in reversed(self.trained):
             filled += numel * gradient_width(self.r)
             if filled >= (DDP_BUCKET if sizes else DDP_FIRST_BUCKET):
@@ -130,7 +132,7 @@ class Run:
         shards = self._shards(weights(self.model, self.r).bytes)
         each = len(whole) // max(1, len(shards))
         for size in (*shards[1:], shards[0]):  # layers first, the root unit last
-            flat = player.take(size * self.r.gpus)
+            flat = player.take(size * self.r.placement.weight_shards)
             player.give(*whole[:each])
             whole = whole[each:]
             player.take(size)
@@ -156,10 +158,9 @@ class Run:
         self.update.step(grads)
 
     def _embed(self, tokens: int, settings: OpSettings) -> Chunk:
-        chunk = self.player.take(tokens * self.model.hidden * settings.residual)
-        assert chunk is not None
+        chunk = self.player.block(tokens * self.model.hidden * settings.residual)
         if self.model.embedding_scale_copy:
-            scaled = self.player.take(tokens * self.model.hidden * settings.residual)
+            scaled = self.player.block(tokens * self.model.hidden * settings.residual)
             self.player.give(chunk)
             chunk = scaled
         return chunk
@@ -184,7 +185,7 @@ class Run:
         self, length: int, tokens: int, grads: list[Chunk], *, accumulate: bool
     ) -> None:
         player, settings = self.player, self.once._replace(accumulate=accumulate)
-        reduces = self.r.sharding is Sharding.ZERO2 and self.r.gpus > 1
+        reduces = self.r.placement.gradient_shards > 1
         units = Units(self.model, self.r, player) if self.sharded or reduces else None
         if units is not None:
             units.start()
@@ -199,9 +200,9 @@ class Run:
         grad = head.run(out, outside, accumulate=accumulate)
         left = player.play(events.backward, tokens, {**kept, events.backward.grad_out: grad})
         grad = left.pop(events.backward.grad_in)
-        last = left.pop(events.forward.x, None)
+        done = left.pop(events.forward.x, None)
         outside.extend(left.values())
-        first = layers.backward(last, grad, grads)
+        first = layers.backward(done, grad, grads)
         player.give(*rotary)
         self._embedding_grad(tokens, outside, accumulate=accumulate)
         player.give(first)

@@ -90,9 +90,9 @@ class Units:
         flat = self.player.take(size)
         self.player.give(*made, *self.flat)
         self.flat = [flat] if flat is not None else []
-        shard = -(-size // self.r.gpus)
+        shard = -(-size // self.r.placement.gradient_shards)
         reduced = self.player.take(shard, REDUCE)
-        wide = -(-parameters * gradient_width(self.r) // self.r.gpus)
+        wide = -(-parameters * gradient_width(self.r) // self.r.placement.gradient_shards)
         if wide != shard:
             cast = self.player.take(wide, REDUCE)
             self.player.give(reduced)
@@ -107,7 +107,7 @@ class Units:
     def _cast(self, size: int) -> None:
         """Cast the fp32 shard to the dtype that is gathered."""
         if self.full and trained_width(self.r) > element_bytes(self.r.compute_dtype):
-            self.player.give(self.player.take(-(-size // self.r.gpus), CAST))
+            self.player.give(self.player.take(-(-size // self.r.placement.weight_shards), CAST))
 
     def _bytes(self, layer: LayerSpec) -> int:
         whole = gathered(self.model, self.r, 1).bytes - gathered(self.model, self.r, 0).bytes

@@ -8,6 +8,7 @@ from planner.errors import UnsupportedError, UsageError
 from planner.machines.machine import Machine
 from planner.mixers.registry import mixer_of
 from planner.models.spec import ModelSpec
+from planner.run.engine_choices import choose, engine_fields, engine_kind
 from planner.run.framework import fallback_note, pick
 from planner.run.framework_files import Framework
 from planner.run.logits_law import LogitsLaw
@@ -126,15 +127,11 @@ class Resolved:
         return self.autocast or self.dtype
 
 
-def _choose(value: Any, defaults: dict[str, Any], key: str, fallback: Any) -> Any:
-    return value if value is not None else defaults.get(key, fallback)
-
-
 def _tiled(recipe: Recipe, switches: Switches, defaults: dict[str, Any]) -> bool:
     """Return whether layers run in tiles of tokens; some frameworks do beside checkpointing."""
     if recipe.tiled_mlp is not None:
         return recipe.tiled_mlp
-    checkpointing = _choose(recipe.checkpointing, defaults, "checkpointing", "none")
+    checkpointing = choose(recipe.checkpointing, defaults, "checkpointing", "none")
     return switches.tiles_by_default and checkpointing != "none"
 
 
@@ -152,11 +149,11 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     dtype, autocast = _dtypes(model, recipe, defaults)
     quantization = _quantization(model, recipe, trains)
     prompt, completion = _lengths(recipe, defaults, notes)
-    generations = _choose(recipe.num_generations, defaults, "num_generations", 1)
+    generations = choose(recipe.num_generations, defaults, "num_generations", 1)
     sequences = _sequences(recipe, framework, defaults, generations, notes)
-    loss = Loss(_choose(recipe.loss, defaults, "loss", "full"))
-    engine = _engine(recipe, defaults)
-    beta = _choose(recipe.beta, defaults, "beta", 0.1 if task is Task.DPO else 0.0)
+    loss = Loss(choose(recipe.loss, defaults, "loss", "full"))
+    engine = engine_kind(recipe, defaults)
+    beta = choose(recipe.beta, defaults, "beta", 0.1 if task is Task.DPO else 0.0)
     if recipe.engine.expert_parallel and not any(layer.mlp.num_experts for layer in model.layers):
         notes.append("expert_parallel moves nothing: the model has no experts")
     if trains:
@@ -177,11 +174,11 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         dtype=dtype,
         autocast=autocast if trains else "",
         quantization=quantization,
-        double_quant=bool(_choose(recipe.double_quant, defaults, "double_quant", True)),
+        double_quant=bool(choose(recipe.double_quant, defaults, "double_quant", True)),
         master_weights=_master(recipe, switches, dtype),
         gradient_dtype=normal_dtype(recipe.gradient_dtype or dtype, field="gradient_dtype"),
         **_lora_fields(recipe, switches, quantization, dtype),
-        optimizer=Optimizer(_choose(recipe.optimizer, defaults, "optimizer", "adamw")),
+        optimizer=Optimizer(choose(recipe.optimizer, defaults, "optimizer", "adamw")),
         optimizer_offload=recipe.optimizer_offload,
         optimizer_in_backward=recipe.optimizer_in_backward,
         sequences=sequences,
@@ -192,11 +189,11 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         packing=bool(recipe.packing),
         padded=False,
         checkpointing=Checkpointing(
-            _choose(recipe.checkpointing, defaults, "checkpointing", "none")
+            choose(recipe.checkpointing, defaults, "checkpointing", "none")
         ),
         checkpoint_every=recipe.checkpoint_every,
         keep_layers=recipe.offload_keep_layers,
-        attention=Attention(_choose(recipe.attention, defaults, "attention", "sdpa")),
+        attention=Attention(choose(recipe.attention, defaults, "attention", "sdpa")),
         loss=loss,
         law=_law(framework, task, loss, autocast),
         loss_chunk_rows=recipe.loss_chunk_rows or 0,
@@ -207,8 +204,15 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         gpus=machine.num_gpus,
         compile=recipe.compile,
         engine=engine,
-        **_engine_fields(
-            model, machine, recipe, framework, dtype, engine, max(sequences, generations)
+        **engine_fields(
+            model,
+            machine,
+            recipe,
+            framework,
+            dtype,
+            engine,
+            most=max(sequences, generations),
+            max_len=prompt + completion,
         ),
         assumptions=tuple(notes),
     )
@@ -261,56 +265,6 @@ def _lora_fields(
     }
 
 
-def _engine_fields(
-    model: ModelSpec,
-    machine: Machine,
-    recipe: Recipe,
-    framework: Framework,
-    dtype: str,
-    engine: EngineKind,
-    most: int,
-) -> dict[str, Any]:
-    """Return the engine's settings; `most` sequences are generated at once when nothing is said."""
-    section, serves, law = recipe.engine, recipe.task is Task.SERVE, framework.engine
-    defaults = framework.task_defaults(recipe.task.value)
-    wide = dtype == "fp32" and engine is EngineKind.TRANSFORMERS
-    tokens = sequences = 0
-    if serves:
-        tokens, sequences = law.batch(
-            vram_bytes=machine.vram_bytes,
-            name=machine.gpu.name if machine.gpu else "",
-            offline=section.offline,
-            max_len=recipe.context or sum(_lengths(recipe, defaults, [])),
-            multimodal=bool(model.towers),
-        )
-    fallbacks = {
-        "max_num_seqs": 0 if law.sequences_by_room else sequences if serves else most,
-        "max_num_batched_tokens": tokens if serves else 8192,
-        "sleep_level": 0,
-    }
-    chosen = {
-        key: _choose(getattr(section, key), defaults, key, value)
-        for key, value in fallbacks.items()
-    }
-    return {
-        **chosen,
-        "kv_dtype": section.kv_dtype or ("fp32" if wide else "bf16"),
-        "kv_bytes": section.kv_bytes or 0,
-        "utilization": _choose(
-            section.gpu_memory_utilization,
-            defaults,
-            "gpu_memory_utilization",
-            law.utilization if serves else 0.0,
-        ),
-        "block_size": section.block_size,
-        "cuda_graphs": bool(_choose(section.cuda_graphs, defaults, "cuda_graphs", True)),
-        "tensor_parallel": section.tensor_parallel,
-        "pipeline_parallel": section.pipeline_parallel,
-        "expert_parallel": section.expert_parallel,
-        **_adapter_slots(recipe),
-    }
-
-
 def _on_card(framework: Framework, machine: Machine) -> Framework:
     """Return the law that runs on this card: some releases have another engine for old ones."""
     major = machine.gpu.compute_capability.partition(".")[0] if machine.gpu else ""
@@ -323,22 +277,8 @@ AMPERE = 8
 """Compute capability of the first Ampere cards."""
 
 
-def _adapter_slots(recipe: Recipe) -> dict[str, int]:
-    """Return an engine's adapter slots: as asked for, else one for the policy that is trained."""
-    section = recipe.engine
-    serves = recipe.task is Task.SERVE
-    policy = not serves and recipe.method is not Method.FULL and not recipe.lora.dora
-    rank = section.max_lora_rank or (recipe.lora.rank if policy else 0)
-    slots = section.max_loras or int(bool(rank))
-    return {"max_loras": slots, "max_lora_rank": rank or (DEFAULT_LORA_RANK if slots else 0)}
-
-
-DEFAULT_LORA_RANK = 16
-"""vLLM's max_lora_rank."""
-
-
 def _dtypes(model: ModelSpec, recipe: Recipe, defaults: dict[str, Any]) -> tuple[str, str]:
-    name = _choose(recipe.dtype, defaults, "dtype", "bf16")
+    name = choose(recipe.dtype, defaults, "dtype", "bf16")
     dtype = normal_dtype(model.checkpoint_dtype if name == "checkpoint" else name)
     if name == "checkpoint" and dtype == "fp32" and recipe.task is Task.SERVE:
         dtype = "bf16"  # vLLM's dtype "auto" loads fp32 checkpoints in 16 bit (config/model.py)
@@ -349,7 +289,7 @@ def _dtypes(model: ModelSpec, recipe: Recipe, defaults: dict[str, Any]) -> tuple
                 hint=f"one of {', '.join(TRAIN_DTYPES)}; quantised bases go in quantization",
             )
         dtype = "bf16"
-    mixed = _choose(recipe.mixed_precision, defaults, "mixed_precision", "none")
+    mixed = choose(recipe.mixed_precision, defaults, "mixed_precision", "none")
     autocast = "" if mixed in ("none", "no", "") else normal_dtype(mixed, field="mixed_precision")
     if autocast not in ("", "bf16", "fp16"):
         raise UsageError(f"mixed_precision: {mixed!r}", hint="none, bf16 or fp16")
@@ -417,7 +357,7 @@ def _sequences(
     generations: int,
     notes: list[str],
 ) -> int:
-    rows: int = _choose(recipe.micro_batch_size, defaults, "micro_batch_size", 1)
+    rows: int = choose(recipe.micro_batch_size, defaults, "micro_batch_size", 1)
     if recipe.task is Task.DPO:
         return 2 * rows
     switches = framework.switches_of(recipe.task.value)
@@ -425,16 +365,6 @@ def _sequences(
         notes.append(f"{framework.name} raises the batch from {rows} to {generations} generations")
         return generations
     return rows
-
-
-def _engine(recipe: Recipe, defaults: dict[str, Any]) -> EngineKind:
-    if recipe.engine.kind is not None:
-        return recipe.engine.kind
-    if recipe.task is Task.SERVE:
-        return EngineKind.VLLM_SERVER
-    return (
-        EngineKind(defaults.get("engine", "none")) if recipe.task is Task.GRPO else EngineKind.NONE
-    )
 
 
 def _reference(recipe: Recipe, task: Task, beta: float) -> Reference:

@@ -58,11 +58,6 @@ class Adapters:
 _STORE: dict[tuple[int, object], tuple[ModelSpec, object]] = {}
 
 
-def layer_parameters(model: ModelSpec) -> int:
-    """Parameters in the largest layer."""
-    return max((layer.parameters for layer in model.layers), default=0)
-
-
 def base_weights(model: ModelSpec, resolved: Resolved) -> BaseWeights:
     """Return the bytes of the base model on one GPU before sharding."""
     upcast = resolved.switches.kbit_upcast == "all" and resolved.quantization in BITSANDBYTES

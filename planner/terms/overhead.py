@@ -1,7 +1,6 @@
-"""overhead: library workspaces inside torch's pool, allocator slack, and the CUDA context outside it."""
+"""overhead: library workspaces inside torch's pool."""
 
 from planner.machines.machine import Machine
-from planner.run.resolve import Resolved
 from planner.terms.term import Term
 from planner.units import KiB, MiB
 
@@ -17,11 +16,3 @@ def workspace(machine: Machine) -> Term:
     )
     size = CUBLAS_HOPPER if hopper else CUBLAS_DEFAULT
     return Term("overhead", size, "cuBLAS workspace {0:,} B", (size,), "torch aten CUDABlas.cpp")
-
-
-def slack(r: Resolved) -> tuple[float, float, float]:
-    """Return reserved / allocated: low, typical and high.
-
-    Measured runs: 1.07-1.46, mostly 1.08-1.17 (data/measurements).
-    """
-    return 1.0, 1.08, 1.17

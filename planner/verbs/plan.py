@@ -190,7 +190,7 @@ def _recommend(
     from planner.units import format_bytes
 
     machine = make_machine(gpu, gpus=gpus, vram=vram, host_ram=host_ram)
-    rows = recommend(machine, task=task, least_context=context, framework=framework, replayed=limit)
+    rows = recommend(machine, task=task, least_context=context, framework=framework)
     if as_json:
         print_json({"schema_version": 1, "gpu": machine.label, "rows": [r.to_dict() for r in rows]})
         return

@@ -102,7 +102,7 @@ def test_host_ram_counts() -> None:
 @pytest.mark.parametrize("task", ["sft", "grpo", "serve"])
 def test_recommendations_really_fit(task: str) -> None:
     machine = make_machine("rtx-4090")
-    rows = recommend(machine, task=task, replayed=5)
+    rows = recommend(machine, task=task)
     assert len(rows) > 20
     assert [row.parameters for row in rows] == sorted((r.parameters for r in rows), reverse=True)
     variants = SERVING if task == "serve" else TRAINING
@@ -115,6 +115,4 @@ def test_recommendations_really_fit(task: str) -> None:
             context=row.context,
             **variants[row.method],
         )
-        result = plan(catalogue_model(row.model), run, machine)
-        assert result.verdict == row.verdict if row in rows[:5] else result.fits
-        assert row.verdict == ("fits" if row in rows[:5] else "tensors fit")
+        assert plan(catalogue_model(row.model), run, machine).verdict == "fits"

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from planner.mixers.mla import index_key_bytes
 from planner.models.spec import LayerSpec, MixerKind, MixerSpec, ModelSpec
 from planner.terms.generation import generating
 from planner.terms.kv_cache import bytes_per_token, rollout_sequences, sequence_bytes, state_bytes
@@ -129,3 +130,9 @@ def test_what_generate_needs_for_one_token() -> None:
     assert generating(LLAMA, choices(**fields, method="qlora")).bytes == 4 * 8_192
     vllm = choices(task="grpo", engine={"kind": "vllm-push"})
     assert generating(LLAMA, vllm).bytes == 0
+
+
+def test_an_indexers_fp8_keys_have_a_scale_a_token() -> None:
+    indexed = MixerSpec(kind=MixerKind.MLA, kv_lora_rank=32, index_head_dim=128)
+    assert index_key_bytes(indexed) == 132
+    assert index_key_bytes(MixerSpec(kind=MixerKind.MLA, kv_lora_rank=32)) == 0

@@ -3,7 +3,10 @@
 import pytest
 
 from planner.doctor.budget import Budget, foreign_bytes, read_budget
+from planner.doctor.context import read_context
 from planner.doctor.scan import scan
+from planner.doctor.serving import ServingReport, serving_report
+from planner.doctor.vllm_log import VllmLog, read_vllm_line
 from planner.units import GiB, MiB
 
 
@@ -91,3 +94,58 @@ def test_the_old_forms_unused_memory_is_a_difference() -> None:
 def test_a_process_holds_no_less_than_its_tensors() -> None:
     found = read("4.00 GiB", "1.00 GiB", "57.00 GiB", "50.00 GiB", "8.00 GiB")
     assert found.context_bytes == 0
+
+
+ENGINE = """\
+Initializing a V1 LLM engine (v0.10.0) with config: model='meta-llama/Llama-3.1-8B-Instruct', max_seq_len=8192
+Model loading took 14.9596 GiB and 3.2 seconds
+Available KV cache memory: 40.00 GiB
+Maximum concurrency for 8,192 tokens per request: {concurrency}x
+"""
+
+
+def advice(concurrency: str) -> tuple[str, ...]:
+    """Return the advice on 40 GiB of pool: 327,680 tokens of 131,072 B, 40 requests of 8,192."""
+    text = ENGINE.format(concurrency=concurrency)
+    log = VllmLog()
+    for line in text.splitlines():
+        log = read_vllm_line(log, line)
+    found = serving_report(log, read_context(text, gpu="h100"))
+    assert found is not None
+    return found.advice
+
+
+def test_a_printed_concurrency_within_two_percent_is_the_same() -> None:
+    assert "327,680 tokens of KV cache hold 40.00 requests of 8,192 tokens" in advice("40.00")
+    for printed, other in (("39.30", False), ("40.70", False), ("39.00", True), ("41.00", True)):
+        assert any("the log says" in line for line in advice(printed)) is other
+
+
+def report(pool: str) -> ServingReport:
+    """Return the report on an engine with this pool."""
+    text = ENGINE.format(concurrency="1.00").replace("40.00 GiB", pool)
+    log = VllmLog()
+    for line in text.splitlines():
+        log = read_vllm_line(log, line)
+    found = serving_report(log, read_context(text, gpu="h100"))
+    assert found is not None
+    return found
+
+
+def test_requests_of_every_length() -> None:
+    # 131,072 B a token: 0.5 GiB are 4,096 tokens, 40 GiB 327,680
+    assert report("0.50 GiB").requests == ((1_024, 4), (2_048, 2), (4_096, 1))
+    assert report("40.00 GiB").requests == (
+        (8_192, 40),
+        (16_384, 20),
+        (32_768, 10),
+        (65_536, 5),
+        (131_072, 2),
+        (262_144, 1),
+    )
+
+
+def test_a_pool_below_one_request_names_the_longest_that_starts() -> None:
+    longest = "--max-model-len 4096 is the longest that starts"
+    assert longest in report("0.50 GiB").advice
+    assert not any("longest" in line for line in report("1.00 GiB").advice)  # exactly 8,192

@@ -252,6 +252,15 @@ def test_eager_attention_keeps_scores_twice() -> None:
     assert found.forward == 10 + 384 + 192 + 128 + 128
 
 
+def test_eager_attention_in_fp32_has_one_softmax() -> None:
+    def wide(p: Program, x: Value) -> Value:
+        q, k, v = (p.tape.op((x,), size) for size in (256, 128, 128))
+        return p.sdpa(q, k, v, 4, 16, 4)
+
+    # q, repeated k and v 256 each, 8 tokens: 4 heads x 8 x 4 B of softmax
+    assert run(wide, 10, attention="eager", act=4, seq=8).kept == 3 * 256 + 128
+
+
 def test_maths_sdpa_for_grouped_fp32_keys() -> None:
     # fp32: q 256, k and v 128 each; 8 tokens: scores of 4 heads x 8 x 4 = 128 B
     def wide(p: Program, x: Value) -> Value:

@@ -62,6 +62,10 @@ def test_the_peak_is_the_largest_phase_and_the_capacity_what_the_context_leaves(
     assert terms(on_card, "load")["overhead"] == 32 * 2**20
 
 
+def test_the_document_says_its_version() -> None:
+    assert planned(**ADAPTED).to_dict()["schema_version"] == 1
+
+
 def test_loading_quantises_one_weight_at_a_time() -> None:
     result = planned(method="qlora", lora={"rank": 8}, checkpointing="full")
     # the largest linear, 8,192, in 16 bit

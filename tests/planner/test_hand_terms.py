@@ -11,13 +11,13 @@ from planner.dtypes import quantized_bytes
 from planner.machines.machine import make_machine
 from planner.models.spec import ModelSpec, ModuleKind, ModuleSpec
 from planner.terms.adapters import lora, trained_parameters
-from planner.terms.counts import adapters, base_weights, layer_parameters
+from planner.terms.counts import adapters, base_weights
 from planner.terms.gradients import gradient_width, gradients
 from planner.terms.optimizer import optimizer
 from planner.terms.overhead import workspace
 from planner.terms.standing import model_of_size, standing
 from planner.terms.weights import gathered, trained_width, weights
-from tests.planner.toys import LAYER, LLAMA, MIXTRAL, PARAMETERS, TIED, choices, gpus
+from tests.planner.toys import LAYER, LLAMA, MIXED, MIXTRAL, PARAMETERS, TIED, choices, gpus
 
 FULL = {"method": "full", "optimizer": "adamw"}
 FOUR = gpus(4)
@@ -25,7 +25,7 @@ FOUR = gpus(4)
 
 def test_the_toy_is_what_its_comment_says() -> None:
     assert LLAMA.parameters == PARAMETERS
-    assert layer_parameters(LLAMA) == LAYER
+    assert LLAMA.layers[0].parameters == LAYER
     assert TIED.parameters == PARAMETERS - 64_000
 
 
@@ -341,6 +341,7 @@ def test_states_are_divided(sharding: str) -> None:
     assert found.states.formula == (
         "239,040 trained parameters x 4 B (2 state(s), master copy 0 B) / 4 shard(s)"
     )
+    assert found.step.formula == "59,760 x 2 B: foreach sqrt of the second moment"
     r = choices(machine=FOUR, **FULL, sharding=sharding, switches={"step_scratch_bytes": 10**9})
     assert optimizer(LLAMA, r).step.bytes == 12 * 239_040 // 4
     ddp = optimizer(LLAMA, choices(machine=FOUR, **FULL, sharding="ddp"))
@@ -383,3 +384,12 @@ def test_a_model_known_by_its_size_has_that_many_parameters(count: int) -> None:
     matrices = [m for m in model.layers[0].modules if m.name == "matrices"]
     assert sum(m.count for m in matrices) == count // 4_096**2
     assert all(m.shapes == ((4_096, 4_096),) for m in matrices)
+
+
+def test_the_largest_layer_decides_what_is_gathered_and_stepped() -> None:
+    assert MIXED.parameters == 263_616
+    r = choices(MIXED, machine=FOUR, **FULL, sharding="zero3")
+    assert gathered(MIXED, r, 1).bytes == 2 * (128_064 + 61_568)
+    small = replace(MIXED, vocab=500)  # a vocabulary of 32,000 elements
+    r = choices(small, **FULL, optimizer_in_backward=True)
+    assert gradients(small, r).bytes == 2 * 61_568

@@ -36,6 +36,13 @@ MIXTRAL = model_spec_from_config(
     name="toy-mixtral",
 )
 """Per layer 4 experts of 3 x 8,192, fused: gate_up [4, 256, 64] = 65,536, down [4, 64, 128] = 32,768."""
+WIDER = model_spec_from_config({**CONFIG, "intermediate_size": 256}).layers[0]
+MIXED = replace(
+    LLAMA,
+    layers=(replace(LLAMA.layers[0], count=2), replace(WIDER, count=1)),
+    layer_order=(0, 1, 0),
+)
+"""The toy with a wider second layer: MLP 256, 61,568 parameters; all 263,616."""
 PARAMETERS = 239_040
 LAYER = 36_992
 LINEARS = 110_592

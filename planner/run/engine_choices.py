@@ -1,0 +1,88 @@
+"""The engine's settings of a recipe: what was asked for, else what the framework's engine does."""
+
+from typing import Any
+
+from planner.machines.machine import Machine
+from planner.models.spec import ModelSpec
+from planner.run.framework_files import Framework
+from planner.run.recipe import EngineKind, Method, Recipe, Task
+
+DEFAULT_LORA_RANK = 16
+"""vLLM's max_lora_rank."""
+
+
+def choose(value: Any, defaults: dict[str, Any], key: str, fallback: Any) -> Any:
+    """Return what was asked for, else the framework's default, else a fallback."""
+    return value if value is not None else defaults.get(key, fallback)
+
+
+def engine_kind(recipe: Recipe, defaults: dict[str, Any]) -> EngineKind:
+    """Return the engine that generates."""
+    if recipe.engine.kind is not None:
+        return recipe.engine.kind
+    if recipe.task is Task.SERVE:
+        return EngineKind.VLLM_SERVER
+    return (
+        EngineKind(defaults.get("engine", "none")) if recipe.task is Task.GRPO else EngineKind.NONE
+    )
+
+
+def engine_fields(
+    model: ModelSpec,
+    machine: Machine,
+    recipe: Recipe,
+    framework: Framework,
+    dtype: str,
+    engine: EngineKind,
+    *,
+    most: int,
+    max_len: int,
+) -> dict[str, Any]:
+    """Return the engine's settings; `most` sequences are generated at once when nothing is said."""
+    section, serves, law = recipe.engine, recipe.task is Task.SERVE, framework.engine
+    defaults = framework.task_defaults(recipe.task.value)
+    wide = dtype == "fp32" and engine is EngineKind.TRANSFORMERS
+    tokens = sequences = 0
+    if serves:
+        tokens, sequences = law.batch(
+            vram_bytes=machine.vram_bytes,
+            name=machine.gpu.name if machine.gpu else "",
+            offline=section.offline,
+            max_len=max_len,
+            multimodal=bool(model.towers),
+        )
+    fallbacks = {
+        "max_num_seqs": 0 if law.sequences_by_room else sequences if serves else most,
+        "max_num_batched_tokens": tokens if serves else 8192,
+        "sleep_level": 0,
+    }
+    chosen = {
+        key: choose(getattr(section, key), defaults, key, value) for key, value in fallbacks.items()
+    }
+    return {
+        **chosen,
+        "kv_dtype": section.kv_dtype or ("fp32" if wide else "bf16"),
+        "kv_bytes": section.kv_bytes or 0,
+        "utilization": choose(
+            section.gpu_memory_utilization,
+            defaults,
+            "gpu_memory_utilization",
+            law.utilization if serves else 0.0,
+        ),
+        "block_size": section.block_size,
+        "cuda_graphs": bool(choose(section.cuda_graphs, defaults, "cuda_graphs", True)),
+        "tensor_parallel": section.tensor_parallel,
+        "pipeline_parallel": section.pipeline_parallel,
+        "expert_parallel": section.expert_parallel,
+        **_adapter_slots(recipe),
+    }
+
+
+def _adapter_slots(recipe: Recipe) -> dict[str, int]:
+    """Return an engine's adapter slots: as asked for, else one for the policy that is trained."""
+    section = recipe.engine
+    serves = recipe.task is Task.SERVE
+    policy = not serves and recipe.method is not Method.FULL and not recipe.lora.dora
+    rank = section.max_lora_rank or (recipe.lora.rank if policy else 0)
+    slots = section.max_loras or int(bool(rank))
+    return {"max_loras": slots, "max_lora_rank": rank or (DEFAULT_LORA_RANK if slots else 0)}

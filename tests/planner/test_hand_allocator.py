@@ -1,0 +1,122 @@
+"""The allocator's less travelled ways, by hand: holes of an expandable range, oversized blocks, old segments."""
+
+import pytest
+
+from planner.allocator.caching import AllocatorConfig, CachingAllocator
+from planner.errors import UsageError
+from planner.units import MiB
+
+EXPANDABLE = AllocatorConfig(expandable_segments=True)
+
+
+def test_a_hole_is_mapped_page_by_page() -> None:
+    device = CachingAllocator(EXPANDABLE)
+    first, last = device.malloc(60 * MiB), device.malloc(20 * MiB)
+    assert first is not None
+    assert last is not None
+    device.free(first)
+    assert device.empty_cache() == 60 * MiB
+    assert device.reserved_bytes == 20 * MiB
+    # 10 MiB need one page of 20 of the hole; 30 more fit its rest in two pages
+    assert device.malloc(10 * MiB) is not None
+    assert device.reserved_bytes == 40 * MiB
+    assert device.malloc(10 * MiB) is not None
+    assert device.reserved_bytes == 40 * MiB
+    assert device.malloc(30 * MiB) is not None
+    assert device.reserved_bytes == 80 * MiB
+    assert device.allocated_bytes == 70 * MiB
+
+
+def test_only_whole_pages_are_unmapped() -> None:
+    device = CachingAllocator(EXPANDABLE)
+    first, middle, last = (device.malloc(size * MiB) for size in (10, 45, 5))
+    assert first is not None
+    assert middle is not None
+    assert last is not None
+    # the middle is 10 to 55 MiB of the range: one page from 20 to 40 is free
+    device.free(middle)
+    assert device.empty_cache() == 20 * MiB
+    assert device.reserved_bytes == 40 * MiB
+    # its ends of 10 and 15 MiB are free still
+    assert device.malloc(15 * MiB) is not None
+    assert device.malloc(10 * MiB) is not None
+    assert device.reserved_bytes == 40 * MiB
+
+
+def test_small_blocks_of_an_expandable_range_come_in_2_mib_pages() -> None:
+    device = CachingAllocator(EXPANDABLE)
+    for _ in range(3):
+        assert device.malloc(MiB) is not None
+    assert device.reserved_bytes == 4 * MiB
+
+
+def test_room_limits_an_expandable_range() -> None:
+    device = CachingAllocator(EXPANDABLE, capacity_bytes=50 * MiB)
+    assert device.malloc(30 * MiB) is not None  # two pages
+    assert device.malloc(10 * MiB) is not None  # the rest of them
+    assert device.malloc(MiB * 11) is None  # a third would be 60
+    assert device.reserved_bytes == 40 * MiB
+
+
+def test_oversized_blocks_are_given_back_largest_first() -> None:
+    config = AllocatorConfig(max_split_size_bytes=20 * MiB)
+    device = CachingAllocator(config, capacity_bytes=100 * MiB)
+    blocks = [device.malloc(size * MiB) for size in (22, 26, 30)]
+    for block in blocks:
+        assert block is not None
+        device.free(block)
+    # 30 and 26 together are less than 60, so 22 goes too
+    assert device.malloc(60 * MiB) is not None
+    assert device.reserved_bytes == 60 * MiB
+    device = CachingAllocator(config, capacity_bytes=100 * MiB)
+    for size in (22, 70):
+        block = device.malloc(size * MiB)
+        assert block is not None
+        device.free(block)
+    # one block of at least the request is enough: the smallest such, and 22 stays
+    assert device.malloc(48 * MiB) is not None
+    assert device.reserved_bytes == 22 * MiB + 48 * MiB
+
+
+@pytest.mark.parametrize(
+    ("divisions", "size", "rounded"),
+    [
+        # sixteenths of a power of two above 512 x divisions
+        (16, 17 * MiB, 17 * MiB),
+        (16, 17 * MiB + 1, 18 * MiB),
+        (2, 33 * MiB, 48 * MiB),
+        (2, 48 * MiB + 1, 64 * MiB),
+        (4, 2_048, 2_048),
+        (4, 2_049, 2_560),
+        (4, 2_600, 3_072),
+        (1, 2_049, 2_560),
+    ],
+)
+def test_fractions_of_a_power_of_two(divisions: int, size: int, rounded: int) -> None:
+    device = CachingAllocator(AllocatorConfig(roundup_power2_divisions=divisions))
+    assert device.round_size(size) == rounded
+
+
+def test_garbage_goes_until_enough_is_back() -> None:
+    config = AllocatorConfig(garbage_collection_threshold=0.5)
+    device = CachingAllocator(config, capacity_bytes=200 * MiB)
+    old, middle, young = (device.malloc(size * MiB) for size in (30, 40, 50))
+    assert old is not None
+    assert middle is not None
+    assert young is not None
+    device.free(old)
+    # cut from the 30, which is no whole segment any more
+    assert device.malloc(2 * MiB) is not None
+    device.free(middle)
+    device.free(young)
+    # 120 MiB are 20 more than half the card: of the two idle ones the smaller is enough
+    assert device.reserved_bytes == 120 * MiB
+    assert device.malloc(60 * MiB) is not None
+    assert device.reserved_bytes == 120 * MiB - 40 * MiB + 60 * MiB
+
+
+@pytest.mark.parametrize("text", ["roundup_power2_divisions:0", "roundup_power2_divisions:6"])
+def test_divisions_are_powers_of_two_from_one_on(text: str) -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        AllocatorConfig.parse(text)
+    assert AllocatorConfig.parse("roundup_power2_divisions:1").roundup_power2_divisions == 1

@@ -1,0 +1,259 @@
+"""Every allocation of a layer's forward in order, and of its backward, written down by hand.
+
+Bytes a token of the toy in 16 bit (tests/planner/toys.py); what transformers' code of the family allocates.
+"""
+
+from typing import Any
+
+from planner.families import model_spec_from_config
+from planner.layer.blocks import run_layer
+from planner.layer.program import OpSettings, Program
+from planner.layer.tape import Storage, Tape
+from planner.models.spec import MixerKind, ModelSpec
+from tests.planner.toys import CONFIG, LLAMA, MIXTRAL
+
+FULL = OpSettings(full=True)
+
+
+class Written(Tape):
+    """A tape that writes down every allocation; temporaries of an operation are negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[float] = []
+
+    def alloc(self, per_token: float, constant: int = 0, *, weight_grad: int = 0) -> Storage:
+        """Note one allocation; weights' gradients apart."""
+        if per_token:
+            self.sizes.append(per_token)
+        return super().alloc(per_token, constant, weight_grad=weight_grad)
+
+    def spike(self, per_token: float, constant: int = 0) -> None:
+        """Note a temporary."""
+        if per_token:
+            self.sizes.append(-per_token)
+        super().spike(per_token, constant)
+
+
+def passes(model: ModelSpec, settings: OpSettings = FULL) -> tuple[list[float], list[float]]:
+    """Return the allocations of both passes through the first layer, its input 128 left out."""
+    tape = Written()
+    x = tape.value(model.hidden * settings.residual)
+    tape.sizes.clear()
+    out = run_layer(Program(tape, settings), x, model.layers[0], model.hidden)
+    forward = list(tape.sizes)
+    tape.drop(x, out)
+    tape.start_backward(out, model.hidden * settings.residual)
+    tape.sizes.clear()
+    tape.run()
+    return forward, list(tape.sizes)
+
+
+NORM = [256, 256, 4, 4, 256, 128, 128]
+"""To fp32, squares, mean, rstd, normalised, back to 16 bit, scaled."""
+
+
+def norm_back(features: int) -> list[float]:
+    """Return the backward of a norm of so many features."""
+    two, four = 2 * features, 4 * features
+    return [two, -two, four, four, 4, -four, 4, four, four, -2 * four, two]
+
+
+NORM_BACK = norm_back(64)
+"""Of the scale (and its product with the input), cast, normalising: x and rstd and a temporary; rstd,
+mean, squares with two temporaries, cast."""
+
+
+def rotated(size: float) -> list[float]:
+    """Cosine part, half beside the turned copy, the copy, sine part, sum."""
+    return [size, -1.5 * size, size, size, size]
+
+
+def turned_back(size: float) -> list[float]:
+    """Of the sine part, of x through the turn with its padding, of the cosine part."""
+    return [size, size, -size, size]
+
+
+MLP = [256, 256, 256, 256, 128]
+"""Gate, silu, up, their product, down."""
+MLP_BACK = [256, 256, 256, 128, 256, 128, 128]
+"""Product; silu and up; the input through up; gate through silu; the input through gate, added to the first."""
+
+
+def test_a_llama_layer() -> None:
+    forward, backward = passes(LLAMA)
+    attention = [128, 64, 64, *rotated(128), *rotated(64), 16, 128, 128]
+    assert forward == [*NORM, *attention, 128, *NORM, *MLP, 128]
+    # the norm's gradient is added to the stream's in place
+    mlp = [*MLP_BACK, *NORM_BACK]
+    attention = [
+        128,  # o: the context
+        128, 64, 64, -256,  # queries, keys, values, and dq in fp32
+        *turned_back(64), *turned_back(128),
+        128, 128, 128, 128,  # the input through v and k, which are views: a sum; through q, added in place
+    ]  # fmt: skip
+    assert backward == [*mlp, *attention, *NORM_BACK]
+
+
+def test_a_gpt2_layer() -> None:
+    model = model_spec_from_config(
+        {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 1000}
+    )
+    settings = FULL._replace(norm="layernorm", rope=False, hidden_dropout=True)
+    forward, backward = passes(model, settings)
+    # norm: statistics, output; q, k, v in one; log-sums, context; projection; mask, dropped out; sum;
+    # gelu_new: half, power, its scaled copy, sum, its scaled copy, tanh, 1 + tanh, product
+    gelu = [512] * 8
+    assert forward == [
+        8,
+        128,
+        384,
+        16,
+        128,
+        128,
+        64,
+        128,
+        128,
+        8,
+        128,
+        512,
+        *gelu,
+        128,
+        64,
+        128,
+        128,
+    ]
+
+    # dropout's, down's input 512; both factors'; 1 + tanh's copy, tanh's, sum's: x and the cube's; the cube's
+    # copy; the cube's x with two temporaries, added in place; the half's x, added in place; the input; the norm's
+    gelu_back = [512, 512, 512, 512, 512, 512, 512, 512, 512, -1024, 512]
+    assert backward[:13] == [128, 512, *gelu_back]
+
+
+def test_a_mixtral_layer() -> None:
+    forward, backward = passes(MIXTRAL)
+    attention = [128, 64, 64, *rotated(128), *rotated(64), 16, 128, 128]
+    mixture = [
+        8, 16, 80, 8,  # router's logits, softmax in fp32, ids and order, weights
+        256, 1024, 512, 512,  # rows, gate and up, silu, product
+        256, 256, 256, 128,  # down, weighted, in the tokens' order, summed
+    ]  # fmt: skip
+    assert forward == [*NORM, *attention, 128, *NORM, *mixture, 128]
+    assert backward[:12] == [
+        256, 256,  # the sum's, the order's
+        256, 8, -256,  # down's and the weights', a product
+        512,  # the product through down
+        512, 512,  # silu's and up's
+        512, 1024,  # gate through silu; both in one buffer
+        256, 128,  # rows, tokens
+    ]  # fmt: skip
+
+
+def test_a_latent_layer() -> None:
+    model = model_spec_from_config(
+        {
+            **CONFIG, "model_type": "deepseek_v3", "q_lora_rank": 24, "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+            "first_k_dense_replace": 3, "n_routed_experts": 4, "num_key_value_heads": 4,
+            "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+        }
+    )  # fmt: skip
+    forward, backward = passes(model)
+    latent = [
+        48, 96, 96, 4, 4, 96, 48, 48,  # q_a and its norm of 24
+        192, *rotated(64), 192,  # q_b; 4 x 8 rotated; together again
+        80, 128, 128, 4, 4, 128, 64, 64,  # kv_a: latent's norm of 32
+        *rotated(16), 256, 192,  # one rotated key of 8; kv_b; keys of 24
+        16, 128, 128,
+    ]  # fmt: skip
+    assert forward == [*NORM, *latent, 128, *NORM, *MLP, 128]
+    back = [
+        128, 192, 192, 128, -384,  # context; queries, keys, values, dq in fp32
+        128, 16, 256, 64,  # keys: from kv_b and the rotated one; kv_b's whole; the latent
+        *turned_back(16), *norm_back(32), 80, 128,  # the rotated key, the norm, kv_a's whole, the input
+        128, 64, *turned_back(64), 192, 48,  # queries: straight and rotated; q_b's whole; its input
+        *norm_back(24), 128, 128,  # the norm; the input through q_a, a view: a sum
+    ]  # fmt: skip
+    assert backward == [*MLP_BACK, *NORM_BACK, *back, *NORM_BACK]
+
+
+def test_a_gated_attention_layer() -> None:
+    model = model_spec_from_config(
+        {
+            **CONFIG, "model_type": "qwen3_next", "head_dim": 16, "num_hidden_layers": 4,
+            "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128,
+        }
+    )  # fmt: skip
+    gated = next(layer for layer in model.layers if layer.mixer.kind is MixerKind.FULL)
+    tape = Written()
+    x = tape.value(128)
+    run_layer(Program(tape, FULL), x, gated, 64)
+    start = tape.sizes[1:]
+    head_norm = [256, 256, 4, 4, 256, 128, 128]
+    key_norm = [128, 128, 4, 4, 128, 64, 64]
+    expected = [
+        *NORM,
+        256, 64, 64,  # queries and their gates, keys, values
+        *head_norm, *key_norm, *rotated(128), *rotated(64),
+        16, 128,  # log-sums, context
+        128, 128,  # the gate's sigmoid, the gated context
+        128, 128,  # output projection, sum
+    ]  # fmt: skip
+    assert start[: len(expected)] == expected
+
+
+def test_a_linear_attention_layer() -> None:
+    model = model_spec_from_config(
+        {
+            **CONFIG, "model_type": "qwen3_next", "head_dim": 16, "num_hidden_layers": 4,
+            "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128,
+        }
+    )  # fmt: skip
+    linear = next(layer for layer in model.layers if layer.mixer.kind is MixerKind.LINEAR)
+    tape = Written()
+    x = tape.value(128)
+    run_layer(Program(tape, FULL), x, linear, 64)
+    # q and k 2 x 16 each, v and z 4 x 16 each: 192 columns; b and a 4 each; inner 64
+    assert tape.sizes[1:14] == [*NORM, 384, 16, 128, 128, 128, 128]
+
+
+def test_adapters_in_order() -> None:
+    settings = OpSettings(adapted=frozenset({"q_proj"}), rank=8, dropout=True)
+    forward, _ = passes(LLAMA, settings)
+    # base; fp32 x; mask, dropped out; A's 8 and B's 64 in fp32, scaled; fp32 sum, 16 bit
+    assert forward[7:16] == [128, 256, 64, 256, 32, 256, 256, 256, 128]
+
+
+def one(**fields: Any) -> list[float]:
+    """Return what one linear of 64 in, 32 out allocates."""
+    tape = Written()
+    x = tape.value(64 * fields.pop("width", 2))
+    tape.sizes.clear()
+    width = int(x.size / 64)
+    Program(tape, OpSettings(**fields)).linear(x, LLAMA.layers[0].modules[1], width)
+    return tape.sizes
+
+
+def test_linears_in_order() -> None:
+    assert one() == [64]
+    assert one(quantized=True, width=4, residual=4) == [128, -64, 64, 128]
+    assert one(quantized=True, saved_input=4) == [256, -64, 64]
+    assert one(quantized=True, saved_input=2) == [-64, 64]
+    assert one(saved_output=True) == [64, 64]
+    assert one(autocast=True, width=4, residual=4, weight=4) == [128, 64]
+
+
+def test_a_shared_expert_runs_after_the_routed_ones() -> None:
+    model = model_spec_from_config(
+        {
+            **CONFIG, "model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 128, "shared_expert_intermediate_size": 32,
+        }
+    )  # fmt: skip
+    forward, _ = passes(model)
+    # its gate, silu, up and product 64 each, down, and the sum of both; then the residual's
+    assert forward[-7:] == [64, 64, 64, 64, 128, 128, 128]
