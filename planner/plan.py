@@ -18,6 +18,8 @@ from planner.terms.term import Term
 from planner.units import format_bytes
 
 SCHEMA_VERSION = 1
+FRAGMENTED = 1.1
+"""Of runs of our own trainer, what is needed is at most this many times what is alive (a test)."""
 MOST_NEEDED = 2
 """No run needs twice what is alive at its peak: the allocator gives idle segments back (a test replays
 fifty recipes; the most was 1.3)."""
@@ -35,9 +37,6 @@ class Plan:
     peak_phase: str
     peak_bytes: int
     """Tensors alive in the largest phase (what torch calls peak allocated)."""
-    low_bytes: int
-    high_bytes: int
-    """Between these the run's need in torch's pool lies, allocator slack included."""
     capacity_bytes: int
     """What torch sees on one GPU, less the CUDA context."""
     host_peak_bytes: int
@@ -147,10 +146,12 @@ class Plan:
 
     @property
     def has_room(self) -> bool:
-        """What is alive fits even if it is as far above the plan as `risk_allowed` says. No replay."""
-        most = self.peak_bytes
-        if self.resolved.trains:
-            most = int(most * self._spread("allocated").quantile(1 - self.risk_allowed))
+        """It fits even as far above the plan as `risk_allowed` says and as fragmented. No replay."""
+        if not self.resolved.trains:
+            return self.tensors_fit and self.fits
+        most = (
+            FRAGMENTED * self.peak_bytes * self._spread("allocated").quantile(1 - self.risk_allowed)
+        )
         return self.tensors_fit and most <= self.capacity_bytes
 
     @property
@@ -250,7 +251,6 @@ def plan_resolved(
     # unified memory: what is "offloaded" to the host stays in the same memory
     shared = host_bytes if unified else 0
     capacity = max(0, machine.vram_bytes - machine.context_bytes - shared)
-    span = interval(result.phases, resolved, model.vocab, capacity)
     return Plan(
         model=model.name,
         spec=model,
@@ -259,8 +259,6 @@ def plan_resolved(
         phases=result.phases,
         peak_phase=peak.name,
         peak_bytes=peak.total_bytes,
-        low_bytes=span.low,
-        high_bytes=span.high,
         capacity_bytes=capacity,
         host_peak_bytes=host_bytes,
         host_terms=result.host,
