@@ -76,5 +76,7 @@ EXPLAINED: dict[str, str] = {
     ),
     "planner/doctor/state.py: found = _held(context, ranks=1, task=Task.SERVE, method=Method.FULL, "
     "**wide): 1 x0": "0 or 1 ranks without sharding are one whole copy",
+    "planner/doctor/state.py: _held(context, ranks=1, method=Method.QLORA, framework=name, "
+    "double_quant=False): 1 x0": "the same",
 }
 """Mutant's key -> why no test can or should notice it."""

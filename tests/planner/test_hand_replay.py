@@ -246,3 +246,8 @@ def test_fp32_shards_are_cast_before_and_after() -> None:
     found.after_backward(LLAMA.layers[0], [], grads)
     # reduced in 16 bit, kept as fp32: 36,992 x 4 / 2
     assert player.device.allocated_bytes == ROOT + LAYER + 74_240
+
+
+def test_a_block_is_never_empty() -> None:
+    assert Player().block(0).size == 512
+    assert Player().take(0) is None
