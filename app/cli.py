@@ -10,13 +10,18 @@ import os
 import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import planner.families
-from planner.errors import VramwiseError
+import planner.verbs.accuracy
+from planner.errors import MissingExtraError, VramwiseError
 from planner.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from planner.accuracy.score import Accuracy
 
 VERB_MODULES = (
     "planner.verbs.plan",
@@ -76,6 +81,7 @@ def _register_verbs() -> None:
     for name in VERB_MODULES:
         importlib.import_module(name).register(app)
     planner.families.outside_builder = _from_module_tree
+    planner.verbs.accuracy.score_traces = _score_traces
 
 
 def _from_module_tree(config: Mapping[str, Any]) -> ModelSpec:
@@ -83,6 +89,15 @@ def _from_module_tree(config: Mapping[str, Any]) -> ModelSpec:
     from profiler.meta_model import model_spec_from_transformers
 
     return model_spec_from_transformers(config)
+
+
+def _score_traces(files: list[Path]) -> "Accuracy":
+    """Score fake-tensor traces against published runs."""
+    try:
+        from profiler.trace_accuracy import score
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("the trace tier", "train") from error
+    return score(files)
 
 
 _register_verbs()

@@ -1,14 +1,38 @@
 """Plan -> text for people: a verdict, a bar for every phase, the peak's terms, the best levers."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from planner.run.framework import planned_as
 from planner.units import format_bytes
 
 if TYPE_CHECKING:
-    from planner.answers.advise import Advice
     from planner.plan import Plan
+
+
+class Change(Protocol):
+    """What a lever does to the recipe."""
+
+    @property
+    def name(self) -> str:
+        """As an option: "optimizer=adamw-8bit"."""
+
+    @property
+    def price(self) -> str:
+        """What it costs, in words."""
+
+
+class Lever(Protocol):
+    """A change and the bytes it saves: planner.answers.advise makes them."""
+
+    @property
+    def change(self) -> Change:
+        """The change."""
+
+    @property
+    def saved_bytes(self) -> int:
+        """Off the peak."""
+
 
 BAR_WIDTH = 40
 BLOCK, REST = "#", "."
@@ -33,7 +57,7 @@ def bar(size: int, full: int) -> str:
     return BLOCK * filled + REST * (BAR_WIDTH - filled) + "!" * max(over, int(size > full))
 
 
-def text(plan: "Plan", levers: Sequence["Advice"] = ()) -> str:
+def text(plan: "Plan", levers: Sequence[Lever] = ()) -> str:
     """Return the whole answer as plain text."""
     r = plan.resolved
     lines = [verdict_line(plan), summary(plan), ""]

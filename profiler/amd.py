@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from planner.units import MiB
-from profiler.nvml import GpuReader, GpuReading, ProcessReading
+from profiler.gpu_reading import GpuReader, GpuReading, ProcessReading
 
 DRM = Path("/sys/class/drm")
 

@@ -13,7 +13,8 @@ import psutil
 from planner.errors import VramwiseError
 from profiler.journal import ProcessJournal
 from profiler.launch import Launch, Sample
-from profiler.recording import LiveTensor, PhaseRecord, Recording
+from profiler.recording import Recording
+from profiler.recording_parts import LiveTensor, PhaseRecord
 
 
 def recordings(launch: Launch) -> list[Recording]:

@@ -8,7 +8,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from profiler.recording import PHASES, Event, LiveTensor, PhaseRecord
+from profiler.recording import PHASES
+from profiler.recording_parts import Event, LiveTensor, PhaseRecord
 from profiler.storages import DEVICE, HOST, Block, BlockEvent
 
 ROUND_BYTES = 512

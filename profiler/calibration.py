@@ -9,7 +9,7 @@ from typing import Any
 from planner.errors import NoGpuError, UsageError, VramwiseError
 from planner.machines.calibration import SCHEMA_VERSION, Calibration, apply, default_path, load
 from planner.machines.machine import Machine, find_gpu
-from profiler.nvml import GpuReading
+from profiler.gpu_reading import GpuReading
 
 
 def save(found: Calibration, path: Path | None = None) -> Path:

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from profiler.attribute import Summary, assign_terms, summarise, to_events
-from profiler.recording import Event, LiveTensor, PhaseRecord
+from profiler.recording_parts import Event, LiveTensor, PhaseRecord
 from profiler.startup.vramwise_phases import PhaseTracker
 from profiler.storages import DEVICE, HOST, Block, BlockEvent, StorageTracker
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from profiler.recording import PHASES, PhaseRecord
+from profiler.recording import PHASES
+from profiler.recording_parts import PhaseRecord
 
 
 @dataclass(kw_only=True)

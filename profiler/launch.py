@@ -20,8 +20,9 @@ from typing import IO, Any
 import psutil
 
 from planner.errors import NoGpuError, UsageError
+from profiler.gpu_reading import GpuReader, GpuReading, used_by_tree
 from profiler.journal import ProcessJournal, read_journals
-from profiler.nvml import GpuReader, GpuReading, open_gpus, used_by_tree
+from profiler.nvml import open_gpus
 from profiler.process_tree import ProcessTree
 
 STARTUP = Path(__file__).parent / "startup"

@@ -1,15 +1,16 @@
 """Recording: phases x terms, measured, with the environment it was taken in. No torch here."""
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from planner.errors import UsageError
+from profiler.recording_parts import SCHEMA_VERSION, Event, LiveTensor, PhaseRecord
+from profiler.recording_reader import Reader
 
 MAX_FILE_BYTES = 1024**3
 """A larger file is refused unread: the longest event list of a trace stays far below."""
-SCHEMA_VERSION = 1
 TERMS = (
     "weights",
     "adapters",
@@ -22,52 +23,6 @@ TERMS = (
     "overhead",
 )
 PHASES = ("load", "rollout", "score", "forward", "loss", "backward", "step")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LiveTensor:
-    """One storage alive at the peak."""
-
-    bytes: int
-    shape: tuple[int, ...]
-    dtype: str
-    term: str
-    module: str
-    op: str
-    phase: str
-    """Phase it was allocated in."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PhaseRecord:
-    """What was alive when a phase was at its largest."""
-
-    name: str
-    peak_bytes: int
-    """Allocated bytes at the phase's peak: the sum of `terms_bytes`."""
-    terms_bytes: dict[str, int]
-    modules_bytes: dict[str, int] = field(default_factory=dict)
-    reserved_bytes: int | None = None
-    device_used_bytes: int | None = None
-    """What NVML said for the process; None = unknown."""
-    host_bytes: int | None = None
-    peak_op: str = ""
-    peak_module: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Event:
-    """One allocation or free, for replay."""
-
-    kind: str
-    """"alloc" or "free"."""
-    block: int
-    """Identifies the storage; a free names the block of its alloc."""
-    bytes: int
-    phase: str
-    op: str = ""
-    module: str = ""
-    term: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,10 +70,7 @@ class Recording:
 
         Raises UsageError naming `label`, the field and what is allowed; unknown fields are refused.
         """
-        from profiler.recording_reader import Reader
-
-        recording: Recording = Reader(label).recording(document)
-        return recording
+        return Reader(label).recording(document, cls)
 
     @classmethod
     def load(cls, path: Path) -> "Recording":

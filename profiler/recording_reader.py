@@ -1,12 +1,13 @@
 """Reads a recording from untrusted JSON: every field checked, unknown ones refused. No torch here."""
 
 from dataclasses import MISSING, fields
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from planner.errors import UsageError
 from planner.units import MAX_BYTES
-from profiler.recording import SCHEMA_VERSION, Event, LiveTensor, PhaseRecord, Recording
+from profiler.recording_parts import SCHEMA_VERSION, Event, LiveTensor, PhaseRecord
 
+Made = TypeVar("Made")
 MAX_EVENTS = 20_000_000
 
 
@@ -16,13 +17,13 @@ class Reader:
     def __init__(self, label: str) -> None:
         self._label = label
 
-    def recording(self, document: Any) -> Recording:
-        """Return the recording; raises UsageError naming the field."""
+    def recording(self, document: Any, kind: type[Made]) -> Made:
+        """Return the recording, a `kind`; raises UsageError naming the field."""
         self._object(document, "document")
         version = document.get("schema_version")
         if version != SCHEMA_VERSION or isinstance(version, bool):
             self._fail("schema_version", version, f"{SCHEMA_VERSION}")
-        values = self._fields(document, Recording, "")
+        values = self._fields(document, kind, "")
         values["phases"] = self._list(document, "phases", self._phase, 64)
         values["largest"] = self._list(document, "largest", self._tensor, 10_000)
         values["events"] = self._list(document, "events", self._event, MAX_EVENTS)
@@ -32,7 +33,7 @@ class Reader:
         names = [phase.name for phase in values["phases"]]
         if len(set(names)) != len(names):
             self._fail("phases", names, "every phase once")
-        return Recording(**values)
+        return kind(**values)
 
     def _fields(self, document: dict[str, Any], kind: Any, where: str) -> dict[str, Any]:
         """Check the scalar fields of a dataclass by their annotations; lists come later."""

@@ -3,7 +3,8 @@
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from profiler.recording import LiveTensor, PhaseRecord, Recording
+from profiler.recording import Recording
+from profiler.recording_parts import LiveTensor, PhaseRecord
 from profiler.snapshot import ROUND_BYTES, Block, Snapshot, Stack
 from profiler.snapshot_terms import BEFORE, Owner, owner_of, weight_sizes_of
 

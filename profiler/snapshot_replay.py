@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from planner.allocator.caching import AllocatorConfig, replay
-from profiler.recording import Event
+from profiler.recording_parts import Event
 from profiler.snapshot import Snapshot
 from profiler.snapshot_analysis import blocks_before_history
 

@@ -20,7 +20,8 @@ import torch
 from planner.errors import UsageError
 from profiler.follower import Follower
 from profiler.journal import phase_record
-from profiler.recording import PHASES, PhaseRecord, Recording
+from profiler.recording import PHASES, Recording
+from profiler.recording_parts import PhaseRecord
 from profiler.startup.vramwise_cuda import CudaMeter
 from profiler.startup.vramwise_meters import CpuMeter, PeakBook, static_terms
 from profiler.startup.vramwise_phases import PhaseTracker

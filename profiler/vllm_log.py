@@ -6,7 +6,8 @@ from typing import BinaryIO
 from planner.doctor.scan import scan
 from planner.doctor.vllm_log import VllmLog
 from planner.errors import UsageError
-from profiler.recording import PhaseRecord, Recording
+from profiler.recording import Recording
+from profiler.recording_parts import PhaseRecord
 
 
 def read_vllm_log(source: Path | BinaryIO | str) -> Recording:

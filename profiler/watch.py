@@ -13,7 +13,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from profiler.nvml import GpuReader, GpuReading, NvmlReader, open_gpus
+from profiler.gpu_reading import GpuReader, GpuReading
+from profiler.nvml import NvmlReader, open_gpus
 from profiler.report import UNKNOWN, shown
 
 

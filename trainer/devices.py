@@ -20,7 +20,8 @@ from planner.machines.machine import Machine
 from planner.run.recipe import Recipe, RunFile
 from planner.units import MiB, format_bytes, parse_bytes
 from profiler import calibration
-from profiler.nvml import GpuReading, open_nvml
+from profiler.gpu_reading import GpuReading
+from profiler.nvml import open_nvml
 from trainer.config import TrainSection
 from trainer.fake_device import FakeDevice
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from planner.errors import MissingExtraError, UnsupportedError, UsageError
+from planner.families import model_spec_from_config
+from planner.models.lora_targets import peft_targets
 from planner.run.recipe import Attention, EngineKind, LoraSection, Method, Recipe
 from trainer.devices import run_device
 
@@ -22,10 +24,6 @@ ATTENTION = {
     Attention.EAGER: "eager",
     Attention.SDPA: "sdpa",
     Attention.FLASH: "flash_attention_2",
-}
-TARGETS = {
-    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "mlp": ("gate_proj", "up_proj", "down_proj"),
 }
 
 
@@ -229,15 +227,13 @@ def _add_adapters(
     """Return PEFT's wrapper with adapters in `lora.dtype` (the base's dtype when it says none)."""
     from peft import LoraConfig, get_peft_model
 
-    targets: Any = (
-        TARGETS.get(lora.targets, lora.targets) if isinstance(lora.targets, str) else lora.targets
-    )
+    spec = model_spec_from_config(_published(model.config))
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.rank,
         lora_alpha=2 * lora.rank if alpha is None else alpha,  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
-        target_modules=targets if isinstance(targets, str) else list(targets),
+        target_modules=peft_targets(spec, lora.targets),
         modules_to_save=list(lora.modules_to_save) or None,
         use_dora=lora.dora,
     )
@@ -256,6 +252,13 @@ def _add_adapters(
         if parameter.requires_grad:
             parameter.data = parameter.data.to(adapter_dtype)
     return wrapped
+
+
+def _published(config: Any) -> dict[str, Any]:
+    """Return the config.json of a loaded model, without what quantised it on the way in."""
+    return {
+        name: value for name, value in config.to_dict().items() if name != "quantization_config"
+    }
 
 
 def _materialise(wrapped: Any, *, device: torch.device) -> None:

@@ -120,8 +120,7 @@ def moe_block(p: Program, x: Value, layer: LayerSpec, hidden: int, width: int) -
     tape.drop(weights, indices, logits)
     if width != s.act:
         out = p.cast(out, hidden * width)
-    shared = [m for m in layer.modules if m.kind in LINEARS and is_mlp(m, layer)]
-    if len(shared) < 2 or not mlp.shared_intermediate:
+    if not mlp.shared_intermediate:
         return out
     kind = MlpKind.GATED if mlp.expert_gated else MlpKind.PLAIN
     dense = replace(mlp, kind=kind, intermediate=mlp.shared_intermediate)

@@ -128,6 +128,38 @@ def lora_counts(
     return LoraCounts(adapted=tuple(adapted), saved=_saved(model, saved))
 
 
+def peft_targets(model: ModelSpec, targets: str | Iterable[str]) -> str | list[str]:
+    """Return what PEFT's LoraConfig is given as target_modules, so that it adapts what lora_counts counts.
+
+    `all-linear` stays PEFT's own word, except where PEFT refuses it. Raises as lora_counts does.
+    """
+    lora_counts(model, targets, rank=1)
+    if targets == "all-linear" and model.model_type not in NO_MAMBA_OUT:
+        return "all-linear"
+    return sorted(_names(model, targets))
+
+
+ROLE_LEAVES = {
+    "q": {"q_proj"},
+    "k": {"k_proj"},
+    "v": {"v_proj"},
+    "o": {"o_proj", "out_proj", "dense", "c_proj"},
+    "gate": {"gate_proj", "gate_up_proj", "w1"},
+    "up": {"up_proj", "gate_up_proj", "w3", "fc1", "dense_h_to_4h", "c_fc"},
+    "down": {"down_proj", "w2", "fc2", "dense_4h_to_h"},
+}
+"""What a projection is called, family by family."""
+FUSED_QKV = {"qkv_proj", "query_key_value", "c_attn", "W_pack", "Wqkv", "wqkv"}
+
+
+def leaves_of_roles(model: ModelSpec, roles: Iterable[str]) -> set[str]:
+    """Return the model's linears that do what the roles (q, k, v, o, gate, up, down) name."""
+    wanted = {leaf for role in roles for leaf in ROLE_LEAVES[role]}
+    if {"q", "k", "v"} & set(roles):
+        wanted |= FUSED_QKV
+    return wanted & set(linear_names(model))
+
+
 def linear_names(model: ModelSpec) -> list[str]:
     """Return the leaf names of the decoder layers' linears, sorted."""
     return sorted({m.leaf for layer in model.layers for m in layer.modules if m.kind in LINEARS})

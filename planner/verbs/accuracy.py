@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +18,10 @@ class Tier(StrEnum):
 
     ANALYTIC = "analytic"
     TRACE = "trace"
+
+
+score_traces: Callable[[list[Path]], Accuracy] | None = None
+"""Scores fake-tensor traces. The console script sets it: traces live in the profiler and need torch."""
 
 
 def register(app: typer.Typer) -> None:
@@ -43,9 +47,15 @@ def accuracy(
     """Score the planner against published GPU measurements."""
     from planner.accuracy import report
     from planner.accuracy.score import measurement_files, score_files
+    from planner.errors import UnsupportedError
 
     files = csv or measurement_files()
-    result = _score_traces(files) if tier is Tier.TRACE else score_files(files)
+    if tier is Tier.TRACE and score_traces is None:
+        raise UnsupportedError(
+            "tier: trace is the console script's", hint="vramwise accuracy --tier trace"
+        )
+    score = score_traces if tier is Tier.TRACE and score_traces else score_files
+    result = score(files)
     if source:
         result = report.only_source(result, source)
     if as_json:
@@ -54,15 +64,3 @@ def accuracy(
         typer.echo(report.to_markdown(result), nl=False)
     else:
         typer.echo(report.to_text(result, rows=rows))
-
-
-def _score_traces(files: list[Path]) -> Accuracy:
-    """Return the errors of fake-tensor traces; they live in the profiler and need torch."""
-    from planner.errors import MissingExtraError
-
-    try:
-        score = import_module("profiler.trace_accuracy").score
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("the trace tier", "train") from error
-    result: Accuracy = score(files)
-    return result

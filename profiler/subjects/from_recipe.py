@@ -3,7 +3,9 @@
 from typing import Any
 
 from planner.errors import UnsupportedError
-from planner.run.recipe import Checkpointing
+from planner.families import model_spec_from_config
+from planner.models.lora_targets import peft_targets
+from planner.run.recipe import Checkpointing, Method
 from planner.run.resolve import Resolved
 from profiler.subjects.options import StepOptions
 
@@ -26,7 +28,7 @@ def step_options(
         dtype=resolved.dtype,
         autocast=resolved.autocast or "none",
         lora_rank=resolved.lora_rank,
-        lora_targets=_targets(resolved.lora_targets),
+        lora_targets=_targets(resolved, config),
         lora_dropout=resolved.lora_dropout,
         adapter_dtype=resolved.adapter_dtype,
         double_quant=resolved.double_quant,
@@ -49,11 +51,9 @@ def step_options(
     )
 
 
-_TARGETS = {
-    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "mlp": ("gate_proj", "up_proj", "down_proj"),
-}
-
-
-def _targets(targets: str | tuple[str, ...]) -> str | tuple[str, ...]:
-    return _TARGETS.get(targets, targets) if isinstance(targets, str) else targets
+def _targets(resolved: Resolved, config: dict[str, Any]) -> str | tuple[str, ...]:
+    """Return the targets as PEFT takes them, by the planner's list of the model's modules."""
+    if resolved.method is Method.FULL:
+        return resolved.lora_targets
+    names = peft_targets(model_spec_from_config(config), resolved.lora_targets)
+    return names if isinstance(names, str) else tuple(names)

@@ -12,7 +12,8 @@ from app import recordings
 from planner.errors import UsageError
 from planner.plan import plan
 from planner.units import GiB, MiB, format_bytes
-from profiler.recording import Event, LiveTensor, PhaseRecord, Recording
+from profiler.recording import Recording
+from profiler.recording_parts import Event, LiveTensor, PhaseRecord
 
 MAIN = Path(app.runs.__file__).with_name("main.py")
 SNAPSHOT = {

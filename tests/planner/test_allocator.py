@@ -15,7 +15,7 @@ from planner.allocator.caching import (
 )
 from planner.errors import UsageError
 from planner.units import GiB, MiB
-from profiler.recording import Event
+from profiler.recording_parts import Event
 
 
 def alloc(block: int, size: int, op: str = "aten.mm.default") -> Event:

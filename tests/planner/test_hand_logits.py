@@ -110,6 +110,9 @@ def test_where_a_trained_heads_gradient_is_made() -> None:
     # gradient of the head's cast (128,000)
     found = of(FULL_LAW, method="full", dtype="fp32", mixed_precision="bf16")
     assert (found.weight_grad, found.ending.bytes) == (256_000, 85_120 + 133_120 + 128_000)
+    assert found.ending.formula == (
+        "40 rows x (1,000 vocabulary + hidden 64) x 2 B + casts 261,120 B"
+    )
 
 
 @pytest.mark.parametrize(
@@ -254,3 +257,13 @@ def test_tiles_with_a_trained_head() -> None:
     # an fp32 head under autocast: its columns in 16 bit 32,768
     found = of(TILED, method="full", dtype="fp32", mixed_precision="bf16")
     assert found.forward.bytes == 10_240 + 6_144 + 32_768 + 73_728
+
+
+def test_formulas_have_the_numbers() -> None:
+    assert of(CHUNKED, method="full").forward.formula == (
+        "40 rows: 5,120 B kept + head 128,000 B + the larger of a tile 8 x 1,000 x 6 B (+ cast 0 B) "
+        "and the last casts 5,120 B"
+    )
+    assert of(TILED, method="lora").forward.formula == (
+        "40 rows: 10,240 B kept + a tile of 16 x 256: 24,576 B, with its fp32 sums of 16 x hidden 36,864 B"
+    )

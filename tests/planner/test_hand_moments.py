@@ -14,7 +14,7 @@ from planner.families import model_spec_from_config
 from planner.layer.costs import checkpointed_costs
 from planner.layer.program import OpSettings
 from planner.layer.tape import largest
-from planner.models.spec import ModelSpec
+from planner.models.spec import MixerKind, MixerSpec, ModelSpec
 from planner.terms.activations import Activations, activations
 from tests.planner.toys import CONFIG, LLAMA, MIXED, choices, gpus
 
@@ -190,3 +190,15 @@ def test_a_wider_layer_in_the_middle() -> None:
     # a segment of two holds the wider one's graph
     pairs = of(MIXED, **FULL, checkpointing="every-k", checkpoint_every=2)
     assert moments(pairs)[1] == pairs.kept + 3480 * T + 4632 * T
+
+
+def test_a_stack_so_thin_that_the_final_norm_is_the_largest() -> None:
+    # an MLP of 16 alone: its norm 900 with the layer's input, which is among the kept ones
+    thin = model_spec_from_config({**CONFIG, "intermediate_size": 16}).layers[0]
+    modules = tuple(m for m in thin.modules if "attn" not in m.name and "input" not in m.name)
+    bare = replace(thin, mixer=MixerSpec(kind=MixerKind.NONE), modules=modules, num_norms=1)
+    model = replace(LLAMA, layers=(bare,))
+    found = of(model, **FULL, checkpointing="full")
+    # without a graph the fp32 copy is gone before the result: input, copy, squares and a mean
+    assert found.no_grad == found.kept - 3 * ONE + 644 * T
+    assert found.forward == found.kept + 900 * T

@@ -245,3 +245,15 @@ def test_linears_in_order() -> None:
     assert one(quantized=True, saved_input=2) == [-64, 64]
     assert one(saved_output=True) == [64, 64]
     assert one(autocast=True, width=4, residual=4, weight=4) == [128, 64]
+
+
+def test_a_shared_expert_runs_after_the_routed_ones() -> None:
+    model = model_spec_from_config(
+        {
+            **CONFIG, "model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 128, "shared_expert_intermediate_size": 32,
+        }
+    )  # fmt: skip
+    forward, _ = passes(model)
+    # its gate, silu, up and product 64 each, down, and the sum of both; then the residual's
+    assert forward[-7:] == [64, 64, 64, 64, 128, 128, 128]

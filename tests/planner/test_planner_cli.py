@@ -187,3 +187,19 @@ def test_planning_leaves_torch_alone() -> None:
         check=False,
     )
     assert result.returncode == 0, result.stderr
+
+
+def test_the_trace_tier_comes_from_the_console_script(monkeypatch):
+    import planner.verbs.accuracy
+    from app.cli import main
+
+    scored = []
+    assert planner.verbs.accuracy.score_traces is not None
+    real = planner.verbs.accuracy.score_traces
+    monkeypatch.setattr(
+        planner.verbs.accuracy, "score_traces", lambda files: scored.append(files) or real([])
+    )
+    assert main(["accuracy", "--tier", "trace", "--json"]) == 0
+    assert scored
+    monkeypatch.setattr(planner.verbs.accuracy, "score_traces", None)
+    assert main(["accuracy", "--tier", "trace"]) != 0

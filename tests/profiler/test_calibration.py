@@ -13,7 +13,7 @@ from planner.errors import NoGpuError, UsageError, VramwiseError
 from planner.machines.machine import make_machine
 from planner.units import GiB, MiB
 from profiler.calibration import Calibration, apply, calibrate, load, measure, save
-from profiler.nvml import GpuReading
+from profiler.gpu_reading import GpuReading
 
 FOUND = Calibration(
     gpu="NVIDIA H100 80GB HBM3",

@@ -8,7 +8,8 @@ from planner.plan import Plan, plan
 from planner.run.recipe import Method, Recipe, Task
 from planner.units import GiB
 from profiler.compare import compare, to_text
-from profiler.recording import PhaseRecord, Recording
+from profiler.recording import Recording
+from profiler.recording_parts import PhaseRecord
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ import pytest
 from planner.errors import UsageError
 from planner.units import MiB
 from profiler.assemble import recordings, save_timeline
+from profiler.gpu_reading import GpuReading, ProcessReading
 from profiler.journal import read_journals
 from profiler.launch import STARTUP, Launch, LaunchSettings, launch
-from profiler.nvml import GpuReading, ProcessReading
 
 ROOT = Path(__file__).parents[2]
 

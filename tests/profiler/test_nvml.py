@@ -17,15 +17,8 @@ import pytest
 from planner.errors import NoGpuError, UsageError
 from planner.units import MiB
 from profiler.amd import AmdSmiReader, AmdSysfsReader, open_amd
-from profiler.nvml import (
-    NVML_FUNCTIONS,
-    NVML_MEMORY_V2,
-    GpuReading,
-    NvmlReader,
-    ProcessReading,
-    open_nvml,
-    used_by_tree,
-)
+from profiler.gpu_reading import GpuReading, ProcessReading, used_by_tree
+from profiler.nvml import NVML_FUNCTIONS, NVML_MEMORY_V2, NvmlReader, open_nvml
 from profiler.nvml_session import RecordedNvml, ReplayedNvml
 from profiler.watch import reading_document, screen
 

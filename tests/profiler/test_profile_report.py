@@ -15,7 +15,8 @@ from profiler.cli import register
 from profiler.explain import as_measured, as_planned, explain, largest_difference
 from profiler.launch import Sample
 from profiler.live import line
-from profiler.recording import LiveTensor, PhaseRecord, Recording
+from profiler.recording import Recording
+from profiler.recording_parts import LiveTensor, PhaseRecord
 from profiler.report import page, phase_spans, summary, terminal
 
 ROOT = Path(__file__).parents[2]

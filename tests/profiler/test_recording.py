@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from planner.errors import UsageError
-from profiler.recording import Event, LiveTensor, PhaseRecord, Recording
+from profiler.recording import Recording
+from profiler.recording_parts import Event, LiveTensor, PhaseRecord
 
 
 def sample() -> Recording:

@@ -1,0 +1,248 @@
+"""Runs replayed on the simulated allocator, to the byte, by hand.
+
+The toy's tensors (tests/planner/toys.py) are below 1 MiB, so every block is its size rounded up to 512 B and no rest
+stays with it. In 16 bit all are multiples of 512 B but the seven norms: 128 B take 512. Weights: 478,080 + 7 x 384.
+"""
+
+from typing import Any
+
+import pytest
+
+from planner.machines.machine import Machine
+from planner.replay.head import in_order
+from planner.replay.player import Player
+from planner.replay.steps import replay_run
+from planner.replay.tensors import loaded, trained
+from planner.replay.units import Units
+from planner.run.logits_law import LogitsLaw
+from planner.units import MiB
+from tests.planner.toys import LLAMA, choices, gpus
+
+WEIGHTS = 478_080 + 7 * 384
+STREAM = 8 * 128
+"""The hidden stream's gradient of 8 tokens."""
+
+
+def allocated(machine: Machine | None = None, lengths: tuple[int, ...] = (), **fields: Any) -> int:
+    """Return the peak of a run of 8 tokens."""
+    usual = {"context": 8, "checkpointing": "full", "method": "full"}
+    r = choices(LLAMA, machine or gpus(1), **{**usual, **fields})
+    return replay_run(LLAMA, r, lengths=lengths).allocated_bytes
+
+
+def test_a_step_of_foreach_adamw() -> None:
+    # weights, gradients, two states, and the square roots of all second moments
+    assert allocated(optimizer="adamw") == 5 * WEIGHTS
+
+
+def test_a_fused_step_peaks_in_the_embeddings_gradient() -> None:
+    assert allocated(optimizer="adamw-fused") == 4 * WEIGHTS + STREAM
+    assert allocated(optimizer="sgd") == 2 * WEIGHTS + STREAM
+
+
+def test_a_step_with_an_fp32_master() -> None:
+    # norms: 256 B take 512; all in fp32: 956,160 + 7 x 256
+    wide = 956_160 + 7 * 256
+    found = allocated(optimizer="adamw", master_weights=True)
+    assert found == 2 * WEIGHTS + 3 * wide + wide
+    assert allocated(optimizer="adamw", dtype="fp32") == 5 * wide
+
+
+def test_eight_bit_states() -> None:
+    # codes and a scale for 256 of them, twice: vocabularies 64,000 + 1,024, q and o 4,096 + 512,
+    # MLP 8,192 + 512; k, v and norms in fp32: 8,192 and 512
+    layer = 2 * 2 * 4_608 + 3 * 2 * 8_704 + 2 * 2 * 8_192 + 2 * 2 * 512
+    states = 2 * 2 * 65_024 + 3 * layer + 2 * 512
+    found = allocated(optimizer="adamw-8bit", switches={"embeddings_32bit_state": False})
+    assert found == 2 * WEIGHTS + states + STREAM
+
+
+def test_a_step_slice_by_slice() -> None:
+    # 12 B of the largest tensor, or the slice
+    found = allocated(optimizer="adamw", switches={"step_scratch_bytes": 10**9})
+    assert found == 4 * WEIGHTS + 12 * 64_000
+    found = allocated(optimizer="adamw", switches={"step_scratch_bytes": 200_704})
+    assert found == 4 * WEIGHTS + 200_704
+
+
+@pytest.mark.parametrize("fields", [{"optimizer_offload": True}, {"optimizer": "paged-adamw"}])
+def test_states_elsewhere(fields: dict[str, Any]) -> None:
+    assert allocated(**fields) == 2 * WEIGHTS + STREAM
+
+
+def test_adapters() -> None:
+    # rank 8 in fp32: A of 64: 2,048 B, of 128: 4,096; B of 64: 2,048, of 32: 1,024, of 128: 4,096: no rounding
+    adapters = 98_304
+    found = allocated(method="lora", lora={"rank": 8}, optimizer="adamw")
+    # at the step: weights, adapters, gradients, two states, square roots; or the loss before: 8,000 logits
+    # x 12 B = 96,000 beside the head's input 1,024, the norm's kept 260 x 8 and 3 inputs, positions 512
+    assert found == WEIGHTS + 5 * adapters
+
+
+def test_ddps_buckets() -> None:
+    one = allocated(optimizer="sgd")
+    two = allocated(gpus(2), optimizer="sgd", sharding="ddp")
+    # 478,080 B fill one bucket below 1 MiB
+    assert two - one == 478_208  # rounded up to 512
+
+
+def test_a_longer_step_sets_the_peak() -> None:
+    short, long = (
+        allocated(optimizer="sgd", lengths=(8, 8)),
+        allocated(optimizer="sgd", lengths=(8, 64)),
+    )
+    assert short == 2 * WEIGHTS + STREAM
+    assert long >= short + 56 * 128
+
+
+def test_small_blocks_come_in_segments_of_2_mib() -> None:
+    r = choices(context=8, checkpointing="full", method="full", optimizer="adamw")
+    found = replay_run(LLAMA, r, workspace_bytes=8_519_680, resident_bytes=5 * MiB)
+    # 5 x 480,768 B in two segments; the workspace and the resident in one of 20 MiB
+    assert found.reserved_bytes == 4 * MiB + 20 * MiB
+    assert found.allocated_bytes == 5 * WEIGHTS + 8_519_680 + 5 * MiB
+    assert not found.full
+    pressed = replay_run(LLAMA, r, capacity_bytes=3 * MiB)
+    assert pressed.full
+
+
+def test_a_cache_that_grows_by_concatenation() -> None:
+    # 64 sequences of 16 tokens: keys and values of three layers, 64 x 16 x 64 B each; the last one of 15
+    # tokens is there while it is copied
+    fields = {"task": "grpo", "context": 16, "num_generations": 64, "micro_batch_size": 1,
+              "engine": {"kind": "transformers"}, "method": "lora", "lora": {"rank": 8},
+              "optimizer": "adamw-fused"}  # fmt: skip
+    cache = 6 * 64 * 16 * 64 + 64 * 15 * 64
+    # weights, adapters, two states; gradients are gone
+    assert allocated(**fields) == WEIGHTS + 3 * 98_304 + cache
+
+
+def test_tensors_are_loaded_one_by_one() -> None:
+    r = choices(method="qlora", double_quant=True, switches={"kbit_upcast": "none"})
+    found = list(loaded(LLAMA, r))
+    assert found[0] == ((128_000,), 0)  # embeddings
+    # q: 4,096 weights are 2,048 B of codes and 1,160 of constants, made from 8,192 B
+    assert found[1] == ((2_048, 1_160), 8_192)
+    assert found[5] == ((4_096, 1_224), 16_384)  # gate
+    assert sum(sum(each.blocks) for each in found) == 80_040 + 2 * 128_448
+    int8 = list(
+        loaded(LLAMA, choices(method="qlora", quantization="int8", switches={"kbit_upcast": "all"}))
+    )
+    assert int8[1] == ((4_096, 256), 8_192)
+    assert int8[0] == ((256_000,), 0)  # fp32 beside k-bit weights
+    head = choices(
+        method="qlora", double_quant=True, switches={"quantized_head": True, "kbit_upcast": "none"}
+    )
+    assert list(loaded(LLAMA, head))[-1] == ((32_000, 2_108), 128_000)
+
+
+def test_trained_tensors_in_order() -> None:
+    full = trained(LLAMA, choices(method="full"))
+    layer = [4_096, 2_048, 2_048, 4_096, 8_192, 8_192, 8_192, 64, 64]
+    assert sorted(full) == sorted([64_000, *(3 * layer), 64, 64_000])
+    adapters = trained(
+        LLAMA, choices(method="lora", lora={"rank": 8, "targets": ("q_proj", "v_proj")})
+    )
+    assert adapters == 3 * [512, 512, 512, 256]
+    saved = trained(
+        LLAMA,
+        choices(
+            method="lora", lora={"rank": 8, "targets": ("q_proj",), "modules_to_save": ("lm_head",)}
+        ),
+    )
+    assert saved == [*(3 * [512, 512]), 64_000]
+
+
+def test_zero_1_divides_states() -> None:
+    # states of a half: norms' 64 B take 512 too
+    half = 478_080 // 2 + 7 * (512 - 64)
+    found = allocated(gpus(2), optimizer="adamw-fused", sharding="zero1")
+    assert found == 2 * WEIGHTS + 2 * half + STREAM
+
+
+def test_a_law_that_says_only_its_totals() -> None:
+    law = LogitsLaw(
+        kind="full",
+        forward=(("logits", "act"), ("float copy", "upcast"), ("log-softmax", "fp32")),
+        backward=(("log-softmax", "fp32"), ("a", "fp32"), ("b", "fp32")),
+    )
+    forward, backward = in_order(law, 2, False)
+    assert forward == (
+        ("", "logits", 2, False),
+        ("", "float copy", 4, False),
+        ("", "log-softmax", 4, False),
+        ("logits", "", 0, False),
+        ("float copy", "", 0, False),
+    )
+    assert backward == (
+        ("", "a", 4, False),
+        ("", "b", 4, False),
+        ("log-softmax", "", 0, False),
+        ("a", "", 0, False),
+        ("b", "gradient", 2, False),  # in the logits' dtype
+    )
+
+
+def test_a_law_in_order() -> None:
+    order = ("logits: act", "logits > float: upcast shifted", "outputs: outputs", "|", "g: fp32",
+             "g > narrow: downcast", "-float")  # fmt: skip
+    law = LogitsLaw(kind="full", forward=(("logits", "act"),), order=order)
+    forward, backward = in_order(law, 2, True)
+    assert forward == (
+        ("", "logits", 2, False),
+        ("logits", "float", 4, True),
+        ("", "outputs", 4, False),
+    )
+    assert backward == (("", "g", 4, False), ("g", "narrow", 2, False), ("float", "", 0, False))
+    wide = in_order(law, 4, False)
+    assert [step.each for step in (*wide[0], *wide[1])] == [4, 0, 0, 4, 0, 0]
+
+
+def units(**fields: Any) -> tuple[Units, Player]:
+    """Return the units of one of two ranks, and its device."""
+    r = choices(LLAMA, gpus(2), method="full", **fields)
+    player = Player()
+    return Units(LLAMA, r, player), player
+
+
+ROOT, LAYER = 256_512, 74_240
+"""128,064 and 36,992 parameters x 2 B, rounded up to 512."""
+
+
+def test_units_wait_two_forward_and_three_backward() -> None:
+    found, player = units(sharding="zero3")
+    layer = LLAMA.layers[0]
+    found.start()
+    assert player.device.allocated_bytes == ROOT
+    for waiting in (1, 2, 2):
+        found.before(layer, backward=False)
+        assert player.device.allocated_bytes == ROOT + waiting * LAYER
+    for waiting in (3, 3):
+        found.before(layer, backward=True)
+        assert player.device.allocated_bytes == ROOT + waiting * LAYER
+
+
+def test_gradients_are_reduced_to_a_ranks_share() -> None:
+    found, player = units(sharding="zero3")
+    layer, grads = LLAMA.layers[0], []
+    found.start()
+    share = 37_376  # 36,992 B
+    for number in (1, 2, 3):
+        found.after_backward(layer, [player.block(10_240)], grads)
+        # one flat gradient still waits; the layer's own are gone
+        assert player.device.allocated_bytes == ROOT + LAYER + number * share
+    found.finish([player.block(512)], grads)
+    # the root's 128,064 x 2 B halved
+    assert player.device.allocated_bytes == 3 * share + 128_512
+    assert len(grads) == 4
+
+
+def test_fp32_shards_are_cast_before_and_after() -> None:
+    found, player = units(sharding="fsdp", mixed_precision="bf16")
+    found.start()
+    # while the root is cast, half of it; gathered in 16 bit
+    assert player.device.peak_allocated_bytes == ROOT
+    grads: list[Any] = []
+    found.after_backward(LLAMA.layers[0], [], grads)
+    # reduced in 16 bit, kept as fp32: 36,992 x 4 / 2
+    assert player.device.allocated_bytes == ROOT + LAYER + 74_240
