@@ -16,7 +16,7 @@ PLANTED: tuple[tuple[str, str, str, str], ...] = (
     (
         "no scratch in the embedding's backward",
         "planner/phases.py",
-        "scratch = 16 * r.tokens + 4 * r.tokens * model.hidden",
+        "scratch = sum(backward_blocks(r.tokens, model.vocab, model.hidden))",
         "scratch = 0",
     ),
     (
