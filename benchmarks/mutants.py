@@ -65,6 +65,7 @@ FAST_TESTS = (
     "tests/planner/test_mixers.py",
     "tests/planner/test_allocator.py",
     "tests/planner/test_hand_replay.py",
+    "tests/planner/test_hand_head.py",
     "tests/planner/test_hand_allocator.py",
     "tests/planner/test_hand_doctor.py",
     "tests/planner/test_tape.py",
@@ -75,6 +76,7 @@ FAST_TESTS = (
 """Most telling first: the first failure ends a mutant."""
 TELLING = (
     ("planner/allocator", "test_allocator"),
+    ("planner/replay/head", "test_hand_head"),
     ("planner/replay", "test_hand_replay"),
     ("planner/doctor/budget", "test_hand_doctor"),
     ("planner/doctor/serving", "test_doctor_serving"),

@@ -16,7 +16,7 @@ PLANTED: tuple[tuple[str, str, str, str], ...] = (
     (
         "no scratch in the embedding's backward",
         "planner/phases.py",
-        "scratch = 16 * r.tokens + 4 * r.tokens * model.hidden",
+        "scratch = sum(backward_blocks(r.tokens, model.vocab, model.hidden))",
         "scratch = 0",
     ),
     (
@@ -76,5 +76,7 @@ EXPLAINED: dict[str, str] = {
     ),
     "planner/doctor/state.py: found = _held(context, ranks=1, task=Task.SERVE, method=Method.FULL, "
     "**wide): 1 x0": "0 or 1 ranks without sharding are one whole copy",
+    "planner/doctor/state.py: _held(context, ranks=1, method=Method.QLORA, framework=name, "
+    "double_quant=False): 1 x0": "the same",
 }
 """Mutant's key -> why no test can or should notice it."""

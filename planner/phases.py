@@ -10,6 +10,7 @@ from planner.run.recipe import EngineKind, Method, Reference, Task
 from planner.run.resolve import Resolved
 from planner.terms.activations import Activations, activations, dequantized
 from planner.terms.adapters import lora
+from planner.terms.embedding import backward_blocks
 from planner.terms.engine import VLLM, EngineCosts, Serving, engine_costs
 from planner.terms.generation import generating
 from planner.terms.gradients import gradient_width, gradients
@@ -193,17 +194,11 @@ def _earlier_grads(model: ModelSpec, r: Resolved, total: int, layers_left: int) 
     return min(total, int(total * share))
 
 
-EMBEDDING_SORTED_ABOVE = 3072
-"""Tokens from which CUDA's embedding backward sorts: index arrays and fp32 partial rows."""
-
-
 def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, int]:
     """Return gradients and activations while a trained embedding gets its gradient."""
     if r.method is not Method.FULL:
         return 0, 0
-    scratch = 0
-    if r.tokens > EMBEDDING_SORTED_ABOVE:
-        scratch = 16 * r.tokens + 4 * r.tokens * model.hidden
+    scratch = sum(backward_blocks(r.tokens, model.vocab, model.hidden))
     grads = total
     if model.tied:
         # the embedding's gradient comes on top of the head's; that one is a view when a linear made

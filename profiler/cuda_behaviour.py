@@ -29,6 +29,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from planner.terms.embedding import backward_blocks
 from profiler import cuda_attention
 from profiler.storages import HOST, StorageTracker, Workspace
 
@@ -241,15 +242,8 @@ def workspaces() -> dict[str, Workspace]:
 def _embedding_backward(
     args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
 ) -> tuple[int, ...]:
-    """Over 3,072 tokens CUDA sorts: two int64 index arrays and fp32 partial rows, ten tokens each.
-
-    ATen/native/cuda/Embedding.cu and EmbeddingBackwardKernel.cu; at most one partial row per token.
-    """
-    tokens = args[1].numel()
-    if tokens <= 3072:
-        return ()
-    rows = min(tokens, tokens // 10 + min(tokens, result.shape[0]))
-    return 8 * tokens, 8 * tokens, 4 * rows * result.shape[1]
+    """Return what CUDA's kernel allocates to sort many tokens."""
+    return backward_blocks(args[1].numel(), result.shape[0], result.shape[1])
 
 
 def _gemm_4bit(

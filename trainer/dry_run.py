@@ -130,9 +130,9 @@ class VramwiseStep(HfSft):
 
     def _memory_choices(self, policy: Any, tracker: StorageTracker) -> None:
         """Do what trainer.preflight.apply_memory_choices does, with a host the tracker knows."""
+        from planner.terms.activations import MLP_TILE_TOKENS
         from trainer.checkpointing import checkpoint_layers, decoder_layers
         from trainer.host_store import HostStore
-        from trainer.preflight import MLP_TILE_TOKENS
         from trainer.tiled_mlp import tile_layers
 
         layers = decoder_layers(policy.base)

@@ -15,6 +15,7 @@ from planner.models.hub import find_model
 from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
 from planner.run.recipe import Attention, Checkpointing, Method, Recipe, RunFile, Task
+from planner.terms.activations import MLP_TILE_TOKENS
 from planner.units import format_bytes, parse_bytes
 from profiler.recording import Recording
 from trainer.batching import Layout
@@ -33,7 +34,6 @@ from trainer.shared_prefix import can_share
 from trainer.stepping import Stepper, TokenBudget, make_run_optimizer
 from trainer.tiled_mlp import tile_layers
 
-MLP_TILE_TOKENS = 2048
 PREFLIGHT_FILE = "preflight.json"
 
 

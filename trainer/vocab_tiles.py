@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-MAX_TILE_ROWS = 2048
+from planner.run.framework import pick
+from planner.terms.logits import cut
+
+MAX_TILE_ROWS = pick("vramwise").logits["chunked"].tile_rows
 """Rows of one block: W is read once per block, and [R, H] fp32 accumulators stay small."""
 HALF = (torch.bfloat16, torch.float16)
 _TRACED_DEVICE: ContextVar[str | None] = ContextVar("traced_device", default=None)
@@ -80,10 +83,7 @@ class Tiles:
     def of(hidden: Tensor, weight: Tensor, chunk_rows: int) -> "Tiles":
         """Cut [N, V] so that rows * columns <= chunk_rows * V."""
         num_rows, vocab = hidden.shape[0], weight.shape[0]
-        rows = max(1, min(num_rows, MAX_TILE_ROWS))
-        columns = max(1, min(vocab, chunk_rows * vocab // rows))
-        if columns > 64:
-            columns -= columns % 64
+        rows, columns = cut(num_rows, vocab, chunk_rows, MAX_TILE_ROWS)
         accumulate = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         # torch.mm(out_dtype=fp32) exists on CUDA only. On a CPU half operands would give logits
         # rounded to 8 bits (+-0.06 at z = 20), so there a tile of W is widened instead.

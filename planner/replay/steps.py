@@ -215,8 +215,9 @@ class Run:
         player, width = self.player, gradient_width(self.r)
         for module in self.model.embeddings:
             chunk = player.take(module.parameters * width)
-            if self.model.tied and module is self.model.embeddings[0]:
-                # the head's gradient is a view: torch adds the two in a third buffer
+            view = self.model.tied and self.r.law.kind == "full"
+            if view and module is self.model.embeddings[0]:
+                # a linear's gradient for the head is a view: torch adds the two in a third buffer
                 total = player.take(module.parameters * width)
                 player.give(chunk)
                 chunk = total

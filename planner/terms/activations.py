@@ -22,7 +22,7 @@ UNDECLARED_GROUPS = frozenset({"falcon"})
 
 
 MLP_TILE_TOKENS = 2048
-"""Tokens of one tile of a tiled MLP (trainer/preflight.py uses the same)."""
+"""Tokens of one tile of a tiled MLP; the trainer cuts by it."""
 
 
 class Moment(NamedTuple):

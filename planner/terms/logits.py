@@ -172,12 +172,17 @@ TILE_ELEMENT = 6
 
 
 def tile_shape(model: ModelSpec, r: Resolved, law: LogitsLaw, rows: int) -> tuple[int, int]:
-    """Return rows and columns of one tile (trainer/vocab_tiles.py cuts the same)."""
+    """Return rows and columns of one tile."""
     share = 2 * model.vocab * model.hidden // law.head_share
     allowed = min(law.max_chunk_bytes, max(law.min_chunk_bytes, share))
     whole_rows = r.loss_chunk_rows or max(1, allowed // (TILE_ELEMENT * model.vocab))
-    tall = max(1, min(rows, law.tile_rows))
-    columns = max(1, min(model.vocab, whole_rows * model.vocab // tall))
+    return cut(rows, model.vocab, whole_rows, law.tile_rows)
+
+
+def cut(rows: int, vocab: int, whole_rows: int, tile_rows: int) -> tuple[int, int]:
+    """Return rows and columns of a tile that holds no more than `whole_rows` rows of the vocabulary."""
+    tall = max(1, min(rows, tile_rows))
+    columns = max(1, min(vocab, whole_rows * vocab // tall))
     return tall, columns - columns % COLUMN_STEP if columns > COLUMN_STEP else columns
 
 

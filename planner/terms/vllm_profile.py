@@ -184,7 +184,7 @@ def dequantised_bytes(model: ModelSpec, r: Resolved) -> int:
         return 0
     largest = max(
         (
-            module.weight_parameters // max(1, module.count)
+            module.weight_parameters // module.count
             for layer in model.layers
             for module in layer.modules
             if module.kind is ModuleKind.LINEAR

@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 
 from planner.machines.machine import Machine
+from planner.replay.head import in_order
+from planner.replay.player import Player
 from planner.replay.steps import replay_run
 from planner.replay.tensors import loaded, trained
+from planner.replay.units import Units
+from planner.run.logits_law import LogitsLaw
 from planner.units import MiB
 from tests.planner.toys import LLAMA, choices, gpus
 
@@ -154,3 +158,96 @@ def test_zero_1_divides_states() -> None:
     half = 478_080 // 2 + 7 * (512 - 64)
     found = allocated(gpus(2), optimizer="adamw-fused", sharding="zero1")
     assert found == 2 * WEIGHTS + 2 * half + STREAM
+
+
+def test_a_law_that_says_only_its_totals() -> None:
+    law = LogitsLaw(
+        kind="full",
+        forward=(("logits", "act"), ("float copy", "upcast"), ("log-softmax", "fp32")),
+        backward=(("log-softmax", "fp32"), ("a", "fp32"), ("b", "fp32")),
+    )
+    forward, backward = in_order(law, 2, False)
+    assert forward == (
+        ("", "logits", 2, False),
+        ("", "float copy", 4, False),
+        ("", "log-softmax", 4, False),
+        ("logits", "", 0, False),
+        ("float copy", "", 0, False),
+    )
+    assert backward == (
+        ("", "a", 4, False),
+        ("", "b", 4, False),
+        ("log-softmax", "", 0, False),
+        ("a", "", 0, False),
+        ("b", "gradient", 2, False),  # in the logits' dtype
+    )
+
+
+def test_a_law_in_order() -> None:
+    order = ("logits: act", "logits > float: upcast shifted", "outputs: outputs", "|", "g: fp32",
+             "g > narrow: downcast", "-float")  # fmt: skip
+    law = LogitsLaw(kind="full", forward=(("logits", "act"),), order=order)
+    forward, backward = in_order(law, 2, True)
+    assert forward == (
+        ("", "logits", 2, False),
+        ("logits", "float", 4, True),
+        ("", "outputs", 4, False),
+    )
+    assert backward == (("", "g", 4, False), ("g", "narrow", 2, False), ("float", "", 0, False))
+    wide = in_order(law, 4, False)
+    assert [step.each for step in (*wide[0], *wide[1])] == [4, 0, 0, 4, 0, 0]
+
+
+def units(**fields: Any) -> tuple[Units, Player]:
+    """Return the units of one of two ranks, and its device."""
+    r = choices(LLAMA, gpus(2), method="full", **fields)
+    player = Player()
+    return Units(LLAMA, r, player), player
+
+
+ROOT, LAYER = 256_512, 74_240
+"""128,064 and 36,992 parameters x 2 B, rounded up to 512."""
+
+
+def test_units_wait_two_forward_and_three_backward() -> None:
+    found, player = units(sharding="zero3")
+    layer = LLAMA.layers[0]
+    found.start()
+    assert player.device.allocated_bytes == ROOT
+    for waiting in (1, 2, 2):
+        found.before(layer, backward=False)
+        assert player.device.allocated_bytes == ROOT + waiting * LAYER
+    for waiting in (3, 3):
+        found.before(layer, backward=True)
+        assert player.device.allocated_bytes == ROOT + waiting * LAYER
+
+
+def test_gradients_are_reduced_to_a_ranks_share() -> None:
+    found, player = units(sharding="zero3")
+    layer, grads = LLAMA.layers[0], []
+    found.start()
+    share = 37_376  # 36,992 B
+    for number in (1, 2, 3):
+        found.after_backward(layer, [player.block(10_240)], grads)
+        # one flat gradient still waits; the layer's own are gone
+        assert player.device.allocated_bytes == ROOT + LAYER + number * share
+    found.finish([player.block(512)], grads)
+    # the root's 128,064 x 2 B halved
+    assert player.device.allocated_bytes == 3 * share + 128_512
+    assert len(grads) == 4
+
+
+def test_fp32_shards_are_cast_before_and_after() -> None:
+    found, player = units(sharding="fsdp", mixed_precision="bf16")
+    found.start()
+    # while the root is cast, half of it; gathered in 16 bit
+    assert player.device.peak_allocated_bytes == ROOT
+    grads: list[Any] = []
+    found.after_backward(LLAMA.layers[0], [], grads)
+    # reduced in 16 bit, kept as fp32: 36,992 x 4 / 2
+    assert player.device.allocated_bytes == ROOT + LAYER + 74_240
+
+
+def test_a_block_is_never_empty() -> None:
+    assert Player().block(0).size == 512
+    assert Player().take(0) is None

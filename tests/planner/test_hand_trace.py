@@ -3,10 +3,12 @@
 Bytes a token of the toy in 16 bit (tests/planner/toys.py); what transformers' code of the family allocates.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from planner.families import model_spec_from_config
 from planner.layer.blocks import run_layer
+from planner.layer.costs import kept_costs
 from planner.layer.program import OpSettings, Program
 from planner.layer.tape import Storage, Tape
 from planner.models.spec import MixerKind, ModelSpec
@@ -257,3 +259,16 @@ def test_a_shared_expert_runs_after_the_routed_ones() -> None:
     forward, _ = passes(model)
     # its gate, silu, up and product 64 each, down, and the sum of both; then the residual's
     assert forward[-7:] == [64, 64, 64, 64, 128, 128, 128]
+
+
+def test_keys_that_double_as_values() -> None:
+    layer = LLAMA.layers[0]
+    modules = tuple(module for module in layer.modules if module.leaf != "v_proj")
+    model = replace(LLAMA, layers=(replace(layer, modules=modules),))
+    forward, _ = passes(model)
+    # the values are the keys before they are rotated
+    attention = [128, 64, *rotated(128), *rotated(64), 16, 128, 128]
+    assert forward == [*NORM, *attention, 128, *NORM, *MLP, 128]
+    # q, rotated keys, keys, log-sums, context; norms and the MLP as in test_hand_layers.py
+    found = kept_costs(model.layers[0], 64, FULL).kept
+    assert found.per_token == 2 * 516 + 128 + 64 + 64 + 16 + 128 + 1024

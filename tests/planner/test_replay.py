@@ -40,13 +40,14 @@ def recipe(**changes: object) -> Recipe:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape.values())))
-def test_allocated_peak_agrees_with_the_plan(name, shape):
+@pytest.mark.parametrize("framework", ["hf-trainer", "vramwise"])
+def test_allocated_peak_agrees_with_the_plan(name, shape, framework):
     """Two ways to the same number: terms added up, and every allocation played."""
     model, machine = find_model(name), make_machine("h100")
-    planned = plan(model, recipe(**shape), machine)
+    planned = plan(model, recipe(framework=framework, **shape), machine)
     workspace = sum(t.bytes for t in planned.phase("loss").terms if t.name == "overhead")
     played = replay_run(model, planned.resolved, workspace_bytes=workspace)
-    assert played.allocated_bytes == pytest.approx(planned.peak_bytes, rel=0.03)
+    assert played.allocated_bytes == pytest.approx(planned.peak_bytes, rel=0.025)
     assert played.reserved_bytes >= played.allocated_bytes
 
 
