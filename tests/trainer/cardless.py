@@ -139,6 +139,7 @@ def install(monkeypatch: Any) -> Driver:
     replace(torch.cuda, "default_generators", (torch.Generator(),))
     replace(torch._C, "_cuda_setMemoryFraction", driver.set_fraction)
     replace(torch._C, "_cuda_getMemoryFraction", driver.get_fraction)
+    replace(torch._C, "_cuda_getArchFlags", lambda: "sm_75 sm_80 sm_86 sm_90a sm_100 sm_120")
     generator = torch.Generator
     replace(torch, "Generator", lambda device="cpu": generator(_on_host(device)))
     # threads that load weights would not see OnHost

@@ -254,6 +254,20 @@ def test_an_old_driver_is_one_line_and_no_run_on_the_cpu(broken, document, tmp_p
 
 
 @pytest.mark.parametrize(
+    ("capability", "runs"),
+    [((7, 0), False), ((7, 5), True), ((8, 9), True), ((11, 0), False), ((12, 1), True)],
+)
+def test_a_gpu_that_torch_has_no_kernels_for_is_one_line(driver, capability, runs):
+    driver.capability = capability
+    if runs:
+        devices.check_driver()
+        return
+    with pytest.raises(VramwiseError, match=r"holds kernels for 7\.5 to 12\.0") as caught:
+        devices.check_driver()
+    assert f"{capability[0]}.{capability[1]}" in caught.value.message
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU",
