@@ -15,10 +15,10 @@ export TOKENIZERS_PARALLELISM = false
 PYTEST_WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo app test lint format bench docs screenshots gpu-check clean
+.PHONY: help venv demo app test lint format bench docs screenshots gpu-check gpu-check-vllm clean
 
 help: ## show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 
 $(VENV)/.%-set: setup_env.py pyproject.toml constraints.txt constraints-cuda.txt
 	$(PYTHON) setup_env.py $* $(VENV)
@@ -57,8 +57,12 @@ bench: $(TEST_SET) ## the benchmarks that back the README's claims
 screenshots: $(TEST_SET) ## pictures of every page of the app
 	$(BIN)/python tests/browser/screenshots.py docs/screenshots
 
-gpu-check: $(DEMO_SET) ## plan, trace and record real runs on this machine's GPU (8 minutes)
-	$(BIN)/python benchmarks/gpu_check.py
+# WHEELS=DIR: no network, but a $(PYTHON) with torch and transformers; the rest comes from that folder
+gpu-check: $(if $(WHEELS),,$(DEMO_SET)) ## what this machine's GPU does beside what is planned (8 minutes)
+	$(if $(WHEELS),$(PYTHON),$(BIN)/python) benchmarks/gpu_check.py $(if $(WHEELS),--wheels $(WHEELS)) $(ARGS)
+
+gpu-check-vllm: $(TEST_SET) ## the same with vLLM inside the trainer
+	$(BIN)/python benchmarks/gpu_check_vllm.py $(ARGS)
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis dist build

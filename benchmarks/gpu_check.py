@@ -36,11 +36,12 @@ if str(ROOT) not in sys.path:
 
 from benchmarks.gpu_check_jobs import JOBS, Case, Probe  # noqa: E402
 from benchmarks.gpu_check_wheels import unpack_missing  # noqa: E402
+from planner.units import format_bytes  # noqa: E402
 
 SCHEMA_VERSION = 2
 BUDGET_S = 465.0
 """Of the whole: 15 s are left of 8 minutes for starting and stopping."""
-JOB_LIMIT_S = 90.0
+JOB_LIMIT_S = 120.0
 MIN_START_S = 15.0
 """With less left of the budget, a job is not worth starting."""
 CPU_LIMIT_S = 600.0
@@ -51,14 +52,20 @@ MARK = "gpu-check-row "
 MIN_BF16_CAPABILITY = 8
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what was asked for; see the module's docstring for the exit codes."""
-    names = [job.name for job in JOBS]
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main(
+    arguments: Sequence[str] | None = None,
+    *,
+    jobs: Sequence[Case | Probe] = JOBS,
+    about: str = (__doc__ or "").splitlines()[0],
+    out: str = "gpu-check.json",
+) -> int:
+    """Run what was asked for of `jobs`; see the module's docstring for the exit codes."""
+    names = [job.name for job in jobs]
+    parser = argparse.ArgumentParser(description=about)
     parser.add_argument(
         "--only", action="append", choices=names, metavar="NAME", help=", ".join(names)
     )
-    parser.add_argument("--json", type=Path, default=Path("gpu-check.json"))
+    parser.add_argument("--json", type=Path, default=Path(out))
     parser.add_argument("--wheels", type=Path, help="folder of wheels for what is not installed")
     parser.add_argument("--budget", type=float, help=f"seconds; {BUDGET_S:.0f} on a GPU")
     parser.add_argument("--cpu", action="store_true", help="toy sizes, no GPU")
@@ -72,16 +79,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as site:
         if options.wheels:
             for line in unpack_missing(options.wheels, Path(site)):
-                print(line)
+                print(line, flush=True)
             sys.path.insert(0, site)
             os.environ["PYTHONPATH"] = os.pathsep.join(
                 [site, *filter(None, [os.environ.get("PYTHONPATH")])]
             )
-        return check(options, clock)
+        chosen = [job for job in jobs if not options.only or job.name in options.only]
+        return check(chosen, options, clock)
 
 
-def check(options: argparse.Namespace, clock: "Clock") -> int:
-    """Run the jobs and report them."""
+def check(jobs: Sequence[Case | Probe], options: argparse.Namespace, clock: "Clock") -> int:
+    """Run `jobs` and report them."""
     missing = [package for module, package in BASE.items() if find_spec(module) is None]
     if missing:
         say_error(f"{', '.join(missing)} not installed: pip install them, or give --wheels DIR")
@@ -94,7 +102,6 @@ def check(options: argparse.Namespace, clock: "Clock") -> int:
         say_error(f"no GPU that torch can use: {facts['problem']}; --cpu tests the script itself")
         return 4
     report = Report(options.json, facts)
-    jobs = [job for job in JOBS if not options.only or job.name in options.only]
     ready: list[Case | Probe] = []
     for job in jobs:
         reason = why_not(job, facts)
@@ -250,7 +257,8 @@ class Report:
             "cases": [],
             "probes": [],
         }
-        print(f"{facts['gpu'] or 'CPU, toy sizes'}, torch {facts['packages'].get('torch')}")
+        where = facts["gpu"] or "CPU, toy sizes"
+        print(f"{where}, torch {facts['packages'].get('torch')}", flush=True)
 
     def add(self, job: Case | Probe, row: dict[str, Any]) -> None:
         """Take the row of a job."""
@@ -287,11 +295,12 @@ def row_text(row: dict[str, Any]) -> str:
 def case_text(row: dict[str, Any]) -> str:
     """Return a case's peaks and its speed."""
     sizes = [
-        f"{word} {row[f'{word}_peak_bytes'] / 2**20:,.1f} MiB"
+        f"{word} {format_bytes(row[f'{word}_peak_bytes'])}"
         for word in ("planned", "traced", "measured")
         if row[f"{word}_peak_bytes"]
     ]
-    return f"{', '.join(sizes)} ({row['plan_error']:+.1%}), {row['seconds_per_step']:.3f} s a step,"
+    error = "not compared" if row["plan_error"] is None else f"{row['plan_error']:+.1%}"
+    return f"{', '.join(sizes)} ({error}), {row['seconds_per_step']:.3f} s a step,"
 
 
 def say_error(text: str) -> None:

@@ -59,7 +59,7 @@ def run_hf(
     callback, clock = VramwiseCallback(quiet=True), StepClock()
     callbacks = [callback, Guard(callback, free_bytes), clock]
     model = make_model(case, config, folder, cpu=cpu)
-    settings = {
+    settings: dict[str, Any] = {
         "output_dir": str(folder / "out"),
         "max_steps": case.steps,
         "report_to": [],

@@ -6,7 +6,12 @@ Standard library only: the script reads this before it knows whether torch can b
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-PROBE_MODULES = ("gpu_check_probe_step", "gpu_check_probe_run", "gpu_check_probe_device")
+PROBE_MODULES = (
+    "gpu_check_probe_step",
+    "gpu_check_probe_run",
+    "gpu_check_probe_device",
+    "gpu_check_probe_vllm",
+)
 
 
 class LeftOutError(Exception):
@@ -27,6 +32,8 @@ class Case:
     checkpointing: str = "full"
     completion: int = 0
     steps: int = 3
+    engine: str = "transformers"
+    """Of vramwise-grpo: what generates."""
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -35,6 +42,7 @@ class Case:
         found += ["peft"] * (self.method != "full")
         found += ["bitsandbytes"] * (self.method == "qlora")
         found += ["datasets", "trl"] * (self.kind == "trl-grpo")
+        found += ["vllm"] * self.engine.startswith("vllm")
         return tuple(found)
 
     @property
@@ -78,7 +86,7 @@ class Outcome:
     step_seconds: list[float]
     """Of every step, the first included."""
     not_compared: dict[str, str] = field(default_factory=dict)
-    """Phase -> why a CPU does it otherwise than the planned GPU."""
+    """Phase (or "*", all of them) -> why a CPU does it otherwise than the planned GPU."""
     more: dict[str, Any] = field(default_factory=dict)
 
 
@@ -166,7 +174,37 @@ PROBES = (
 # ours first: a machine that is taken away keeps what was asked by then
 JOBS: tuple[Case | Probe, ...] = (*OURS, *PROBES, *THEIRS)
 
+VLLM_NEEDS = ("vllm", "transformers", "accelerate")
+VLLM_JOBS: tuple[Case | Probe, ...] = (
+    Probe(name="vllm_shared_full", needs=VLLM_NEEDS, alone=True),
+    Probe(name="vllm_shared_lora", needs=(*VLLM_NEEDS, "peft"), alone=True),
+    Probe(name="vllm_push_full", needs=VLLM_NEEDS, alone=True),
+    Probe(name="vllm_push_lora", needs=(*VLLM_NEEDS, "peft"), alone=True),
+    Case(
+        name="grpo-vllm-shared",
+        kind="vramwise-grpo",
+        model="llama-3.2-1b",
+        method="lora",
+        length=512,
+        batch=8,
+        completion=256,
+        engine="vllm-shared",
+    ),
+    Case(
+        name="grpo-vllm-push",
+        kind="vramwise-grpo",
+        model="qwen3-0.6b",
+        method="full",
+        length=512,
+        batch=8,
+        completion=256,
+        engine="vllm-push",
+    ),
+    Probe(name="vllm_shared_graphs", needs=(*VLLM_NEEDS, "peft"), alone=True, gpu_only=True),
+)
+"""Of gpu_check_vllm."""
+
 
 def by_name(name: str) -> Case | Probe:
     """Return the case or probe of that name."""
-    return next(job for job in JOBS if job.name == name)
+    return next(job for job in (*JOBS, *VLLM_JOBS) if job.name == name)

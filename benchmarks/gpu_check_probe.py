@@ -58,13 +58,11 @@ class Place:
         return torch.cuda.max_memory_allocated(self.device)
 
 
-def llama(
-    place: Place, *, layers: int, hidden: int, vocab: int, attention: str = "sdpa", heads: int = 0
-) -> Any:
+def llama(place: Place, *, layers: int, hidden: int, vocab: int) -> Any:
     """Return a Llama with the same random weights every time, on the place's device."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    heads = heads or hidden // 64
+    heads = hidden // 64
     config = LlamaConfig(
         hidden_size=hidden,
         intermediate_size=hidden * 7 // 2,
@@ -74,7 +72,6 @@ def llama(
         num_key_value_heads=max(1, heads // 4),
         tie_word_embeddings=True,
         max_position_embeddings=32768,
-        attn_implementation=attention,
     )
     torch.manual_seed(0)
     with place.device:
@@ -108,6 +105,6 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(difference / expected.double().norm().clamp_min(1e-300))
 
 
-def mib(num_bytes: int) -> str:
+def mib(num_bytes: float) -> str:
     """Return bytes as whole MiB, for a summary."""
     return f"{num_bytes / 2**20:,.0f} MiB"

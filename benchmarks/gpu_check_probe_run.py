@@ -17,6 +17,7 @@ from trainer.devices import limited
 from trainer.engines import make_engine
 from trainer.engines.protocol import SamplingSettings
 from trainer.engines.transformers import TransformersEngine
+from trainer.fake_device import FakeDevice
 from trainer.metrics import METRICS_FILE, read_metrics
 from trainer.model import load_policy
 from trainer.run import train_run
@@ -71,7 +72,8 @@ def _attempts(place: Place) -> dict[str, dict[str, Any]]:
     held = sum(p.nbytes for p in model.parameters())
     base = held if place.toy else torch.cuda.memory_allocated()
     with limited(place.device, 1 << 40, model) as room:
-        peak = place.peak_of(step) if not place.toy else (step(), room.peak_bytes)[1]  # type: ignore[union-attr]
+        peak = place.peak_of(step)
+        peak = room.peak_bytes if isinstance(room, FakeDevice) else peak
         clean()
     found = {}
     for share in SHARES:
@@ -169,14 +171,15 @@ def nf4(place: Place) -> dict[str, Any]:
         recipe = Recipe(task="grpo", method="qlora", dtype="bf16", context=64, num_generations=2)
         policy = load_policy(str(folder), recipe=recipe, device=str(place.device))
         plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    layers = {
+    layers: dict[str, Any] = {
         name: module
         for name, module in policy.base.named_modules()
         if isinstance(module, bnb.nn.Linear4bit)
     }
     errors = []
     for name, layer in layers.items():
-        exact = plain.get_submodule(name.replace(".base_layer", "")).weight.float()
+        unpacked: Any = plain.get_submodule(name.replace(".base_layer", ""))
+        exact = unpacked.weight.float()
         decoded = bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
         errors.append(((decoded.cpu().float() - exact).norm() / exact.norm()).item())
     engine = make_engine(policy, recipe=recipe)
@@ -221,7 +224,7 @@ def generation(place: Place) -> dict[str, Any]:
         engine.generate([prompt], SamplingSettings(num_generations=rows, max_new_tokens=4, seed=1))
         settings = SamplingSettings(num_generations=rows, max_new_tokens=steps, seed=1)
         completions, seconds = place.timed(lambda e=engine, s=settings: e.generate([prompt], s))  # type: ignore[misc]
-        off = _scored_otherwise(policy, prompt, completions)
+        off = scored_otherwise(policy, prompt, completions)
         if not off <= limit:
             problems.append(f"{rows} rows: sampled and scored log-probs differ by {off:.2g}")
         found[str(rows)] = {
@@ -237,7 +240,7 @@ def generation(place: Place) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _scored_otherwise(policy: Any, prompt: list[int], completions: list[Any]) -> float:
+def scored_otherwise(policy: Any, prompt: list[int], completions: list[Any]) -> float:
     """Return the mean |difference| of the sampler's log-probs and the scorer's."""
     few = completions[:8]
     sequences = [

@@ -77,6 +77,7 @@ def checkpointing(place: Place) -> dict[str, Any]:
 def _checkpointed(
     place: Place, ids: Tensor, mode: Checkpointing, tiled: bool
 ) -> tuple[dict[str, Any], list[Tensor]]:
+    before = 0 if place.toy else torch.cuda.memory_allocated()
     model = llama(place, layers=place.pick(6, 8), hidden=place.pick(64, 512), vocab=128)
     layers = decoder_layers(model)
     store = None
@@ -95,7 +96,7 @@ def _checkpointed(
     _, seconds = place.timed(step)
     counts = store.counts if store else None
     row = {
-        "peak_bytes": peak,
+        "peak_bytes": peak - before,
         "seconds": seconds,
         "offloaded": counts.offloaded if counts else 0,
         "fetched": counts.fetched if counts else 0,
@@ -150,6 +151,7 @@ def _head(
     picked = logp.gather(1, target[some, None])[:, 0]
     slope = -logp.exp()
     slope[torch.arange(len(some), device=place.device), target[some]] += 1
+    assert hidden.grad is not None
     row = {
         "seconds": seconds,
         "scratch_bytes": peak - before,
@@ -277,12 +279,15 @@ def shared_prefix(place: Place) -> dict[str, Any]:
     model = llama(place, layers=layers, hidden=hidden, vocab=32000)
     policy = policy_of(place, model)
     limit = 1e-4 if place.toy else 1e-1  # vLLM's own kernels are held to the same
-    rows, problems = {}, []
+    rows: dict[str, dict[str, float]] = {}
+    problems = []
     for prompt, completion, group in shapes:
         sequences = _group(prompt, completion, group)
         cost = row_cost(*_resolved(model, prompt, completion, group), place.device)
         shared = cost.shared(shared_tokens(sequences))
-        row = {"forecast_ratio": shared / cost.separate([prompt + completion] * group)}
+        row: dict[str, float] = {
+            "forecast_ratio": shared / cost.separate([prompt + completion] * group)
+        }
         apart = collate(sequences, range(group), layout=Layout.SORTED).to(place.device)
         together = collate_shared(
             [sequences], range(group), pad_id=0, dtype=place.dtype, device=place.device

@@ -151,13 +151,17 @@ def compared(case: Case, outcome: Outcome, *, cpu: bool) -> dict[str, Any]:
     traced = {name: size for name, size in outcome.traced_phases.items() if name not in skip}
     measured = {p.name: p.peak_bytes for p in recording.phases if p.name not in skip}
     peak = max(measured.values())
-    error = max(planned.values()) / peak - 1
-    trace_error = max(traced.values()) / peak - 1 if traced else None
-    problems = []
-    if abs(error) > WITHIN:
-        problems.append(f"the plan is off by {error:+.1%}")
-    if trace_error is not None and abs(trace_error) > WITHIN:
-        problems.append(f"the trace is off by {trace_error:+.1%}")
+    error = trace_error = None
+    if "*" not in skip:
+        error = max(planned.values()) / peak - 1
+    if traced and "*" not in skip:
+        # generation is not traced
+        trace_error = max(traced.values()) / max(measured[name] for name in traced) - 1
+    problems = [
+        f"the {what} is off by {value:+.1%}"
+        for what, value in (("plan", error), ("trace", trace_error))
+        if value is not None and abs(value) > WITHIN
+    ]
     if case.completion and "rollout" not in measured:
         problems.append("no rollout was recorded")
     return {

@@ -22,6 +22,8 @@ from trainer.phase_memory import PhaseMemory
 from trainer.preflight import PREFLIGHT_FILE, settled
 from trainer.run import train_run
 
+# vLLM's CPU build packs weights, keeps its KV cache and has no graphs
+VLLM_ON_A_CPU = {"*": "vLLM is planned as it is on CUDA"}
 # planner/terms/optimizer.py: 48 MiB, or 12 bytes a trained parameter if that is less
 TOY_SCRATCH = {
     "step": "the step's scratch is planned for tensors that fill a chunk; toys are smaller"
@@ -40,12 +42,17 @@ def run_vramwise(
     document = run_document(case, folder / "model", folder, cpu=cpu)
     make_model(config, folder / "model", cpu=cpu)
     recipe = settled(make_recipe(**document["recipe"]))
+    with_vllm = case.engine.startswith("vllm")
+    if with_vllm:
+        from trainer.engines.vllm_settings import settle_engine
+
+        recipe = settle_engine(recipe)
     machine = this_machine() or make_machine(vram="16GiB")
     planned = plan(find_model(str(folder / "model")), recipe, machine)
     must_fit(planned, free_bytes)
     run_file = folder / "run.yaml"
     run_file.write_text(json.dumps(document))  # JSON is YAML
-    with record(subject=case.kind, follow=cpu) as live:
+    with record(subject=case.kind, follow=cpu and not with_vllm) as live:
         # the trainer's marks in its steps, and the recorder's in its rehearsal
         live.phases.wrap_marker(PhaseMemory, "__call__")
         live.phases.wrap_marker(LiveRecording, "phase")
@@ -55,10 +62,12 @@ def run_vramwise(
     return Outcome(
         plan=as_measured(planned, live.recording),
         recording=live.recording,
-        traced_phases=traced_phases(planned, recipe, config, cpu=cpu),
+        # the trace knows no engine's memory
+        traced_phases={} if with_vllm else traced_phases(planned, recipe, config, cpu=cpu),
         step_seconds=[step["seconds"] for step in steps],
-        not_compared=TOY_SCRATCH if cpu else {},
+        not_compared={} if not cpu else VLLM_ON_A_CPU if with_vllm else TOY_SCRATCH,
         more={
+            "engine_agrees": steps[-1].get("sampling/logp_difference_max"),
             "tokens_per_second": steps[-1]["tokens_per_second"],
             "losses": [step["loss"] for step in steps],
             "rehearsal": {phase["name"]: phase["peak_bytes"] for phase in rehearsal["phases"]},
@@ -138,7 +147,7 @@ def run_document(case: Case, model: Path, folder: Path, *, cpu: bool) -> dict[st
             "prompt_length": prompt,
             "completion_length": case.completion,
             "num_generations": case.batch,
-            "engine": {"kind": "transformers"},
+            "engine": {"kind": case.engine},
         }
         train |= {"rewards": ["rewards.py:spread"], "prompts_per_step": 2}
     else:

@@ -87,12 +87,12 @@ def unpack_missing(folder: Path, site: Path) -> Iterator[str]:
     for wheel in sorted(folder.glob("*.whl")):
         name, _, _, tags = parse_wheel_filename(wheel.name)
         if tags & here:
-            wheels[name] = wheel
+            wheels[str(name)] = wheel
         else:
             yield f"{wheel.name} is not for this Python and platform"
     # what an unpacked wheel asks for decides about the others: pydantic wants one pydantic_core
     wanted = project_requirements()
-    waiting = dict(wheels)
+    waiting = wheels.copy()
     while lacking := [name for name in waiting if not satisfied(name, wanted)]:
         for name in lacking:
             wheel = waiting.pop(name)
