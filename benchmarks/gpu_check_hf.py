@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from benchmarks.gpu_check_jobs import Case, Outcome
+from benchmarks.gpu_check_run import empty_caches
 from benchmarks.gpu_check_vramwise import must_fit, traced_phases
 from profiler.explain import as_measured
 from profiler.transformers_callback import VramwiseCallback
@@ -118,6 +119,7 @@ def make_model(case: Case, config: dict[str, Any], folder: Path, *, cpu: bool) -
 
         model.save_pretrained(folder / "base")
         del model
+        empty_caches()
         bits = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",

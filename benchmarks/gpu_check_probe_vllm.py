@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.gpu_check_probe import Place, mib
 from benchmarks.gpu_check_probe_run import scored_otherwise
-from benchmarks.gpu_check_run import config_of
+from benchmarks.gpu_check_run import config_of, empty_caches
 from benchmarks.gpu_check_vramwise import make_model
 from planner.hub import find_model
 from planner.machine import make_machine
@@ -74,7 +74,7 @@ def _engine(place: Place, kind: str, method: str, *, cuda_graphs: bool = False) 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(config_of(MODEL, cpu=place.toy), folder, cpu=place.toy)
-        gc.collect()
+        empty_caches()
         machine = this_machine() or make_machine(vram="16GiB")
         planned = plan(find_model(name), recipe, machine)
         free = {"before": _free(place)}

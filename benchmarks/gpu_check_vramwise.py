@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_check_jobs import Case, LeftOutError, Outcome
+from benchmarks.gpu_check_run import empty_caches
 from planner.errors import VramwiseError
 from planner.hub import find_model
 from planner.machine import make_machine
@@ -41,6 +42,7 @@ def run_vramwise(
     """Train `case`; its phases are named by the trainer itself, rollouts among them."""
     document = run_document(case, folder / "model", folder, cpu=cpu)
     make_model(config, folder / "model", cpu=cpu)
+    empty_caches()  # or its pool would count as reserved by the run
     recipe = settled(make_recipe(**document["recipe"]))
     with_vllm = case.engine.startswith("vllm")
     if with_vllm:
@@ -91,7 +93,8 @@ def traced_phases(
     Fake tensors are traced as a GPU's: on a CPU without its cuBLAS workspace.
     """
     try:
-        traced = trace(subject_for(planned.resolved, recipe, json.loads(json.dumps(config))))
+        plain = json.loads(json.dumps(config))
+        traced = trace(subject_for(planned.resolved, recipe, plain, gpu=planned.machine.gpu))
     except VramwiseError:
         return {}
     return {

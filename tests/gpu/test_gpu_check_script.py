@@ -1,7 +1,6 @@
 """`make gpu-check` itself, tried at toy size on the CPU so that it works when a GPU is at hand."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,23 +12,43 @@ import pytest
 import torch
 
 from benchmarks import gpu_check
-from benchmarks.gpu_check_jobs import CASES, JOBS, OURS, PROBES, Case, Probe, by_name
+from benchmarks.gpu_check_jobs import (
+    CASES,
+    JOBS,
+    OURS,
+    PROBES,
+    VLLM_JOBS,
+    Case,
+    LeftOutError,
+    Probe,
+    by_name,
+)
+from benchmarks.gpu_check_vramwise import must_fit
 from benchmarks.gpu_check_wheels import unpack_missing
+from planner.hub import find_model
+from planner.machine import make_machine
+from planner.plan import plan
+from planner.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py")]
 # bare machines have no CUDA of their own to ask
 GPU_ONLY = {probe.name for probe in PROBES if probe.gpu_only}
 
 
-def run(*arguments: str, timeout: float = 300, **environment: str) -> Any:
+@pytest.fixture
+def asked_for(request: pytest.FixtureRequest) -> None:
+    """Minutes of what the other tests do in part: only for `pytest -m slow`."""
+    if "slow" not in request.config.getoption("markexpr"):
+        pytest.skip("python -m pytest -m slow tests/gpu")
+
+
+def run(*arguments: str, timeout: float = 300, script: str = "gpu_check.py") -> Any:
     return subprocess.run(
-        [*SCRIPT, *arguments],
+        [sys.executable, str(ROOT / "benchmarks" / script), *arguments],
         capture_output=True,
         text=True,
         check=False,
         timeout=timeout,
-        env=os.environ | environment,
     )
 
 
@@ -58,7 +77,8 @@ def test_a_toy_grpo_run_is_planned_traced_and_recorded_with_its_rollout(tmp_path
 
 def test_probes_share_a_process_and_each_has_its_line(tmp_path: Path) -> None:
     out = tmp_path / "check.json"
-    names = ("stochastic_rounding", "host_slab", "recorder", "workspaces")
+    names = ("checkpointing", "head", "optimizer_state", "stochastic_rounding", "generation")
+    names += ("host_slab", "recorder", "shared_prefix", "workspaces")
     done = run("--cpu", "--json", str(out), *only(*names))
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {row["name"]: row for row in json.loads(out.read_text())["probes"]}
@@ -66,10 +86,15 @@ def test_probes_share_a_process_and_each_has_its_line(tmp_path: Path) -> None:
     assert all(rows[name]["ok"] for name in names if name not in GPU_ONLY)
     assert "needs a GPU" in rows["workspaces"]["left_out"]
     assert "left out" in done.stdout
+    modes = rows["checkpointing"]["modes"]
+    assert modes["none"]["peak_bytes"] > 2 * modes["full"]["peak_bytes"]
+    assert modes["offload"]["slab_bytes"] > 0
+    assert 0 < modes["full tiled"]["gradient_error"] < 1e-5
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("asked_for")
 def test_every_case_and_every_probe_passes_at_toy_size(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     pytest.importorskip("bitsandbytes")
@@ -85,6 +110,30 @@ def test_every_case_and_every_probe_passes_at_toy_size(tmp_path: Path) -> None:
         assert abs(row["plan_error"]) < 0.03
         assert row["trace_error"] is None or abs(row["trace_error"]) < 0.03
         assert ("rollout" in row["phases"]) == ("grpo" in case.kind)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.xdist_group("vllm")
+@pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("asked_for")
+def test_every_vllm_engine_passes_at_toy_size(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    out = tmp_path / "check.json"
+    done = run("--cpu", "--json", str(out), timeout=1800, script="gpu_check_vllm.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads(out.read_text())
+    rows = {row["name"]: row for row in (*document["cases"], *document["probes"])}
+    assert set(rows) == {job.name for job in VLLM_JOBS}
+    for row in rows.values():
+        if "left_out" in row:
+            assert row["name"] == "vllm_shared_graphs"
+        elif "agreement" in row:
+            # fp32 on one machine: the same numbers, and a step that moved them
+            assert max(row["agreement"]) < 1e-5 < row["moved"]
+        else:
+            assert "rollout" in row["phases"]
+            assert row["engine_agrees"] < 1e-2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -110,6 +159,15 @@ def test_what_a_machine_lacks_is_left_out_by_name(monkeypatch: pytest.MonkeyPatc
     modern = {"capability": [9, 0]}
     assert gpu_check.why_not(by_name("grpo-trl"), modern) == "trl not installed"
     assert gpu_check.why_not(by_name("sft-qlora"), modern) is None
+
+
+def test_what_is_larger_than_the_free_part_of_a_card_is_left_out_with_both_sizes() -> None:
+    machine = make_machine("rtx-4090")
+    planned = plan(find_model("llama-3.2-1b"), Recipe(task="sft", method="lora"), machine)
+    must_fit(planned, planned.peak_bytes)
+    must_fit(planned, None)
+    with pytest.raises(LeftOutError, match=r"needs .* GiB by its plan, 1.00 GiB is free"):
+        must_fit(planned, 2**30)
 
 
 def test_without_bf16_what_wants_it_is_left_out() -> None:
