@@ -14,7 +14,7 @@ from planner.recipe import EngineKind, EngineSection, Recipe, Task
 from planner.resolve import Resolved, resolve
 from planner.terms.counts import base_weights
 from planner.terms.kv_cache import sequence_bytes
-from planner.terms.overhead import CUBLAS_DEFAULT
+from planner.terms.overhead import blas_workspace_bytes
 
 DEFAULT_TOKENS = 300
 """A prompt line and the scripts' default of 50 to 256 new tokens: the cache is small."""
@@ -44,7 +44,8 @@ def predict_inference(row: Row) -> Prediction:
 def _peak(row: Row, model: ModelSpec, framework: str) -> int:
     resolved = _resolved(row, model, framework)
     ranks = (row.integer("n_gpus") or 1) if "tensor" in row["parallelism"] else 1
-    value = _weights(model, resolved, ranks) + _work(row, model, resolved) + CUBLAS_DEFAULT
+    value = _weights(model, resolved, ranks) + _work(row, model, resolved)
+    value += blas_workspace_bytes(machine_named(row["gpu"]).gpu)
     return value + sequence_bytes(model, _tokens(row)) // ranks
 
 

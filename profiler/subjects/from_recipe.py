@@ -3,15 +3,22 @@
 from typing import Any
 
 from planner.errors import UnsupportedError
+from planner.machine import GpuSpec
 from planner.recipe import Checkpointing
 from planner.resolve import Resolved
+from planner.terms.overhead import blas_workspace_bytes
 from profiler.subjects.options import StepOptions
 
 
 def step_options(
-    resolved: Resolved, config: dict[str, Any], *, layers: int | None = None, steps: int = 2
+    resolved: Resolved,
+    config: dict[str, Any],
+    *,
+    gpu: GpuSpec | None = None,
+    layers: int | None = None,
+    steps: int = 2,
 ) -> StepOptions:
-    """Return the options; raises UnsupportedError for choices the trace cannot run."""
+    """Return the options on `gpu` (None: an Ampere); raises UnsupportedError for what cannot be traced."""
     if resolved.quantization not in ("", "nf4", "fp4"):
         raise UnsupportedError(f"a {resolved.quantization} base cannot be traced")
     if resolved.gpus > 1:
@@ -46,6 +53,7 @@ def step_options(
         layers=layers,
         fp32_outputs=bool(resolved.switch("fp32_outputs")) and bool(resolved.autocast),
         keep_outputs=resolved.framework.name == "peft-loop",
+        workspace_bytes=blas_workspace_bytes(gpu),
     )
 
 
