@@ -86,13 +86,12 @@ def run_job(name: str, *, cpu: bool) -> dict[str, Any]:
         row |= run_case(job, cpu=cpu) if isinstance(job, Case) else run_probe(job, cpu=cpu)
     except LeftOutError as error:
         row["left_out"] = str(error)
-    except ModuleNotFoundError as error:
-        row["left_out"] = f"needs {error.name}, which is not installed"
     except VramwiseError as error:
         row["failed"] = f"{error.message} ({error.hint})" if error.hint else error.message
     except Exception as error:  # a report of everything that goes wrong is what this script is for
         where = traceback.extract_tb(error.__traceback__)[-1]
-        row["failed"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
+        text = next((line for line in str(error).splitlines() if line.strip()), "")
+        row["failed"] = f"{type(error).__name__}: {text.strip()[:300]}"
         row["where"] = f"{Path(where.filename).name}:{where.lineno} {where.name}"
     row["seconds"] = round(time.monotonic() - started_s, 1)
     empty_caches()

@@ -90,15 +90,38 @@ def unpack_missing(folder: Path, site: Path) -> Iterator[str]:
             wheels[str(name)] = wheel
         else:
             yield f"{wheel.name} is not for this Python and platform"
+    for name, lacking in unusable(wheels):
+        yield f"{wheels.pop(name).name} left out: needs {lacking}"
     # what an unpacked wheel asks for decides about the others: pydantic wants one pydantic_core
     wanted = project_requirements()
     waiting = wheels.copy()
-    while lacking := [name for name in waiting if not satisfied(name, wanted)]:
-        for name in lacking:
+    while chosen := [name for name in waiting if not satisfied(name, wanted)]:
+        for name in chosen:
             wheel = waiting.pop(name)
             zipfile.ZipFile(wheel).extractall(site)
             wanted += requirements_of(wheel)
             yield f"{wheel.name} unpacked ({installed(name) or 'none'} was here)"
+
+
+def unusable(wheels: dict[str, Path]) -> list[tuple[str, str]]:
+    """Return (name, what it needs) of wheels with a need that is neither here nor among them.
+
+    A package that is there but does not import is worse than none: transformers' Trainer imports
+    `datasets` when it sees it, and that imports pyarrow.
+    """
+    needs = {name: [normal(each.name) for each in requirements_of(wheels[name])] for name in wheels}
+    found: dict[str, str] = {}
+    while True:
+        usable = wheels.keys() - found.keys()
+        more = {
+            name: need
+            for name in usable
+            for need in needs[name]
+            if need not in usable and installed(need) is None
+        }
+        if not more:
+            return sorted(found.items())
+        found |= more
 
 
 def satisfied(name: str, wanted: Sequence["Requirement"]) -> bool:

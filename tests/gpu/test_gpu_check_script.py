@@ -261,6 +261,23 @@ def test_only_wheels_of_what_is_missing_or_too_old_are_unpacked(
     assert any("2.3 was here" in line for line in said)
 
 
+def test_a_wheel_whose_own_needs_are_not_met_is_left_out_and_so_is_what_needs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A `datasets` without pyarrow would break transformers' Trainer, which imports it when it is there."""
+    monkeypatch.setattr("benchmarks.gpu_check_wheels.installed", lambda name: None)
+    wheel(tmp_path, "datasets", "5.2.0", "Requires-Dist: dill\nRequires-Dist: pyarrow>=21\n")
+    wheel(tmp_path, "dill", "0.4.1")
+    wheel(tmp_path, "trl", "1.16.0", "Requires-Dist: datasets\nRequires-Dist: x; extra == 'y'\n")
+    said = list(unpack_missing(tmp_path, tmp_path / "site"))
+    assert [line for line in said if "left out" in line] == [
+        "datasets-5.2.0-py3-none-any.whl left out: needs pyarrow",
+        "trl-1.16.0-py3-none-any.whl left out: needs datasets",
+    ]
+    assert (tmp_path / "site" / "dill").is_dir()
+    assert not (tmp_path / "site" / "trl").exists()
+
+
 def test_a_wheel_of_another_platform_is_said_not_unpacked(tmp_path: Path) -> None:
     name = "thing-1.0-cp27-cp27m-win32.whl"
     zipfile.ZipFile(tmp_path / name, "w").close()
