@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
@@ -34,7 +35,7 @@ ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu_check_jobs import JOBS, Case, Probe  # noqa: E402
+from benchmarks.gpu_check_jobs import JOBS, RESTART_CODE, Case, Probe  # noqa: E402
 from benchmarks.gpu_check_wheels import unpack_missing  # noqa: E402
 from planner.units import format_bytes  # noqa: E402
 
@@ -75,11 +76,17 @@ def main(
         from benchmarks.gpu_check_run import main as work
 
         return work(options.worker, cpu=options.cpu, mark=MARK)
+    for name, folder in (("--wheels", options.wheels), ("--json", options.json.parent)):
+        if folder is not None and not folder.is_dir():
+            parser.error(f"{name}: no folder {folder}")
     clock = Clock(options.budget or (float("inf") if options.cpu else BUDGET_S))
     with tempfile.TemporaryDirectory() as site:
         if options.wheels:
-            for line in unpack_missing(options.wheels, Path(site)):
-                print(line, flush=True)
+            try:
+                for line in unpack_missing(options.wheels, Path(site)):
+                    print(line, flush=True)
+            except (zipfile.BadZipFile, ValueError) as error:
+                parser.error(f"--wheels: {error}")
             sys.path.insert(0, site)
             os.environ["PYTHONPATH"] = os.pathsep.join(
                 [site, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -204,6 +211,8 @@ def one_process(
                     return
                 if line is None:
                     process.wait()
+                    if process.returncode == RESTART_CODE:
+                        return
                     yield {"name": name, "failed": last_words(process.returncode, errors)}
                     return
                 yield json.loads(line)

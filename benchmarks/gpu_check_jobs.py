@@ -13,6 +13,9 @@ PROBE_MODULES = (
     "gpu_check_probe_vllm",
 )
 
+RESTART_CODE = 75
+"""A worker's exit code after a row: its CUDA context is lost, the next job wants another process."""
+
 
 class LeftOutError(Exception):
     """This machine cannot run the job; the message says why."""

@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import json
 import platform
 import statistics
 import sys
@@ -16,7 +17,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_check_jobs import PROBE_MODULES, Case, LeftOutError, Outcome, Probe, by_name
+from benchmarks.gpu_check_jobs import (
+    PROBE_MODULES,
+    RESTART_CODE,
+    Case,
+    LeftOutError,
+    Outcome,
+    Probe,
+    by_name,
+)
 from planner.errors import VramwiseError
 from trainer.devices import check_driver
 
@@ -94,7 +103,6 @@ def run_job(name: str, *, cpu: bool) -> dict[str, Any]:
         row["failed"] = f"{type(error).__name__}: {text.strip()[:300]}"
         row["where"] = f"{Path(where.filename).name}:{where.lineno} {where.name}"
     row["seconds"] = round(time.monotonic() - started_s, 1)
-    empty_caches()
     return row
 
 
@@ -236,14 +244,19 @@ def _version(name: str) -> str | None:
 
 def main(names: list[str], *, cpu: bool, mark: str) -> int:
     """Print the environment, or one marked JSON line a job as soon as it is done."""
-    import json
+
+    def tell(row: dict[str, Any]) -> None:
+        print(mark + json.dumps(row, default=jsonable), flush=True)
 
     if names == ["environment"]:
-        rows = iter([environment(cpu=cpu)])
-    else:
-        rows = (run_job(name, cpu=cpu) for name in names)
-    for row in rows:
-        print(mark + json.dumps(row, default=jsonable), flush=True)
+        tell(environment(cpu=cpu))
+        return 0
+    for name in names:
+        tell(run_job(name, cpu=cpu))
+        try:
+            empty_caches()
+        except RuntimeError:  # an illegal access: every later call of CUDA raises it again
+            return RESTART_CODE
     return 0
 
 

@@ -17,6 +17,7 @@ from benchmarks.gpu_check_jobs import (
     JOBS,
     OURS,
     PROBES,
+    RESTART_CODE,
     VLLM_JOBS,
     Case,
     LeftOutError,
@@ -145,6 +146,25 @@ def test_without_a_gpu_the_exit_code_is_4_and_the_reason_one_line(tmp_path: Path
     assert not (tmp_path / "check.json").exists()
 
 
+@pytest.mark.parametrize("option", ["--wheels", "--json"])
+def test_a_folder_that_is_not_there_is_one_line(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        gpu_check.main([option, str(tmp_path / "no" / "such")])
+    assert ended.value.code == 2
+    assert f"{option}: no folder {tmp_path}" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_wheel_that_is_none_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "peft-0.21.2-py3-none-any.whl").write_text("cut short")
+    with pytest.raises(SystemExit):
+        gpu_check.main(["--wheels", str(tmp_path), "--json", str(tmp_path / "check.json")])
+    assert "--wheels: File is not a zip file" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_ours_come_first() -> None:
     assert JOBS[: len(OURS)] == OURS
     assert all(case.kind.startswith("vramwise") for case in OURS)
@@ -200,6 +220,8 @@ for name in sys.argv[sys.argv.index("--worker") + 1:]:
     if name == "hangs":
         time.sleep(600)
     print(mark + '{{"name": "' + name + '", "pid": ' + str(os.getpid()) + "}}", flush=True)
+    if name == "lost":
+        sys.exit({restart})
 """
 
 
@@ -207,7 +229,7 @@ for name in sys.argv[sys.argv.index("--worker") + 1:]:
 def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker whose jobs end as their names say, in place of the real one."""
     script = tmp_path / "worker.py"
-    script.write_text(WORKER.format(signal=int(signal.SIGSEGV)))
+    script.write_text(WORKER.format(signal=int(signal.SIGSEGV), restart=RESTART_CODE))
     monkeypatch.setattr(gpu_check, "__file__", str(script))
 
 
@@ -218,6 +240,15 @@ def test_a_job_that_ends_its_process_costs_only_itself() -> None:
     assert [row["name"] for row in rows] == ["a", "dies", "b", "c"]
     assert rows[1]["failed"] == f"the process ended (signal {int(signal.SIGSEGV)}): the reason"
     assert rows[2]["pid"] == rows[3]["pid"] != rows[0]["pid"]
+
+
+@pytest.mark.usefixtures("worker")
+def test_after_a_lost_context_the_next_job_has_another_process_and_no_blame() -> None:
+    clock = gpu_check.Clock(100)
+    rows = list(gpu_check.rows_of(["lost", "b"], cpu=True, limit_s=30, clock=clock))
+    assert [row["name"] for row in rows] == ["lost", "b"]
+    assert not any("failed" in row for row in rows)
+    assert rows[0]["pid"] != rows[1]["pid"]
 
 
 @pytest.mark.usefixtures("worker")
