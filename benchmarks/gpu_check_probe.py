@@ -101,6 +101,7 @@ def policy_of(place: Place, model: Any) -> Any:
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Return |found - expected| / |expected| over all elements."""
+    found, expected = found.detach(), expected.detach()
     difference = (found.double() - expected.double()).norm()
     return float(difference / expected.double().norm().clamp_min(1e-300))
 

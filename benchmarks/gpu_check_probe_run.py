@@ -213,7 +213,7 @@ def generation(place: Place) -> dict[str, Any]:
     policy = policy_of(place, model)
     prompt = list(range(3, place.pick(40, 259)))
     steps = place.pick(6, 64)
-    limit = 1e-4 if place.toy else 5e-2
+    limit = 1e-4 if place.toy else 3e-2
     found, problems = {}, []
     for rows in place.pick((4,), (8, 64)):
         recipe = Recipe(
