@@ -148,11 +148,15 @@ def provide_torch(venv: Path, machine: Machine, found: dict[str, Any]) -> Torch:
     """Return the torch that the venv has or is to have; a CPU build is installed at once."""
     mark = venv / OURS
     ours = mark.read_text(encoding="utf-8") if mark.exists() else None
-    if found["torch"] and found["torch"] != ours:
-        unused = ", which does not use this GPU" if machine.gpu and not found["cuda"] else ""
-        say(f"keeping torch {found['torch']} of {venv.name}{unused}")
-        return Torch(found["torch"], found["cuda"])
-    torch = choose_torch(machine) or _cpu_build(venv, found) or _pypi_build()
+    if found["torch"]:
+        kept = Torch(found["torch"], found["cuda"])
+        if kept.version != ours:
+            unused = ", which does not use this GPU" if machine.gpu and not kept.cuda else ""
+            say(f"keeping torch {kept.version} of {venv.name}{unused}")
+            return kept
+        if pins(kept)[0] == "-c" and (kept.cuda or not machine.gpu):
+            return kept
+    torch = choose_torch(machine) or _cpu_build(venv) or _pypi_build()
     mark.write_text(torch.version, encoding="utf-8")
     return torch
 
@@ -189,10 +193,8 @@ def too_old(gpu: Gpu, torch: Torch) -> str | None:
     return None
 
 
-def _cpu_build(venv: Path, found: dict[str, Any]) -> Torch | None:
+def _cpu_build(venv: Path) -> Torch | None:
     torch = Torch(f"{pinned(CPU_PINS, 'torch')}+cpu", None)
-    if found["torch"] == torch.version:
-        return torch
     for place, options in (
         ("where pip looks by itself", ()),
         ("PyTorch's CPU index", ("--index-url", CPU_INDEX)),

@@ -150,7 +150,9 @@ def test_without_a_driver_a_cpu_build_on_disk_is_taken_then_pypis(
     assert found["torch"].endswith("+cpu")
     assert "where pip looks by itself" in capsys.readouterr().out
 
-    # what set-up chose itself may be chosen anew; a torch of somebody else is kept
+    # what set-up chose itself stays while it fits; a torch of somebody else stays anyway
+    assert setup_env.provide_torch(venv, LINUX, found) == torch
+    assert not capsys.readouterr().out
     assert setup_env.provide_torch(venv, ON_GPU, found).cuda
     theirs = {**found, "torch": "2.12.1+cu126", "cuda": "12.6"}
     assert setup_env.provide_torch(venv, ON_GPU, theirs) == Torch("2.12.1+cu126", "12.6")
