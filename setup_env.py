@@ -170,7 +170,7 @@ def choose_torch(machine: Machine) -> Torch | None:
     if machine.gpu is None:
         say("no NVIDIA driver: a CPU build of torch will do")
         return None
-    torch = Torch(pinned(CUDA_PINS, "torch"), pinned(CUDA_PINS, "nvidia-cuda-runtime"))
+    torch = _cuda_build()
     reason = too_old(machine.gpu, torch)
     if reason:
         say(f"{reason}: a CPU build of torch instead")
@@ -207,8 +207,13 @@ def _cpu_build(venv: Path) -> Torch | None:
     return None
 
 
+def _cuda_build() -> Torch:
+    major, minor, *_ = pinned(CUDA_PINS, "nvidia-cuda-runtime").split(".")
+    return Torch(pinned(CUDA_PINS, "torch"), f"{major}.{minor}")
+
+
 def _pypi_build() -> Torch:
-    torch = Torch(pinned(CUDA_PINS, "torch"), pinned(CUDA_PINS, "nvidia-cuda-runtime"))
+    torch = _cuda_build()
     say(f"PyPI's CUDA build it is: torch {torch.version}, {download_size()}")
     return torch
 
