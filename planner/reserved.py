@@ -50,7 +50,7 @@ def reserved(
 
 
 _PLAYED: dict[tuple[object, ...], tuple[ModelSpec, Replayed]] = {}
-_KEPT = 512
+_KEPT = 4096
 
 
 def _replayed(

@@ -273,7 +273,7 @@ def _figures(
     pool: int,
     how: str,
 ) -> Serving:
-    law, space = r.framework.engine, workspace(machine).bytes
+    law, space = r.framework.engine, workspace(machine, trains=False).bytes
     loaded = vllm_weights(model, r)
     inside = drawn if law.graphs_in_budget else FREE
     # what the parts may take more or less moves the pool by as much

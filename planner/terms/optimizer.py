@@ -1,10 +1,11 @@
 """optimizer: states between steps, and the temporaries of the step itself."""
 
+from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple
 
 from planner.dtypes import element_bytes
-from planner.models.spec import ModelSpec
+from planner.models.spec import ModelSpec, ModuleSpec
 from planner.run.recipe import Method, Optimizer
 from planner.run.resolve import Resolved
 from planner.terms.adapters import trained_parameters
@@ -89,7 +90,7 @@ def _small(model: ModelSpec, r: Resolved) -> int:
     """Parameters 8-bit optimizers keep in 32 bit: tensors under 4096 elements, HF's embeddings."""
     if r.method is not Method.FULL:
         return adapters(model, r).small
-    small = sum(
+    small: int = sum(
         times * module.count * prod(shape)
         for module, times in _modules(model)
         for shape in module.shapes
@@ -124,7 +125,7 @@ def _leading(shape: tuple[int, ...]) -> int:
     return product
 
 
-def _modules(model: ModelSpec):  # type: ignore[no-untyped-def]
+def _modules(model: ModelSpec) -> Iterator[tuple[ModuleSpec, int]]:
     for module in (*model.embeddings, *model.final, *model.towers):
         yield module, 1
     if model.head is not None and not model.tied:
