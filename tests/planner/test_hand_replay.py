@@ -130,6 +130,7 @@ def test_tensors_are_loaded_one_by_one() -> None:
         loaded(LLAMA, choices(method="qlora", quantization="int8", switches={"kbit_upcast": "all"}))
     )
     assert int8[1] == ((4_096, 256), 8_192)
+    assert int8[2] == ((2_048, 128), 4_096)  # k's 32 rows
     assert int8[0] == ((256_000,), 0)  # fp32 beside k-bit weights
     head = choices(
         method="qlora", double_quant=True, switches={"quantized_head": True, "kbit_upcast": "none"}
