@@ -27,7 +27,7 @@ def _activation(p: Program, x: Value, size: float, kind: str) -> Value:
         # autocast takes the power, and with it all that follows, to fp32
         half = tape.op((x,), size)
         base = x
-        if p.s.autocast and p.s.act != 4:
+        if p.s.autocast:  # whose dtypes are 16 bit
             size *= 4 / p.s.act
             base = tape.op((x,), size)
         # pow's backward: 3 * x**2, two temporaries

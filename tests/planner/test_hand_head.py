@@ -110,6 +110,9 @@ def test_tiles() -> None:
     # two of 5,120 kept; sums 4,096 twice, a tile 16 x 256 in fp32 and in 16 bit
     tile = 2 * 4_096 + 16_384 + 8_192
     assert run(TILED, method="lora") == (3 * ROWS + tile, ROWS)
+    # in fp32 the tile has no copy; two of 10,240 kept
+    wide = 2 * 4_096 + 16_384
+    assert run(TILED, method="lora", dtype="fp32") == (ROWS + 4 * ROWS + wide, 2 * ROWS)
 
 
 @pytest.mark.parametrize("task", ["sft", "grpo"])

@@ -374,3 +374,23 @@ def test_settings_follow_the_recipe() -> None:
     # fp32 leaves SDPA its math kernel
     assert op_settings(LLAMA, choices(method="full", dtype="fp32")).seq == 16
     assert op_settings(LLAMA, choices(method="full")).seq == 0
+
+
+def test_experts_without_a_gate() -> None:
+    mixtral = MIXTRAL.layers[0]
+    experts = tuple(
+        replace(module, shapes=((4, 128, 64), (4, 64, 128))) if "experts" in module.name else module
+        for module in mixtral.modules
+    )
+    layer = replace(mixtral, mlp=replace(mixtral.mlp, expert_gated=False), modules=experts)
+    # router 104; rows 256, up 512, silu 512, down 256
+    costs = kept_costs(layer, 64, FULL)
+    assert costs.kept.per_token == 2 * 516 + SDPA + 104 + 256 + 512 + 512 + 256
+    assert max(p.weight_grads for p in costs.backward) == 2 * (12_288 + 65_536 + 256 + 128)
+
+
+def test_casts_of_weights_while_a_checkpoint_runs_again() -> None:
+    settings = OpSettings(full=True, autocast=True, weight=4, residual=4, grad=4)
+    costs = checkpointed_costs(LAYER, 64, settings)
+    # all 36,864 weights of its linears in 16 bit, once
+    assert max(point.constant for point in costs.recompute) == 73_728

@@ -3,10 +3,12 @@
 Bytes a token of the toy in 16 bit (tests/planner/toys.py); what transformers' code of the family allocates.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from planner.families import model_spec_from_config
 from planner.layer.blocks import run_layer
+from planner.layer.costs import kept_costs
 from planner.layer.program import OpSettings, Program
 from planner.layer.tape import Storage, Tape
 from planner.models.spec import MixerKind, ModelSpec
@@ -257,3 +259,29 @@ def test_a_shared_expert_runs_after_the_routed_ones() -> None:
     forward, _ = passes(model)
     # its gate, silu, up and product 64 each, down, and the sum of both; then the residual's
     assert forward[-7:] == [64, 64, 64, 64, 128, 128, 128]
+
+
+def test_keys_that_double_as_values() -> None:
+    layer = LLAMA.layers[0]
+    modules = tuple(module for module in layer.modules if module.leaf != "v_proj")
+    model = replace(LLAMA, layers=(replace(layer, modules=modules),))
+    forward, _ = passes(model)
+    # the values are the keys before they are rotated
+    attention = [128, 64, *rotated(128), *rotated(64), 16, 128, 128]
+    assert forward == [*NORM, *attention, 128, *NORM, *MLP, 128]
+    # q, rotated keys, keys, log-sums, context; norms and the MLP as in test_hand_layers.py
+    found = kept_costs(model.layers[0], 64, FULL).kept
+    assert found.per_token == 2 * 516 + 128 + 64 + 64 + 16 + 128 + 1024
+
+
+def test_a_layer_norm_answers_in_fp32_under_autocast() -> None:
+    model = model_spec_from_config(
+        {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 1000}
+    )
+    settings = OpSettings(
+        norm="layernorm", rope=False, autocast=True, adapted=frozenset({"c_attn"}), rank=8
+    )
+    forward, _ = passes(model, settings)
+    # the norm: fp32 copy, statistics, result; the base: its 16-bit cast and 192 columns; the adapter takes
+    # the fp32 as it is, casts it, A's 8, B's 192, scaled; their sum
+    assert forward[:10] == [256, 8, 256, 128, 384, 128, 16, 384, 384, 384]
