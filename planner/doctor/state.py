@@ -112,7 +112,11 @@ def static_state(context: Context) -> StaticState | None:
         return None  # a shard's size needs the number of ranks
     ppo = context.task == "ppo"
     trained = context.method or ("full" if ppo else "")
-    narrow = {"dtype": "bf16", "mixed_precision": "none", "optimizer": Optimizer.ADAMW}
+    narrow: dict[str, Any] = {
+        "dtype": "bf16",
+        "mixed_precision": "none",
+        "optimizer": Optimizer.ADAMW,
+    }
     wide = {**narrow, "dtype": "fp32", "mixed_precision": "bf16"}
     if not trained:
         held = weights_bytes(context)

@@ -1,10 +1,11 @@
 """optimizer: states between steps, and the temporaries of the step itself."""
 
+from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple
 
 from planner.dtypes import element_bytes
-from planner.models.spec import ModelSpec
+from planner.models.spec import ModelSpec, ModuleSpec
 from planner.run.recipe import Method, Optimizer
 from planner.run.resolve import Resolved
 from planner.terms.adapters import trained_parameters
@@ -124,7 +125,7 @@ def _leading(shape: tuple[int, ...]) -> int:
     return product
 
 
-def _modules(model: ModelSpec):  # type: ignore[no-untyped-def]
+def _modules(model: ModelSpec) -> Iterator[tuple[ModuleSpec, int]]:
     for module in (*model.embeddings, *model.final, *model.towers):
         yield module, 1
     if model.head is not None and not model.tied:
