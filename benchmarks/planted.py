@@ -78,5 +78,13 @@ EXPLAINED: dict[str, str] = {
     "**wide): 1 x0": "0 or 1 ranks without sharding are one whole copy",
     "planner/doctor/state.py: _held(context, ranks=1, method=Method.QLORA, framework=name, "
     "double_quant=False): 1 x0": "the same",
+    "planner/layer/costs.py: _CACHE_LIMIT = 20_000: 20000 x1.5": "decides speed, no byte",
+    "planner/layer/costs.py: _CACHE_LIMIT = 20_000: 20000 x0": "decides speed, no byte",
+    "planner/replay/tensors.py: times = max(1, module.count // model.layers[module.layer].count): 1 x0": (
+        "an adapted module is in each of its layers at least once: the quotient is 1 or more"
+    ),
+    "planner/terms/standing.py: hidden=1,: 1 x0": (
+        "of a model known by its size alone only parameters are counted, never its width"
+    ),
 }
 """Mutant's key -> why no test can or should notice it."""

@@ -1,5 +1,7 @@
 """The doctor's arithmetic on a message: shares of the card and what fragmentation could have done, by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from planner.doctor.budget import Budget, foreign_bytes, read_budget
@@ -149,3 +151,17 @@ def test_a_pool_below_one_request_names_the_longest_that_starts() -> None:
     longest = "--max-model-len 4096 is the longest that starts"
     assert longest in report("0.50 GiB").advice
     assert not any("longest" in line for line in report("1.00 GiB").advice)  # exactly 8,192
+
+
+def test_what_a_hundredth_of_the_card_is_worth() -> None:
+    text = ENGINE.format(concurrency="40.00")
+    log = VllmLog()
+    for line in text.splitlines():
+        log = read_vllm_line(log, line)
+    log = replace(log, total_bytes=80 * GiB, gpu_memory_utilization=0.9)
+    found = serving_report(log, read_context(text, gpu="h100"))
+    assert found is not None
+    # 0.8 GiB are 6,553 tokens of 131,072 B
+    worth = "every 0.01 of --gpu-memory-utilization is 819.20 MiB, 6,553 tokens more"
+    assert worth in found.advice
+    assert found.budget_bytes == 72 * GiB

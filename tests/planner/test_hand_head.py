@@ -93,6 +93,14 @@ def test_only_completions() -> None:
     assert run(law, method="lora", **fields) == (3 * 40_448, ROWS)
 
 
+def test_shifted_rows() -> None:
+    order = ("logits: act", "float: upcast shifted", "|", "-float")
+    law = LogitsLaw(kind="full", forward=(("logits", "act"),), order=order)
+    # a row less for each of two sequences of 20: 38,000 x 4 B are 152,064
+    found = run(law, method="lora", context=20, micro_batch_size=2)
+    assert found == (ROWS + NARROW + 152_064, ROWS)
+
+
 def test_chunks() -> None:
     # kept 5,120; one chunk 32,256 + 16,384 beside the input
     chunk = 32_256 + 16_384

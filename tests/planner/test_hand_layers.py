@@ -387,3 +387,10 @@ def test_experts_without_a_gate() -> None:
     costs = kept_costs(layer, 64, FULL)
     assert costs.kept.per_token == 2 * 516 + SDPA + 104 + 256 + 512 + 512 + 256
     assert max(p.weight_grads for p in costs.backward) == 2 * (12_288 + 65_536 + 256 + 128)
+
+
+def test_casts_of_weights_while_a_checkpoint_runs_again() -> None:
+    settings = OpSettings(full=True, autocast=True, weight=4, residual=4, grad=4)
+    costs = checkpointed_costs(LAYER, 64, settings)
+    # all 36,864 weights of its linears in 16 bit, once
+    assert max(point.constant for point in costs.recompute) == 73_728

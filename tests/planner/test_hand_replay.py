@@ -4,6 +4,7 @@ The toy's tensors (tests/planner/toys.py) are below 1 MiB, so every block is its
 stays with it. In 16 bit all are multiples of 512 B but the seven norms: 128 B take 512. Weights: 478,080 + 7 x 384.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -129,6 +130,7 @@ def test_tensors_are_loaded_one_by_one() -> None:
         loaded(LLAMA, choices(method="qlora", quantization="int8", switches={"kbit_upcast": "all"}))
     )
     assert int8[1] == ((4_096, 256), 8_192)
+    assert int8[2] == ((2_048, 128), 4_096)  # k's 32 rows
     assert int8[0] == ((256_000,), 0)  # fp32 beside k-bit weights
     head = choices(
         method="qlora", double_quant=True, switches={"quantized_head": True, "kbit_upcast": "none"}
@@ -232,7 +234,8 @@ def test_gradients_are_reduced_to_a_ranks_share() -> None:
         # one flat gradient still waits; the layer's own are gone
         assert player.device.allocated_bytes == ROOT + LAYER + number * share
     found.finish([player.block(512)], grads)
-    # the root's 128,064 x 2 B halved
+    # the root gathered and its flat gradient, three shares and its own: 128,064 x 2 B halved
+    assert player.device.peak_allocated_bytes == 2 * ROOT + 3 * share + 128_512
     assert player.device.allocated_bytes == 3 * share + 128_512
     assert len(grads) == 4
 
@@ -251,3 +254,17 @@ def test_fp32_shards_are_cast_before_and_after() -> None:
 def test_a_block_is_never_empty() -> None:
     assert Player().block(0).size == 512
     assert Player().take(0) is None
+
+
+def test_everything_alive_in_the_loss() -> None:
+    law = LogitsLaw(
+        kind="full",
+        forward=(("logits", "act"), ("float copy", "upcast"), ("log-softmax", "fp32")),
+        backward=(("log-softmax", "fp32"), ("a", "fp32"), ("b", "fp32")),
+    )
+    r = choices(method="full", optimizer="sgd", checkpointing="full", context=64)
+    found = replay_run(LLAMA, replace(r, law=law))
+    # 64 tokens: three inputs of 8,192; cosines and sines 2,048 each; the final norm's fp32 input 16,384, rstd
+    # 512, 16-bit result 8,192 and output 8,192; three fp32 tensors of 64,000 logits
+    kept = 3 * 8_192 + 2 * 2_048 + 16_384 + 512 + 2 * 8_192
+    assert found.allocated_bytes == WEIGHTS + kept + 3 * 256_000

@@ -272,3 +272,16 @@ def test_keys_that_double_as_values() -> None:
     # q, rotated keys, keys, log-sums, context; norms and the MLP as in test_hand_layers.py
     found = kept_costs(model.layers[0], 64, FULL).kept
     assert found.per_token == 2 * 516 + 128 + 64 + 64 + 16 + 128 + 1024
+
+
+def test_a_layer_norm_answers_in_fp32_under_autocast() -> None:
+    model = model_spec_from_config(
+        {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 1000}
+    )
+    settings = OpSettings(
+        norm="layernorm", rope=False, autocast=True, adapted=frozenset({"c_attn"}), rank=8
+    )
+    forward, _ = passes(model, settings)
+    # the norm: fp32 copy, statistics, result; the base: its 16-bit cast and 192 columns; the adapter takes
+    # the fp32 as it is, casts it, A's 8, B's 192, scaled; their sum
+    assert forward[:10] == [256, 8, 256, 128, 384, 128, 16, 384, 384, 384]

@@ -198,3 +198,19 @@ def test_a_routers_correction_is_fp32_on_every_rank() -> None:
     for ranks in (1, 2):
         plain = vllm_weights(LLAMA, served(ranks=ranks)).modules
         assert vllm_weights(model, served(model, ranks)).modules == plain + 3 * 16
+
+
+@pytest.mark.parametrize(
+    ("shared", "ranks", "width"),
+    [
+        # the routed ones 2 x (256 + 128), what the shared one left 64, their sum 64
+        (32, 1, 192 + 64 + 768 + 64),
+        # a shared expert so wide that it is the largest: gate, up and product
+        (2_048, 1, 192 + 64 + 3 * 2_048),
+        (2_048, 2, 160 + 64 + 3 * 1_024),
+    ],
+)
+def test_a_shared_expert(shared: int, ranks: int, width: int) -> None:
+    layer = MIXTRAL.layers[0]
+    wide = replace(layer, mlp=replace(layer.mlp, shared_intermediate=shared))
+    assert layer_width(MIXTRAL, wide, served(MIXTRAL, ranks)) == width

@@ -187,7 +187,7 @@ def test_qlora_weighs_half_a_byte(small_model):
     [
         ("nowhere/at-all", {}, "no tokenizer at 'nowhere/at-all'"),
         (None, {"dtype": "int8"}, "recipe.dtype: 'int8'"),
-        (None, {"lora": {"targets": ("nothing",)}}, "recipe.lora.targets"),
+        (None, {"lora": {"targets": ("nothing",)}}, "lora.targets: nothing matches no layer"),
     ],
     ids=["model", "dtype", "targets"],
 )
