@@ -89,6 +89,8 @@ def test_layer_norm_saves_its_input_and_two_statistics() -> None:
     assert run(norm(), 128, norm="layernorm") == (264, 136, 392)
     # weight and bias: 2 x 64 x 2 B
     assert trace(norm(), 128, norm="layernorm", full=True)[4][-1].weight_grads == 256
+    wide = trace(norm(), 128, norm="layernorm", autocast=True, full=True, grad=4)[4]
+    assert wide[-1].weight_grads == 512
     # under autocast in fp32: x 128, copy 256, statistics 8, out 256; backward 264 + 256 + 256
     assert run(norm(), 128, norm="layernorm", autocast=True) == (648, 264, 776)
     # an fp32 stream needs no copy

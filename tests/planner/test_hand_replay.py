@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
+from planner.families import model_spec_from_config
 from planner.machines.machine import Machine
 from planner.replay.head import in_order
 from planner.replay.player import Player
-from planner.replay.steps import replay_run
+from planner.replay.steps import Run, replay_run
 from planner.replay.tensors import loaded, trained
 from planner.replay.units import Units
 from planner.run.logits_law import LogitsLaw
 from planner.units import MiB
-from tests.planner.toys import LLAMA, choices, gpus
+from tests.planner.toys import CONFIG, LLAMA, choices, gpus
 
 WEIGHTS = 478_080 + 7 * 384
 STREAM = 8 * 128
@@ -116,6 +117,9 @@ def test_a_cache_that_grows_by_concatenation() -> None:
     cache = 6 * 64 * 16 * 64 + 64 * 15 * 64
     # weights, adapters, two states; gradients are gone
     assert allocated(**fields) == WEIGHTS + 3 * 98_304 + cache
+    # a first token is copied too: seven halves of 4,096 x 64 B
+    first = {**fields, "context": 1, "num_generations": 4096}
+    assert allocated(**first) == WEIGHTS + 3 * 98_304 + 7 * 262_144
 
 
 def test_tensors_are_loaded_one_by_one() -> None:
@@ -268,3 +272,21 @@ def test_everything_alive_in_the_loss() -> None:
     # 512, 16-bit result 8,192 and output 8,192; three fp32 tensors of 64,000 logits
     kept = 3 * 8_192 + 2 * 2_048 + 16_384 + 512 + 2 * 8_192
     assert found.allocated_bytes == WEIGHTS + kept + 3 * 256_000
+
+
+def buckets(vocab: int, **fields: Any) -> list[int]:
+    """Return DDP's buckets of the toy with another vocabulary."""
+    model = model_spec_from_config({**CONFIG, "vocab_size": vocab})
+    r = choices(model, gpus(2), method="full", sharding="ddp", **fields)
+    return Run(model, r, Player())._buckets()
+
+
+def test_ddps_buckets_of_25_mib_after_a_first_of_1_mib() -> None:
+    # last first: the head alone, then norm, layers and embeddings: 110,976 + 64 + 6,400,000 parameters x 2 B
+    assert buckets(100_000) == [12_800_000, 13_022_080]
+    # in fp32 the second is full (25 MiB are 26,214,400) and nothing is left for a third
+    assert buckets(105_000, dtype="fp32") == [26_880_000, 27_324_160, 0]
+    assert buckets(100_000, dtype="fp32") == [25_600_000, 26_044_160]
+    # a head below 1 MiB waits for the layers: 1,024,000 + 128 + the last layer's down and up, 16,384 each
+    assert buckets(8_000)[0] < 1_100_000
+    assert sum(buckets(8_000)) == 2 * (110_976 + 64 + 2 * 512_000)

@@ -214,3 +214,11 @@ def test_a_shared_expert(shared: int, ranks: int, width: int) -> None:
     layer = MIXTRAL.layers[0]
     wide = replace(layer, mlp=replace(layer.mlp, shared_intermediate=shared))
     assert layer_width(MIXTRAL, wide, served(MIXTRAL, ranks)) == width
+
+
+def test_towers_are_divided_among_ranks() -> None:
+    tower = ModuleSpec(name="visual.proj", kind=ModuleKind.LINEAR, shapes=((101, 64),))
+    model = replace(LLAMA, towers=(tower,))
+    for ranks in (1, 2):
+        plain = vllm_weights(LLAMA, served(ranks=ranks)).modules
+        assert vllm_weights(model, served(model, ranks)).modules == plain + 12_928 // ranks
