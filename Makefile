@@ -15,7 +15,7 @@ export TOKENIZERS_PARALLELISM = false
 PYTEST_WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo app test lint format bench mutants coverage docs screenshots gpu-check gpu-check-vllm calibrate clean
+.PHONY: help venv demo app test slow lint format bench mutants coverage docs screenshots gpu-check gpu-check-vllm calibrate clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -36,7 +36,10 @@ app: $(APP_SET) ## the "will it fit?" app on http://127.0.0.1:8501
 
 test: $(TEST_SET) ## all tests
 	@cat $(TEST_SET)
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup tests
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup -m "not slow" tests
+
+slow: $(TEST_SET) ## the long tests that `make test` leaves out
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup -m slow tests
 
 lint: $(TEST_SET) ## ruff, format check, mypy
 	$(BIN)/ruff check .

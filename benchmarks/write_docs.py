@@ -94,21 +94,20 @@ def readme_page() -> str:
 
 
 def accuracy_sentence() -> str:
-    """Return the README's claim from the score of today."""
+    """Return the README's claim from the score of today: rows that plan() answered, p90 beside medians."""
     found = json.loads(output(["accuracy", "--json"]))
 
-    def median(quantity: str, digits: int = 1) -> tuple[str, int]:
+    def said(quantity: str) -> str:
         figures = found["by_quantity"][quantity]
-        return f"{figures['median_abs_error']:.{digits}%}", figures["n"]
+        return f"{figures['median_abs_error']:.1%} (p90 {figures['p90_abs_error']:.0%}, {figures['n']} rows)"
 
-    allocated, runs = median("peak_allocated")
-    smi, smi_runs = median("nvidia_smi_used_peak")
-    weights, logs = median("model_weights")
-    tokens, pools = median("kv_cache_tokens_printed", digits=2)
+    verdicts = found["verdicts"]
     return (
-        f"Scored against {found['scored']:,} published measurements: peak allocated memory within\n"
-        f"{allocated} (median of {runs} runs), nvidia-smi within {smi} ({smi_runs}), vLLM's weights within "
-        f"{weights} ({logs} logs) and\nits KV tokens within {tokens} ({pools}); "
+        f"Scored against {found['planned']:,} published figures that a plan answers, errors as median (p90):\n"
+        f"peak allocated {said('peak_allocated')}, nvidia-smi {said('nvidia_smi_used_peak')},\n"
+        f"vLLM's weights {said('model_weights')}, its KV memory {said('kv_cache_memory')}. Of {verdicts['oom']} runs that ran\n"
+        f"out of memory or were refused, {verdicts['oom_called_fits']} are called \"fits\"; of {verdicts['ran']} that ran, "
+        f"{verdicts['ran_called_no']} \"does not fit\"; "
     )
 
 

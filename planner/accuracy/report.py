@@ -196,6 +196,8 @@ def left_out(result: Accuracy) -> list[tuple[str, str, int, float, float]]:
     for quantity in dict.fromkeys(row.quantity for row in rows):
         for source in sorted({row.source for row in rows if row.quantity == quantity}):
             others = [row for row in rows if row.source != source]
+            if not any(row.quantity == quantity for row in others):
+                continue  # no other source has such a figure
             inside, widths = 0, []
             own = [row for row in rows if row.source == source and row.quantity == quantity]
             for row in own:

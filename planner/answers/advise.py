@@ -86,10 +86,10 @@ def combination(
                 result = plan(model, changed, machine)
             except VramwiseError:
                 continue
-            if not (result.tensors_fit and result.fits):
-                continue
             price = sum(change.rank + 10 * change.changes_objective for change in group)
-            if best is None or (price, result.peak_bytes) < best[:2]:
+            if best is not None and (price, result.peak_bytes) >= best[:2]:
+                continue
+            if result.tensors_fit and result.fits:
                 best = (price, result.peak_bytes, list(group), result)
         if best is not None:
             return best[2], best[3]
@@ -118,10 +118,14 @@ def largest(verdict: Callable[[int], str], *, limit: int, accepted: frozenset[st
 
 
 def _verdict(model: ModelSpec, machine: Machine, make: Callable[[int], Recipe], count: int) -> str:
+    """Return the verdict without a replay: hundreds are asked for, so fragmentation is a margin."""
     try:
-        return plan(model, make(count), machine).verdict
+        result = plan(model, make(count), machine)
     except UsageError:
         return "does not fit"
+    if not result.tensors_fit:
+        return "does not fit"
+    return "fits" if result.has_room else "tight"
 
 
 def limits(model: ModelSpec, recipe: Recipe, machine: Machine, base: Plan) -> dict[str, int]:
