@@ -78,6 +78,8 @@ EXPLAINED: dict[str, str] = {
     "**wide): 1 x0": "0 or 1 ranks without sharding are one whole copy",
     "planner/doctor/state.py: _held(context, ranks=1, method=Method.QLORA, framework=name, "
     "double_quant=False): 1 x0": "the same",
+    'planner/doctor/state.py: context, ranks=1, task=Task.SERVE, method=Method.FULL, framework="vllm", '
+    "engine=engine: 1 x0": "the same",
     "planner/layer/costs.py: _CACHE_LIMIT = 20_000: 20000 x1.5": "decides speed, no byte",
     "planner/layer/costs.py: _CACHE_LIMIT = 20_000: 20000 x0": "decides speed, no byte",
     "planner/replay/tensors.py: times = max(1, module.count // model.layers[module.layer].count): 1 x0": (
