@@ -1,30 +1,66 @@
 """The cases of gpu_check that run transformers' Trainer and TRL, watched by the callback."""
 
-import json
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
-from benchmarks.gpu_check import Case
-from planner.errors import VramwiseError
-from planner.plan import Plan
+from benchmarks.gpu_check_jobs import Case, Outcome
+from benchmarks.gpu_check_run import empty_caches
+from benchmarks.gpu_check_vramwise import must_fit, traced_phases
 from profiler.explain import as_measured
-from profiler.recording import Recording
-from profiler.trace import trace
 from profiler.transformers_callback import VramwiseCallback
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+# trl/trainer/utils.py, _fused_forward: `compact = _use_triton(device)`
+TRL_ON_A_CPU = {"loss": "on a CPU TRL scores every position in torch ops, on a GPU in Triton"}
+
+
+class StepClock(TrainerCallback):
+    """Seconds of every step, the device's work included."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._began_s = 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start the clock."""
+        self._began_s = _now_s()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop it."""
+        self.seconds.append(_now_s() - self._began_s)
+
+
+class Guard(TrainerCallback):
+    """Leaves a case out before its first step when its plan is larger than what is free."""
+
+    def __init__(self, planner: VramwiseCallback, free_bytes: int | None) -> None:
+        self._planner = planner
+        self._free_bytes = free_bytes
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Compare."""
+        if self._planner.plan is not None:
+            must_fit(self._planner.plan, self._free_bytes)
 
 
 def run_hf(
-    case: Case, config: dict[str, Any], folder: Path, *, cpu: bool
-) -> tuple[Plan, Recording, int | None]:
-    """Train `case` and return its plan, its recording and the traced peak."""
-    callback = VramwiseCallback(quiet=True)
+    case: Case, config: dict[str, Any], folder: Path, *, cpu: bool, free_bytes: int | None
+) -> Outcome:
+    """Train `case` under transformers or TRL."""
+    callback, clock = VramwiseCallback(quiet=True), StepClock()
+    callbacks = [callback, Guard(callback, free_bytes), clock]
     model = make_model(case, config, folder, cpu=cpu)
-    settings = {
+    settings: dict[str, Any] = {
         "output_dir": str(folder / "out"),
         "max_steps": case.steps,
         "report_to": [],
@@ -33,26 +69,37 @@ def run_hf(
         "use_cpu": cpu,
         "bf16": False,
         "per_device_train_batch_size": case.batch,
-        "gradient_checkpointing": case.checkpointing,
+        "gradient_checkpointing": case.checkpointing != "none",
         "optim": "adamw_torch_fused",
         "logging_steps": 1000,
     }
     trainer: Any
     if case.kind == "trl-grpo":
-        trainer = grpo_trainer(case, model, settings, callback, folder)
+        trainer = grpo_trainer(case, model, settings, callbacks)
     else:
-        arguments = TrainingArguments(**settings)
         trainer = Trainer(
-            model=model, args=arguments, train_dataset=Rows(case), callbacks=[callback]
+            model=model,
+            args=TrainingArguments(**settings),
+            train_dataset=Rows(case),
+            callbacks=callbacks,
         )
     trainer.train()
     assert callback.plan is not None, "no plan could be made"
     assert callback.recording is not None
-    return (
-        as_measured(callback.plan, callback.recording),
-        callback.recording,
-        traced(callback, config),
+    assert callback.recipe is not None
+    return Outcome(
+        plan=as_measured(callback.plan, callback.recording),
+        recording=callback.recording,
+        traced_phases=traced_phases(callback.plan, callback.recipe, config, cpu=cpu),
+        step_seconds=clock.seconds,
+        not_compared=TRL_ON_A_CPU if cpu and case.kind == "trl-grpo" else {},
     )
+
+
+def _now_s() -> float:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def make_model(case: Case, config: dict[str, Any], folder: Path, *, cpu: bool) -> Any:
@@ -72,6 +119,7 @@ def make_model(case: Case, config: dict[str, Any], folder: Path, *, cpu: bool) -
 
         model.save_pretrained(folder / "base")
         del model
+        empty_caches()
         bits = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
@@ -83,7 +131,7 @@ def make_model(case: Case, config: dict[str, Any], folder: Path, *, cpu: bool) -
             folder / "base", quantization_config=bits, device_map=place, dtype=dtype
         )
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    if case.checkpointing:
+    if case.checkpointing != "none":
         model.enable_input_require_grads()
     return get_peft_model(model, LoraConfig(r=16, target_modules=TARGETS, task_type="CAUSAL_LM"))
 
@@ -103,7 +151,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 def grpo_trainer(
-    case: Case, model: Any, settings: dict[str, Any], callback: VramwiseCallback, folder: Path
+    case: Case, model: Any, settings: dict[str, Any], callbacks: list[TrainerCallback]
 ) -> Any:
     """Return TRL's GRPOTrainer on prompts of one token a word."""
     from datasets import Dataset
@@ -135,21 +183,7 @@ def grpo_trainer(
         model=model,
         args=arguments,
         train_dataset=Dataset.from_list(rows),
-        callbacks=[callback],
+        callbacks=callbacks,
         reward_funcs=lambda completions, **_: [float(len(text) % 7) for text in completions],
         processing_class=tokenizer,
     )
-
-
-def traced(callback: VramwiseCallback, config: dict[str, Any]) -> int | None:
-    """Return the peak of the same step on fake tensors; None if no step expresses it."""
-    # traced steps of the frameworks live above the profiler: this script may import both
-    from trainer.dry_run import subject_for
-
-    assert callback.plan is not None
-    assert callback.recipe is not None
-    try:
-        plain = json.loads(json.dumps(config))
-        return trace(subject_for(callback.plan.resolved, callback.recipe, plain)).peak_bytes
-    except VramwiseError:
-        return None

@@ -60,7 +60,7 @@ def _phase(name: str, *terms: Term) -> Phase:
 
 def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     """Return every phase of the run with its terms."""
-    base, space = weights(model, r), workspace(machine)
+    base, space = weights(model, r), workspace(machine, trains=r.trains)
     if not r.trains:
         return _serve(model, r, machine, base, space)
     adapter, grads, states = lora(model, r), gradients(model, r), optimizer(model, r)
@@ -70,7 +70,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     whole, root = gathered(model, r, r.placement.gathered_layers), gathered(model, r, 0)
     running = engine_costs(model, r, machine, base.bytes)
     resident = running.resident
-    phases = [_phase("load", base, adapter, _load(model, r, base, space))]
+    phases = [_phase("load", base, adapter, _load(model, r, base))]
     if r.task is Task.GRPO:
         phases.append(_rollout(r, running, fixed))
         phases.append(
@@ -208,26 +208,26 @@ def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, i
     return grads, r.tokens * model.hidden * element_bytes(r.dtype) + scratch
 
 
-def _load(model: ModelSpec, r: Resolved, base: Term, space: Term) -> Term:
-    """Return what loading needs beside the weights: one 16-bit tensor while it is quantised."""
+def _load(model: ModelSpec, r: Resolved, base: Term) -> Term:
+    """Return what loading needs beside the model; BLAS workspaces come with the first product."""
     here = r.placement
     if here.loads_whole:
         size = base.bytes * here.weight_shards + gathered(model, r, here.gathered_layers).bytes
         return Term(
             "overhead",
-            size + space.bytes,
-            "the whole model on each GPU until it is sharded {0:,} B + cuBLAS workspace {1:,} B",
-            (size, space.bytes),
+            size,
+            "the whole model on each GPU until it is sharded {0:,} B",
+            (size,),
             "litgpt finetune/lora.py: load_checkpoint before FSDP frees the full weights",
         )
     if r.quantization not in ("nf4", "fp4", "int8"):
-        return space
+        return Term("overhead", 0)
     size = dequantized(model, r)
     return Term(
         "overhead",
-        size + space.bytes,
-        "one 16-bit weight while it is quantised {0:,} B + cuBLAS workspace {1:,} B",
-        (size, space.bytes),
+        size,
+        "one 16-bit weight while it is quantised {0:,} B",
+        (size,),
         "bitsandbytes quantize_4bit",
     )
 
@@ -245,7 +245,7 @@ def _serve(model: ModelSpec, r: Resolved, machine: Machine, base: Term, space: T
         base = _share(base, r.tensor_parallel)
     running = engine_costs(model, r, machine, base.bytes + space.bytes)
     phases = (
-        _phase("load", base, space),
+        _phase("load", base),
         _phase("rollout", base, running.kv, running.work, generating(model, r), space),
     )
     return Budget(phases, (), running.problem, running.serving)

@@ -4,11 +4,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from planner.interval import interval
+from planner.errors import UsageError
 from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
 from planner.phases import Phase, budget
 from planner.reserved import Reserved, communication_bytes, reserved
+from planner.risk import EVEN, TAIL, Distribution, Risk, distribution, kind_of
 from planner.run.framework import planned_as, spelled
 from planner.run.recipe import Recipe, Task
 from planner.run.resolve import Resolved, resolve
@@ -17,6 +18,11 @@ from planner.terms.term import Term
 from planner.units import format_bytes
 
 SCHEMA_VERSION = 1
+FRAGMENTED = 1.1
+"""Of runs of our own trainer, what is needed is at most this many times what is alive (a test)."""
+MOST_NEEDED = 2
+"""No run needs twice what is alive at its peak: the allocator gives idle segments back (a test replays
+fifty recipes; the most was 1.3)."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +37,6 @@ class Plan:
     peak_phase: str
     peak_bytes: int
     """Tensors alive in the largest phase (what torch calls peak allocated)."""
-    low_bytes: int
-    high_bytes: int
-    """Between these the run's need in torch's pool lies, allocator slack included."""
     capacity_bytes: int
     """What torch sees on one GPU, less the CUDA context."""
     host_peak_bytes: int
@@ -42,6 +45,8 @@ class Plan:
     not_modeled: tuple[str, ...] = field(default=())
     serving: Serving | None = None
     """vLLM's own figures, as its start-up log prints them; None when none runs on this GPU."""
+    risk_allowed: float = TAIL
+    """`fits` means at most this risk of ending out of memory."""
     problem: str = ""
     """Why the run cannot start whatever the memory (an engine that refuses); "" = it can."""
 
@@ -53,6 +58,46 @@ class Plan:
     def reserved_over(self, lengths: tuple[int, ...] = ()) -> Reserved:
         """Return the same of a run whose steps have sequences of `lengths` tokens."""
         return reserved(self.spec, self.resolved, self.phases, self.capacity_bytes, lengths)
+
+    @property
+    def needed_bytes(self) -> int:
+        """The least pool the run goes through in: what is alive, and what fragments beside it."""
+        return self.reserved.needed
+
+    @property
+    def low_bytes(self) -> int:
+        """torch's pool is larger than this in 95% of runs like this one."""
+        return int(self.reserved.on_card * self._spread("reserved").quantile(TAIL))
+
+    @property
+    def high_bytes(self) -> int:
+        """torch's pool would be smaller than this in 95% of runs like this one, had the card room."""
+        return int(self.reserved.with_room * self._spread("reserved").quantile(1 - TAIL))
+
+    def _spread(self, quantity: str) -> Distribution:
+        r = self.resolved
+        return distribution(quantity, kind_of(r), r.framework.family)
+
+    def interval(self, quantity: str, value: float) -> tuple[float, float]:
+        """Return the 5% and 95% of a figure (allocated, reserved or device) over runs like this one."""
+        spread = self._spread(quantity)
+        return value * spread.quantile(TAIL), value * spread.quantile(1 - TAIL)
+
+    @cached_property
+    def risk(self) -> Risk:
+        """How likely the run ends out of memory: the share of measured runs as far above their plan."""
+        if self.problem or self.peak_bytes > self.capacity_bytes or not self.host_fits:
+            return Risk(1.0, "more than there is, by the plan itself")
+        if not self.resolved.trains and self.serving is not None:
+            return Risk(self.serving.refusal_risk, "vLLM refuses a pool under one request")
+        spread = self._spread("allocated")
+        least, most = (
+            spread.above(self.capacity_bytes / (times * self.peak_bytes))
+            for times in (1, MOST_NEEDED)
+        )
+        if least >= EVEN or most == 0:  # the replay could not change the verdict
+            return Risk(least if least >= EVEN else most, spread.basis)
+        return Risk(spread.above(self.capacity_bytes / self.needed_bytes), spread.basis)
 
     @property
     def reserved_peak_bytes(self) -> int:
@@ -77,10 +122,11 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        """fits, tight (only if the allocator wastes little) or does not fit."""
-        if self.problem or self.peak_bytes > self.capacity_bytes or not self.host_fits:
+        """fits (the risk is at most `risk_allowed`), does not fit (at least even), tight between."""
+        p_oom = self.risk.p_oom
+        if p_oom >= EVEN:
             return "does not fit"
-        return "fits" if self.high_bytes <= self.capacity_bytes else "tight"
+        return "fits" if p_oom <= self.risk_allowed else "tight"
 
     @property
     def host_fits(self) -> bool:
@@ -90,8 +136,28 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """True for fits and tight."""
-        return self.verdict != "does not fit"
+        """The run can be relied on: its risk is at most `risk_allowed`."""
+        return self.risk.p_oom <= self.risk_allowed
+
+    @property
+    def may_run(self) -> bool:
+        """The run is more likely to go through than not: the verdict is fits or tight."""
+        return self.risk.p_oom < EVEN
+
+    @property
+    def has_room(self) -> bool:
+        """It fits even as far above the plan as `risk_allowed` says and as fragmented. No replay."""
+        if not self.resolved.trains:
+            return self.tensors_fit and self.fits
+        most = (
+            FRAGMENTED * self.peak_bytes * self._spread("allocated").quantile(1 - self.risk_allowed)
+        )
+        return self.tensors_fit and most <= self.capacity_bytes
+
+    @property
+    def tensors_fit(self) -> bool:
+        """What is alive is no more than there is, on the GPU and on the host. No replay needed."""
+        return not self.problem and self.peak_bytes <= self.capacity_bytes and self.host_fits
 
     @property
     def why(self) -> str:
@@ -145,10 +211,12 @@ class Plan:
             "reserved_peak_bytes": self.reserved_peak_bytes,
             "device_used_bytes": self.device_used_bytes,
             "reserved": {
-                "low_bytes": min(self.low_bytes, self.reserved.on_card),
+                "low_bytes": self.low_bytes,
                 "typical_bytes": self.reserved.on_card,
-                "high_bytes": max(self.high_bytes, self.reserved.with_room),
+                "high_bytes": self.high_bytes,
             },
+            "needed_bytes": self.needed_bytes,
+            "risk": {**self.risk.to_dict(), "allowed": self.risk_allowed},
             "capacity_bytes": self.capacity_bytes,
             "headroom_bytes": self.headroom_bytes,
             "host_peak_bytes": self.host_peak_bytes,
@@ -160,17 +228,21 @@ class Plan:
         }
 
 
-def plan(model: ModelSpec, recipe: Recipe, machine: Machine) -> Plan:
+def plan(model: ModelSpec, recipe: Recipe, machine: Machine, *, risk: float = TAIL) -> Plan:
     """Return what `recipe` needs for `model` on `machine`, phase by phase.
 
-    Raises UsageError for contradictions in the recipe, UnsupportedError for what cannot be
+    `risk`: of ending out of memory that "fits" still allows, between 0 and 0.5. Raises UsageError for contradictions in the recipe, UnsupportedError for what cannot be
     expressed.
     """
+    if not 0 < risk < EVEN:
+        raise UsageError(f"risk: {risk:g} is not allowed", hint=f"between 0 and {EVEN:g}, as 0.01")
     resolved = resolve(model, recipe, machine)
-    return plan_resolved(model, resolved, machine)
+    return plan_resolved(model, resolved, machine, risk=risk)
 
 
-def plan_resolved(model: ModelSpec, resolved: Resolved, machine: Machine) -> Plan:
+def plan_resolved(
+    model: ModelSpec, resolved: Resolved, machine: Machine, *, risk: float = TAIL
+) -> Plan:
     """Return the plan of a recipe whose choices are all made."""
     result = budget(model, resolved, machine)
     peak = max(result.phases, key=lambda phase: phase.total_bytes)
@@ -179,7 +251,6 @@ def plan_resolved(model: ModelSpec, resolved: Resolved, machine: Machine) -> Pla
     # unified memory: what is "offloaded" to the host stays in the same memory
     shared = host_bytes if unified else 0
     capacity = max(0, machine.vram_bytes - machine.context_bytes - shared)
-    span = interval(result.phases, resolved, model.vocab, capacity)
     return Plan(
         model=model.name,
         spec=model,
@@ -188,14 +259,13 @@ def plan_resolved(model: ModelSpec, resolved: Resolved, machine: Machine) -> Pla
         phases=result.phases,
         peak_phase=peak.name,
         peak_bytes=peak.total_bytes,
-        low_bytes=span.low,
-        high_bytes=span.high,
         capacity_bytes=capacity,
         host_peak_bytes=host_bytes,
         host_terms=result.host,
         assumptions=_assumptions(resolved, machine, shared),
         not_modeled=_not_modeled(model, resolved),
         serving=result.serving,
+        risk_allowed=risk,
         problem=result.problem,
     )
 

@@ -44,8 +44,14 @@ def verdict_line(plan: "Plan") -> str:
     return (
         f"{plan.verdict.upper()}: peak {format_bytes(plan.peak_bytes)} in {plan.peak_phase} "
         f"(likely {format_bytes(plan.low_bytes)} to {format_bytes(plan.high_bytes)}), "
-        f"capacity {format_bytes(plan.capacity_bytes)} on {plan.machine.label}"
+        f"capacity {format_bytes(plan.capacity_bytes)} on {plan.machine.label}{_risk(plan)}"
     )
+
+
+def _risk(plan: "Plan") -> str:
+    """Return the risk of running out of memory, where it is more than nothing and not certain."""
+    p_oom = plan.risk.p_oom
+    return f", risk of running out {p_oom:.0%}" if 0.005 <= p_oom < 1 else ""
 
 
 def bar(size: int, full: int) -> str:

@@ -18,8 +18,10 @@ COMMUNICATION_BYTES = 800 * 1024**2
 
 
 class Reserved(NamedTuple):
-    """torch.cuda.max_memory_reserved."""
+    """torch.cuda.max_memory_reserved of a replay, and what a card must have for it."""
 
+    needed: int
+    """The least capacity on which the run's requests all succeed, unused segments given back."""
     on_card: int
     """On this card: unused blocks are given back when it is full."""
     with_room: int
@@ -36,7 +38,7 @@ def reserved(
     """Return what the allocator holds; `lengths`: tokens of a sequence in each step, if they differ."""
     peak = max(phase.total_bytes for phase in phases)
     if not r.trains:  # vLLM stays inside its utilisation
-        return Reserved(peak, peak)
+        return Reserved(peak, peak, peak)
     workspace, resident = _bytes(phases, "loss", "overhead"), _bytes(phases, "forward", "engine")
     free = _replayed(model, r, workspace, resident, lengths, None)
     with_room = on_card = max(peak, free.reserved_bytes)
@@ -44,11 +46,11 @@ def reserved(
         pressed = _replayed(model, r, workspace, resident, lengths, capacity_bytes)
         if not pressed.full:
             on_card = max(peak, pressed.reserved_bytes)
-    return Reserved(on_card, with_room)
+    return Reserved(max(peak, free.needed_bytes), on_card, with_room)
 
 
 _PLAYED: dict[tuple[object, ...], tuple[ModelSpec, Replayed]] = {}
-_KEPT = 512
+_KEPT = 4096
 
 
 def _replayed(

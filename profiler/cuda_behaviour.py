@@ -225,11 +225,6 @@ def _truth(tensor: torch.Tensor) -> bool:
     return True if getattr(tensor, "_answers_yes", False) else torch.Tensor.__bool__(tensor)
 
 
-CUBLAS_WORKSPACE_BYTES = {8: 8_519_680, 9: 33_554_432}
-"""By compute capability: 4096 KiB x 2 + 16 KiB x 8 (cuBLAS's own default); 32 MiB on Hopper
-(aten/src/ATen/cuda/CublasHandlePool.cpp, getChosenWorkspaceSize)."""
-
-
 def workspaces() -> dict[str, Workspace]:
     """Return, by op, the temporaries its CUDA kernel allocates and frees inside itself."""
     return {

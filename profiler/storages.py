@@ -214,7 +214,9 @@ class StorageTracker(TorchDispatchMode):
             self.events.extend(BlockEvent(alloc, block, self.phase, op, module) for block in blocks)
 
     def standing(self, size: int, *, op: str, term: str) -> None:
-        """Record memory that torch takes once and keeps: a cuBLAS workspace."""
+        """Record memory that torch takes once and keeps, if any: a cuBLAS workspace."""
+        if not size:
+            return
         block = Block(self._next(), size, (size,), "byte", op, "", self.phase, term=term)
         self.events.append(BlockEvent(True, block, self.phase, op, ""))
 

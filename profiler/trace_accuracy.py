@@ -57,7 +57,8 @@ def _step(row: Row) -> tuple[StepOptions, ModelSpec, Temperature | None]:
     if row.quantity != QUANTITY:
         raise NotCovered("the trace tier scores peak_allocated")
     model = model_named(row["model"])
-    resolved = resolve(model, _recipe(row, model), machine_named(row["gpu"]))
+    machine = machine_named(row["gpu"])
+    resolved = resolve(model, _recipe(row, model), machine)
     if resolved.switches.linear_experts and any(layer.mlp.num_experts for layer in model.layers):
         raise NotCovered("experts as separate linears: the installed transformers fuses them")
     entry = load_catalogue().get(model.name)
@@ -65,7 +66,8 @@ def _step(row: Row) -> tuple[StepOptions, ModelSpec, Temperature | None]:
     if not config:
         raise NotCovered("the model's config is not known")
     try:
-        options = replace(step_options(resolved, config, steps=1), warm_optimizer=True)
+        options = step_options(resolved, config, gpu=machine.gpu, steps=1)
+        options = replace(options, warm_optimizer=True)
     except UnsupportedError as error:
         raise NotCovered(str(error)) from error
     grpo = resolved.task is Task.GRPO

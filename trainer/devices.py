@@ -43,7 +43,7 @@ def run_device(name: str | torch.device | None = None) -> torch.device:
 
 
 def check_driver() -> str:
-    """Raise VramwiseError where there is a GPU that torch cannot start; return what else to say.
+    """Raise VramwiseError where there is a GPU that torch cannot use; return what else to say.
 
     torch itself warns about an old driver and then reports that there is no GPU: the run would go on
     on the CPU.
@@ -51,6 +51,7 @@ def check_driver() -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if torch.cuda.is_available():
+            check_kernels(run_device())
             return ""
     if not torch.backends.cuda.is_built():
         unused = "" if not DRIVER_FILE.exists() else "the NVIDIA GPU here is not used"
@@ -67,6 +68,29 @@ def check_driver() -> str:
             "CUDA_VISIBLE_DEVICES= trains on the CPU",
         ) from None
     return ""
+
+
+def check_kernels(device: torch.device) -> None:
+    """Raise VramwiseError when torch holds no kernels for this GPU: the first one would say no more.
+
+    Code for X.Y runs on X.Z with Z >= Y (CUDA C++ Programming Guide, "Binary Compatibility").
+    """
+    built = [
+        int("".join(filter(str.isdigit, name)))
+        for name in torch.cuda.get_arch_list()
+        if name.startswith("sm_")
+    ]
+    if not built or torch.version.hip:
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    if not any(code // 10 == major and code % 10 <= minor for code in built):
+        low, high = min(built), max(built)
+        raise VramwiseError(
+            f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}, torch "
+            f"{torch.__version__} holds kernels for {low / 10} to {high / 10}",
+            hint="install a torch built for another CUDA: https://pytorch.org/get-started; "
+            "CUDA_VISIBLE_DEVICES= trains on the CPU",
+        )
 
 
 def check_dtype(recipe: Recipe, device: torch.device) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from planner.errors import UnsupportedError
+from planner.machines.machine import GpuSpec
 from planner.run.framework import frameworks
 from planner.run.recipe import Checkpointing, Loss, Method, Recipe, Task
 from planner.run.resolve import Resolved
@@ -27,11 +28,12 @@ def subject_for(
     recipe: Recipe,
     config: dict[str, Any],
     *,
+    gpu: GpuSpec | None = None,
     layers: int | None = None,
     steps: int = 2,
 ) -> Subject:
-    """Return the step to trace for a recipe. Raises UnsupportedError when none expresses it."""
-    options = step_options(resolved, config, layers=layers, steps=steps)
+    """Return the step to trace for a recipe on `gpu`. Raises UnsupportedError when none expresses it."""
+    options = step_options(resolved, config, gpu=gpu, layers=layers, steps=steps)
     step = resolved.switches.trace_step
     if resolved.task not in (Task.SFT, Task.GRPO):
         raise UnsupportedError(

@@ -184,14 +184,14 @@ def solve(
     """
     if recipe.micro_batch_size is not None:
         planned = plan(spec, recipe, machine)
-        if not planned.fits:
+        if not planned.may_run:
             smaller, smaller_plan = _with_sequences(spec, recipe, machine, 1)
-            if recipe.micro_batch_size == 1 or not smaller_plan.fits:
+            if recipe.micro_batch_size == 1 or not smaller_plan.may_run:
                 raise _refusal(planned, held)
             return smaller, smaller_plan
         return recipe, planned
     low, best = 1, _with_sequences(spec, recipe, machine, 1)
-    if not best[1].fits:
+    if not best[1].may_run:
         raise _refusal(best[1], held)
     most = train.prompts_per_step or 1
     if recipe.task is Task.GRPO:

@@ -275,7 +275,7 @@ def reasoning_gym() -> RewardFunction:
     try:
         from reasoning_gym import get_score_answer_fn
     except ModuleNotFoundError:
-        raise MissingExtraError("the reward reasoning-gym", "dev") from None
+        raise MissingExtraError("the reward reasoning-gym", "gym") from None
 
     def reward(completions: list[Any], **columns: Any) -> list[float]:
         return [

@@ -64,7 +64,7 @@ def _trace(
         model = model_spec_from_config(config, name=model.name, source=model.source)
     recipe = described.run.recipe
     planned = plan(model, recipe, described.machine)
-    step = subject_for(planned.resolved, recipe, config, steps=steps)
+    step = subject_for(planned.resolved, recipe, config, gpu=described.machine.gpu, steps=steps)
     with _progress(quiet=as_json) as progress:
         recording = trace(step, time_limit_s=time_limit, progress=progress, allocator=allocator)
     compared = compare(planned, recording)

@@ -9,13 +9,11 @@ import json
 import re
 from dataclasses import dataclass
 
+from planner.accuracy.names import machine_named
 from planner.accuracy.prediction import NotCovered, Prediction, around
 from planner.accuracy.rows import Row
+from planner.terms.overhead import BLAS_WORKSPACE_BYTES, blas_workspace_bytes, handles
 
-CUBLAS_WORKSPACE_BYTES = 8_519_680
-"""torch's default cuBLAS workspace before Hopper (:4096:2:16:8); forward and autograd thread
-have one each."""
-HOPPER_WORKSPACE_BYTES = 32 * 1024**2
 QUANTITY = "kernel_peak_allocated"
 _ELEMENT = {"torch.float32": 4, "torch.bfloat16": 2, "torch.float16": 2}
 
@@ -66,8 +64,7 @@ def read_sizes(row: Row) -> tuple[dict[str, int], str]:
 
 def workspaces(gpu: str) -> int:
     """Return the two cuBLAS workspaces of a forward and a backward thread."""
-    hopper = re.search(r"\b(H100|H200|GH200|H800|H20)\b", gpu)
-    return 2 * (HOPPER_WORKSPACE_BYTES if hopper else CUBLAS_WORKSPACE_BYTES)
+    return handles(trains=True) * blas_workspace_bytes(machine_named(gpu).gpu)
 
 
 def _read(row: Row) -> Bench:
@@ -108,7 +105,7 @@ def _mlp(bench: Bench) -> float:
     tokens = bench.size("bsz", "B") * bench.size("T")
     h, i = tokens * hidden * bench.element, tokens * inner * bench.element
     weights = 3 * hidden * inner * bench.element
-    work = 2 * CUBLAS_WORKSPACE_BYTES
+    work = handles(trains=True) * BLAS_WORKSPACE_BYTES
     fused = bench.provider == "liger"
     if bench.provider not in {"liger", "huggingface"}:
         raise NotCovered(f"no law for {bench.kernel} by {bench.provider}")
@@ -147,10 +144,10 @@ def _rope(bench: Bench) -> float:
     q, k = (n * head * tokens * bench.element for n in (q_heads, k_heads))
     tables = 2 * tokens * head * bench.element + 8 * tokens
     if bench.provider == "liger":
-        return 2 * (q + k) + tables + CUBLAS_WORKSPACE_BYTES  # rotated in place, plus .grad
+        return 2 * (q + k) + tables + BLAS_WORKSPACE_BYTES  # rotated in place, plus .grad
     if bench.provider == "huggingface":
         # rotate_half, its product and the sum for queries while the keys wait
-        return 6 * q + 4 * k + tables + CUBLAS_WORKSPACE_BYTES
+        return 6 * q + 4 * k + tables + BLAS_WORKSPACE_BYTES
     raise NotCovered(f"no law for rope by {bench.provider}")
 
 

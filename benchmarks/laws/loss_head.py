@@ -9,7 +9,7 @@ second head in each.
 import re
 from dataclasses import dataclass
 
-from benchmarks.laws.kernels import CUBLAS_WORKSPACE_BYTES, read_sizes, workspaces
+from benchmarks.laws.kernels import read_sizes, workspaces
 from planner.accuracy.prediction import NotCovered, Prediction, around
 from planner.accuracy.rows import Row
 
@@ -141,5 +141,5 @@ def _xtuner(row: Row) -> Prediction:
     head = Head(int(sizes[1]), int(sizes[2]), tokens, int(chunk[1]))
     weight, rows = head.weight_bytes, head.length * head.vocab
     # weight, .grad, accumulated and new gradient; x, x.grad, its parts; five fp32 chunk buffers
-    value = 4 * weight + 3 * head.hidden_bytes + 5 * rows * 4 + 2 * CUBLAS_WORKSPACE_BYTES
+    value = 4 * weight + 3 * head.hidden_bytes + 5 * rows * 4 + workspaces(row["gpu"])
     return around("peak_reserved" if "reserved" in row.quantity else QUANTITY, value, 0.9, 1.15)

@@ -5,7 +5,9 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
+from planner.accuracy.calibrate import ratio_of
 from planner.accuracy.score import Accuracy, Scored, Statistics, Uncovered
+from planner.risk import TAIL, choose
 
 SCHEMA_VERSION = 1
 WORST_ROWS = 15
@@ -71,6 +73,10 @@ def to_json(result: Accuracy, *, tier: str = "analytic", rows: bool = False) -> 
         "planned": sum(item.prediction.planned for item in result.scored),
         "interval_coverage": result.interval_coverage,
         "verdicts": result.verdicts.to_dict(),
+        "left_out": [
+            {"quantity": q, "source": s, "n": n, "interval_coverage": c, "interval_width": w}
+            for q, s, n, c, w in left_out(result)
+        ],
         "low_confidence_rows": len(result.low_confidence),
         "elsewhere": dict(_counted(result.elsewhere)),
         "not_covered": [{"id": row.id, "reason": row.reason} for row in result.not_covered],
@@ -161,6 +167,16 @@ def to_markdown(result: Accuracy) -> str:
         f"{item.prediction.value:.4g} | {item.error:+.0%} |"
         for item in worst
     ]
+    lines += ["", "## Each source judged by the others", ""]
+    lines += [
+        "The 5% to 95% interval made of all other sources' ratios, on the source's own rows.",
+        "",
+    ]
+    lines += ["| figure | source | rows | coverage | width |", "|---|---|---:|---:|---:|"]
+    lines += [
+        f"| {quantity} | {source} | {count} | {share:.0%} | {width:.0%} |"
+        for quantity, source, count, share, width in left_out(result)
+    ]
     lines += ["", "## By source", ""]
     lines += ["| source | quantity | n | median | p90 | bias | coverage | width | planned |"]
     lines += ["|---|---|---:|---:|---:|---:|---:|---:|---:|"]
@@ -171,6 +187,24 @@ def to_markdown(result: Accuracy) -> str:
     lines += [f"| {count} | {why} |" for why, count in _counted(result.not_covered)]
     lines += ["", _EXPLANATIONS.strip()]
     return "\n".join(lines) + "\n"
+
+
+def left_out(result: Accuracy) -> list[tuple[str, str, int, float, float]]:
+    """Return (quantity, source, rows, coverage, width) of each source, judged by all the others."""
+    rows = [row for item in result.scored if (row := ratio_of(item)) is not None]
+    found = []
+    for quantity in dict.fromkeys(row.quantity for row in rows):
+        for source in sorted({row.source for row in rows if row.quantity == quantity}):
+            others = [row for row in rows if row.source != source]
+            inside, widths = 0, []
+            own = [row for row in rows if row.source == source and row.quantity == quantity]
+            for row in own:
+                spread = choose(others, quantity, row.kind, row.family)
+                low, high = spread.quantile(TAIL), spread.quantile(1 - TAIL)
+                inside += low <= row.ratio <= high
+                widths.append(high - low)
+            found.append((quantity, source, len(own), inside / len(own), max(widths)))
+    return found
 
 
 def _verdict_table(result: Accuracy) -> list[str]:

@@ -32,7 +32,7 @@ def predict_rl(row: Row) -> Prediction:
     if quantity == "max_context_capacity":
         # the figure is the memory with which this context was the largest
         value = result.device_used_bytes
-        return Prediction(quantity, value, result.low_bytes, 1.1 * result.high_bytes, result)
+        return Prediction(quantity, value, *result.interval("device", value), result)
     if quantity == "reserved_before_train":
         return around("static_load_reserved", load_bytes(result), 0.97, 1.1, result)
     if quantity == "training_delta_reserved":

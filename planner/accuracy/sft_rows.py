@@ -15,10 +15,7 @@ from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
 from planner.run.recipe import Recipe, Sharding, Task
-from planner.units import GiB
 
-ALLOCATED = (0.9, 1.1)
-"""Tensors are counted one by one; what the interval covers is dataset padding and library versions."""
 STATIC_SLACK = (0.95, 1.05)
 """Weights, adapters and states are counted exactly; blocks round up to 512 bytes or 2 MiB."""
 PHASES = ("load", "forward", "loss", "backward", "step")
@@ -173,23 +170,20 @@ def figure(quantity: str, result: Plan, extra: int = 0) -> Prediction:
     """Return one figure of a plan with its interval."""
     allocated = result.allocated_peak_bytes
     if quantity in {"peak_allocated", "peak_active"}:
-        return around(quantity, allocated, *ALLOCATED, result)
+        return Prediction(quantity, allocated, *result.interval("allocated", allocated), result)
     if quantity.startswith("phase_allocated_"):
         phase = result.phase(quantity.removeprefix("phase_allocated_"))
-        return around(quantity, phase.total_bytes, *ALLOCATED, result)
+        interval = result.interval("allocated", phase.total_bytes)
+        return Prediction(quantity, phase.total_bytes, *interval, result)
     if quantity == "static_allocated":
         return around(quantity, static_bytes(result), *STATIC_SLACK, result)
     if quantity.startswith("static_load"):
         return around(quantity, load_bytes(result), *STATIC_SLACK, result)
-    low, high = result.low_bytes, result.high_bytes
     if quantity == "nvidia_smi_used_peak":
-        outside = result.device_used_bytes - result.reserved_peak_bytes
-        # driver and desktop processes are on the card too; a context is 0.3 to 1.3 GiB
-        value = result.device_used_bytes
-        return Prediction(quantity, value, low, max(value, high + outside + GiB), result)
-    limit = max(result.reserved_peak_bytes, result.capacity_bytes)
-    value = min(result.reserved_peak_bytes + extra, limit)
-    return Prediction(quantity, value, low, max(high + extra, value), result)
+        used = result.device_used_bytes
+        return Prediction(quantity, used, *result.interval("device", used), result)
+    value = result.reserved_peak_bytes + extra
+    return Prediction(quantity, value, *result.interval("reserved", value), result)
 
 
 def static_bytes(result: Plan) -> int:

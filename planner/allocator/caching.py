@@ -158,6 +158,8 @@ class CachingAllocator:
         self.reserved_bytes = 0
         """Bytes taken from the device."""
         self.peak_reserved_bytes = self.reserved_at_peak_bytes = 0
+        self.needed_bytes = 0
+        """The least capacity with which all of it would have succeeded, unused segments given back."""
         self.requests = 0
         self.pools: dict[tuple[int, bool], Pool] = {}
         """By stream and size class: a block serves only the stream that allocated it."""
@@ -258,8 +260,21 @@ class CachingAllocator:
             wanted = allocation_size(size)
             chunk = None if room is not None and wanted > room else pool.new_segment(wanted)
         self.reserved_bytes += pool.reserved_bytes - before
+        self._note_need()
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         return chunk
+
+    def _note_need(self) -> None:
+        """Remember the most that could not have been given back: reserved less idle segments."""
+        if self.reserved_bytes <= self.needed_bytes:
+            return
+        idle = sum(
+            chunk.size
+            for pool in self.pools.values()
+            for chunk in pool.chunks.values()
+            if chunk.before is None and chunk.after is None
+        )
+        self.needed_bytes = max(self.needed_bytes, self.reserved_bytes - idle)
 
     def _release_oversized(self, pool: Pool, size: int) -> int:
         """Give back whole oversized blocks, enough for `size` (release_available_cached_blocks)."""

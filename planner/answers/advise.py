@@ -86,7 +86,7 @@ def combination(
                 result = plan(model, changed, machine)
             except VramwiseError:
                 continue
-            if not result.fits:
+            if not (result.tensors_fit and result.fits):
                 continue
             price = sum(change.rank + 10 * change.changes_objective for change in group)
             if best is None or (price, result.peak_bytes) < best[:2]:

@@ -166,7 +166,7 @@ def _points(
     ):
         made = plan(model, at_length(recipe, ordered[index]), machine)
         found.append(
-            Point(name=name, tokens=ordered[index], peak_bytes=made.peak_bytes, fits=made.fits)
+            Point(name=name, tokens=ordered[index], peak_bytes=made.peak_bytes, fits=made.may_run)
         )
     return tuple(found)
 
@@ -177,7 +177,7 @@ def _longest(
     """Return the longest length that fits, at least as far as the longest sample."""
 
     def fits(tokens: int) -> bool:
-        return plan(model, at_length(recipe, tokens), machine).fits
+        return plan(model, at_length(recipe, tokens), machine).may_run
 
     if not fits(1):
         return None

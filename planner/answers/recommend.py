@@ -1,7 +1,7 @@
 """Models and methods that fit a GPU, each with the best settings found."""
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from planner.errors import VramwiseError
 from planner.machines.machine import Machine
@@ -48,12 +48,18 @@ class Recommendation:
 
 
 def recommend(
-    machine: Machine, *, task: str = "sft", least_context: int = 2048, framework: str = "vramwise"
+    machine: Machine,
+    *,
+    task: str = "sft",
+    least_context: int = 2048,
+    framework: str = "vramwise",
+    replayed: int = 40,
 ) -> list[Recommendation]:
-    """Return every catalogue model and method that fits with room for the allocator's slack.
+    """Return every catalogue model and method that fits, the largest models first.
 
-    The largest models first; for each the longest context in powers of two up to the model's own,
-    then the largest batch at `least_context`.
+    For each the longest context in powers of two up to the model's own, then the largest batch at
+    `least_context`. The first `replayed` rows are replayed on the allocator; the others leave the
+    room that the most fragmented of the replays needed.
     """
     variants = SERVING if task == "serve" else TRAINING
     base: dict[str, Any] = {"task": task, "micro_batch_size": 1}
@@ -68,43 +74,75 @@ def recommend(
             if best is not None:
                 found.append(best)
     found.sort(key=lambda row: (-row.parameters, order.index(row.method)))
-    return found
+    proven = (row.proven() if index < replayed else row for index, row in enumerate(found))
+    return [row.said() for row in proven if row is not None]
+
+
+class _Candidate(NamedTuple):
+    """What fits of one model and method: growing contexts and growing batches, the last the best."""
+
+    model: ModelSpec
+    method: str
+    contexts: list[Plan]
+    batches: list[Plan]
+
+    @property
+    def parameters(self) -> int:
+        """Size of the model."""
+        return self.model.parameters
+
+    def proven(self) -> "_Candidate | None":
+        """Return it without what a replay on the allocator refuses; None when nothing is left."""
+        contexts, batches = (_without_refused(p) for p in (self.contexts, self.batches))
+        return self._replace(contexts=contexts, batches=batches) if contexts else None
+
+    def said(self) -> Recommendation:
+        """Return the row."""
+        best = self.contexts[-1]
+        r = best.resolved
+        settings = f"{r.checkpointing.value} checkpointing, {r.optimizer.value}"
+        if not r.trains:
+            settings = f"{r.kv_dtype} KV, {r.quantization or r.dtype} weights"
+        batch = self.batches[-1].resolved.sequences if self.batches else 1
+        return Recommendation(
+            self.model.name, self.parameters, self.method, r.seq_tokens, batch, settings,
+            best.peak_bytes, "fits",
+        )  # fmt: skip
 
 
 def _best(
     model: ModelSpec, machine: Machine, label: str, recipe: Recipe, least: int
-) -> Recommendation | None:
+) -> _Candidate | None:
     try:
         weights = base_weights(model, resolve(model, recipe, machine)).total
     except VramwiseError:
         return None
     if weights > machine.vram_bytes:
         return None
-    reached: tuple[int, Plan] | None = None
-    for context in (least, *(c for c in CONTEXTS if c > least)):
-        if context > max(least, model.max_position):
-            break
-        result = _try(model, recipe.model_copy(update={"context": context}), machine)
-        if result is None:
-            break
-        reached = context, result
-    if reached is None:
+
+    def growing(updates: list[dict[str, int]]) -> list[Plan]:
+        made: list[Plan] = []
+        for update in updates:
+            result = _try(model, recipe.model_copy(update=update), machine)
+            if result is None:
+                break
+            made.append(result)
+        return made
+
+    contexts = [least, *(c for c in CONTEXTS if c > least)]
+    reached = growing([{"context": c} for c in contexts if c <= max(least, model.max_position)])
+    if not reached:
         return None
-    context, result = reached
-    batch = 1
-    for size in BATCHES:
-        update = {"context": least, "micro_batch_size": size}
-        if _try(model, recipe.model_copy(update=update), machine) is None:
-            break
-        batch = size
-    r = result.resolved
-    settings = f"{r.checkpointing.value} checkpointing, {r.optimizer.value}"
-    if not r.trains:
-        settings = f"{r.kv_dtype} KV, {r.quantization or r.dtype} weights"
-    return Recommendation(
-        model.name, model.parameters, label, context, batch, settings,
-        result.peak_bytes, result.verdict,
-    )  # fmt: skip
+    batches = growing([{"context": least, "micro_batch_size": size} for size in (1, *BATCHES)])
+    return _Candidate(model, label, reached, batches)
+
+
+def _without_refused(plans: list[Plan]) -> list[Plan]:
+    """Return growing plans up to the last one that fits."""
+    count = len(plans)
+    while count and not plans[count - 1].fits:
+        count -= 1
+    return plans[:count]
 
 
 def _try(model: ModelSpec, recipe: Recipe, machine: Machine) -> Plan | None:
@@ -112,4 +150,4 @@ def _try(model: ModelSpec, recipe: Recipe, machine: Machine) -> Plan | None:
         result = plan(model, recipe, machine)
     except VramwiseError:
         return None
-    return result if result.verdict == "fits" else None
+    return result if result.has_room else None

@@ -47,7 +47,7 @@ def weights_bytes(context: Context) -> int | None:
 
     Of an unsaid method: as the checkpoint stores them.
     """
-    wide = {"dtype": "fp32"} if "fp32" in context.model_name else {}
+    wide: dict[str, Any] = {"dtype": "fp32"} if "fp32" in context.model_name else {}
     if context.method in ("full", "lora", "qlora"):
         found = _held(context, ranks=1, **wide)
     else:
@@ -117,7 +117,7 @@ def static_state(context: Context) -> StaticState | None:
         "mixed_precision": "none",
         "optimizer": Optimizer.ADAMW,
     }
-    wide = {**narrow, "dtype": "fp32", "mixed_precision": "bf16"}
+    wide: dict[str, Any] = {**narrow, "dtype": "fp32", "mixed_precision": "bf16"}
     if not trained:
         held = weights_bytes(context)
         if held is None:

@@ -36,6 +36,8 @@ class Replayed(NamedTuple):
     """Largest total of blocks handed out."""
     reserved_bytes: int
     """Largest total taken from the device."""
+    needed_bytes: int
+    """The least capacity on which it would have gone through, unused segments given back."""
     full: bool
     """A request failed, with nothing left to give back."""
 
@@ -62,7 +64,9 @@ def replay_run(
     except DeviceFullError:
         full = True
     device = run.player.device
-    return Replayed(device.peak_allocated_bytes, device.peak_reserved_bytes, full)
+    return Replayed(
+        device.peak_allocated_bytes, device.peak_reserved_bytes, device.needed_bytes, full
+    )
 
 
 class Run:

@@ -62,6 +62,18 @@ class Serving:
         """Requests of max_model_len that fit at once."""
         return self.pool.concurrency if self.pool else 0.0
 
+    @property
+    def refusal_risk(self) -> float:
+        """How likely vLLM refuses to start: its pool holds less than one request.
+
+        The pool's low is its 5%, its typical its median; between the two the share is read linearly.
+        """
+        each = self.pool.bytes_per_sequence if self.pool else 0
+        low, middle = self.kv.low, self.kv.typical
+        if each <= low or low == middle:
+            return 0.0
+        return min(1.0, 0.05 + 0.45 * (each - low) / (middle - low))
+
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
         return {
@@ -261,7 +273,7 @@ def _figures(
     pool: int,
     how: str,
 ) -> Serving:
-    law, space = r.framework.engine, workspace(machine).bytes
+    law, space = r.framework.engine, workspace(machine, trains=False).bytes
     loaded = vllm_weights(model, r)
     inside = drawn if law.graphs_in_budget else FREE
     # what the parts may take more or less moves the pool by as much

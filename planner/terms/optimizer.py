@@ -90,7 +90,7 @@ def _small(model: ModelSpec, r: Resolved) -> int:
     """Parameters 8-bit optimizers keep in 32 bit: tensors under 4096 elements, HF's embeddings."""
     if r.method is not Method.FULL:
         return adapters(model, r).small
-    small = sum(
+    small: int = sum(
         times * module.count * prod(shape)
         for module, times in _modules(model)
         for shape in module.shapes

@@ -30,8 +30,11 @@ def _plan(
     flags: dict[str, Any],
     save: Annotated[Path | None, typer.Option("--save", help="Write the run as run.yaml.")] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Exit with code 3 if it does not fit.")
+        bool, typer.Option("--check", help="Exit with code 3 unless it fits at that risk.")
     ] = False,
+    risk: Annotated[
+        float, typer.Option("--risk", help="Risk of running out of memory that `fits` allows.")
+    ] = 0.05,
     lengths: Annotated[
         Path | None,
         typer.Option(
@@ -61,7 +64,7 @@ def _plan(
 
     described = describe(subject, flags)
     recipe = described.run.recipe
-    result = plan(described.model, recipe, described.machine)
+    result = plan(described.model, recipe, described.machine, risk=risk)
     extra = foreign_extras(described, lengths=lengths, order=order)
     if save is not None:
         save_run_file(described.run, save)

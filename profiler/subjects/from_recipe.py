@@ -4,16 +4,23 @@ from typing import Any
 
 from planner.errors import UnsupportedError
 from planner.families import model_spec_from_config
+from planner.machines.machine import GpuSpec
 from planner.models.lora_targets import peft_targets
 from planner.run.recipe import Checkpointing, Method
 from planner.run.resolve import Resolved
+from planner.terms.overhead import blas_workspace_bytes
 from profiler.subjects.options import StepOptions
 
 
 def step_options(
-    resolved: Resolved, config: dict[str, Any], *, layers: int | None = None, steps: int = 2
+    resolved: Resolved,
+    config: dict[str, Any],
+    *,
+    gpu: GpuSpec | None = None,
+    layers: int | None = None,
+    steps: int = 2,
 ) -> StepOptions:
-    """Return the options; raises UnsupportedError for choices the trace cannot run."""
+    """Return the options on `gpu` (None: an Ampere); raises UnsupportedError for what cannot be traced."""
     if resolved.quantization not in ("", "nf4", "fp4"):
         raise UnsupportedError(f"a {resolved.quantization} base cannot be traced")
     if resolved.gpus > 1:
@@ -48,6 +55,7 @@ def step_options(
         layers=layers,
         fp32_outputs=resolved.switches.fp32_outputs and bool(resolved.autocast),
         keep_outputs=resolved.switches.keeps_outputs,
+        workspace_bytes=blas_workspace_bytes(gpu),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from planner.run.recipe import Checkpointing
-from profiler.cuda_behaviour import CUBLAS_WORKSPACE_BYTES
+from planner.terms.overhead import handles
 from profiler.storages import StorageTracker
 from profiler.subjects.autocast import FakeScaler, autocast
 from profiler.subjects.build import build
@@ -36,7 +36,7 @@ class HfSft:
         config = options.config.get("text_config") or options.config
         self.vocab = int(config.get("vocab_size", 0))
         self.trained_embedding: tuple[int, ...] = ()
-        self.standing_bytes = CUBLAS_WORKSPACE_BYTES.get(options.compute_capability, 0)
+        self.standing_bytes = (options.workspace_bytes,) * handles(trains=True)
 
     def build(self) -> torch.nn.Module:
         """Return the model on the meta device."""

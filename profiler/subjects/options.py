@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.run.recipe import Attention, Checkpointing, Method, Optimizer
+from planner.terms.overhead import BLAS_WORKSPACE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +55,8 @@ class StepOptions:
     """Release whose causal loss is used ("4.45"); empty = the installed one."""
     max_grad_norm: float = 1.0
     """0 = no clipping."""
-    compute_capability: int = 8
-    """Major CUDA compute capability: decides cuBLAS' workspace."""
+    workspace_bytes: int = BLAS_WORKSPACE_BYTES
+    """What torch's pool holds for one BLAS handle: planner.terms.overhead.blas_workspace_bytes."""
 
     @property
     def converts_outputs(self) -> bool:

@@ -169,3 +169,26 @@ def test_a_run_on_a_calibrated_machine_is_planned_with_it(tmp_path: Path, monkey
     assert measured.capacity_bytes - plain.capacity_bytes == difference
     assert any("measured here" in line for line in measured.assumptions)
     assert not any("measured here" in line for line in plain.assumptions)
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", "NVIDIA Unheard-of 80 GB"])
+def test_this_machine_is_calibrated_under_the_name_torch_prints(
+    tmp_path: Path, monkeypatch, name: str
+) -> None:
+    """A card that the catalogue lacks can be measured all the same."""
+    from profiler.calibration import this_machine
+
+    card = SimpleNamespace(name=name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", {1: card}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", {1: (79 * GiB, 80 * GiB)}.__getitem__)
+    path = tmp_path / "c.json"
+    before = this_machine(path=path)
+    assert before is not None
+    assert before.calibration == ""
+    save(replace(FOUND, gpu=name, context_bytes=333 * MiB), path)
+    found = this_machine(path=path)
+    assert found is not None
+    assert (found.context_bytes, found.vram_bytes) == (333 * MiB, 80 * GiB)
+    assert "measured here on 2026-11-29" in found.calibration

@@ -89,6 +89,15 @@ def test_a_kv_cache_that_is_not_mapped_does_not_count(cuda: FakeCuda, pool: Any,
     assert found["forward"] == WEIGHTS + 2 * WORK
 
 
+def test_a_rehearsal_beside_a_released_cache_does_not_count_it(cuda: FakeCuda, pool: Any) -> None:
+    """The step-0 table: the engine gave its cache back before the recorder was there."""
+    pool.discard(("kv_cache",))
+    with record(follow=False) as live, live.phase("forward"):
+        cuda.spike(WORK)
+    (forward,) = [phase for phase in live.recording.phases if phase.name == "forward"]
+    assert (forward.peak_bytes, forward.reserved_bytes) == (WEIGHTS + WORK, WEIGHTS + WORK)
+
+
 def test_a_phase_that_only_releases_held_the_cache_at_its_start(cuda: FakeCuda, pool: Any) -> None:
     memory = PhaseMemory(torch.device("cuda"))
     with memory("rollout"):

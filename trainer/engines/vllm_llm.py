@@ -2,8 +2,8 @@
 
 vLLM runs inside the trainer's process (no multiprocessing), so its modules and tensors are ordinary
 Python objects here. Run with vllm 0.32 (CPU build, model runner V1). On CUDA the model runner is V2
-(use_v2_model_runner in vllm/config/vllm.py, 0.31 to 0.33: V2 unless Triton is missing); what is relied
-on there is read in the sources of 0.32 and 0.33 (paths under vllm/):
+(use_v2_model_runner in config/vllm.py, 0.31 to 0.33: unless there is no Triton, or the run asks for
+something V2 lacks, which these engines do not). What is relied on is read in 0.32 and 0.33 (under vllm/):
 
 * the model: LLM.apply_model -> WorkerBase.apply_model (v1/worker/worker_base.py) -> get_model of
   v1/worker/gpu/model_runner.py returns the module itself. V1 takes a graph wrapper off first.
@@ -16,7 +16,7 @@ on there is read in the sources of 0.32 and 0.33 (paths under vllm/):
   device_allocator/cumem.py, one path for both runners; see trainer.engines.vllm_sleep.
 * log-probabilities: v1/worker/gpu/sample/sampler.py takes the processed logits for processed_logprobs,
   logprobs=0 gives the sampled token's alone; prompt_logprobs come from the raw logits (temperature 1)
-  and are never read from the prefix cache (v1/request.py).
+  and their request never reads the prefix cache (sampling_params.py).
 """
 
 import os

@@ -8,6 +8,7 @@ import torch
 from planner.errors import UsageError
 from planner.models.hub import find_model
 from planner.plan import Plan
+from planner.run.framework import pick
 from planner.run.recipe import EngineKind, Method, Recipe, Task
 from planner.terms.vllm_blocks import vllm_kv
 from trainer.config import refuse_four_bit
@@ -129,7 +130,8 @@ def settings_for(
     sequences = recipe.engine.max_num_seqs or max(
         recipe.micro_batch_size or 1, recipe.num_generations or 1
     )
-    needed = _pool_bytes(policy.source, policy.revision, length, sequences, policy.dtype)
+    batched = max(recipe.engine.max_num_batched_tokens or max(2048, length), sequences)
+    needed = _pool_bytes(policy, length=length, sequences=sequences, batched_tokens=batched)
     planned = 0
     if plan is not None:
         planned = sum(t.bytes for t in plan.phase("rollout").terms if t.name == "kv_cache")
@@ -146,7 +148,7 @@ def settings_for(
         dtype=DTYPE_NAMES[policy.dtype],
         max_model_len=length,
         max_num_seqs=sequences,
-        max_num_batched_tokens=recipe.engine.max_num_batched_tokens,
+        max_num_batched_tokens=batched,
         kv_bytes=kv_bytes,
         lora_rank=0 if recipe.method is Method.FULL else recipe.lora.rank,
         sleep_level=sleep_level(recipe),
@@ -156,17 +158,17 @@ def settings_for(
     )
 
 
-def _pool_bytes(
-    source: str, revision: str | None, length: int, sequences: int, dtype: torch.dtype
-) -> int:
+def _pool_bytes(policy: Policy, *, length: int, sequences: int, batched_tokens: int) -> int:
     """Return the pool that holds `sequences` of `length` tokens, and vLLM's null block."""
-    on_cpu = runs_on_cpu()
+    on_cpu, law = runs_on_cpu(), pick("vllm").engine
     kv = vllm_kv(
-        find_model(source, revision=revision),
+        find_model(policy.source, revision=policy.revision),
         kv_bytes=0,
         max_model_len=length,
-        kv_dtype={torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype],
+        kv_dtype={value: name for name, value in DTYPES.items()}[policy.dtype],
         block_size=CPU_BLOCK_TOKENS if on_cpu else 16,
         kernel_block=32 if on_cpu else 16,
+        # the CPU platform switches asynchronous scheduling off
+        in_flight_tokens=batched_tokens * (1 if on_cpu else law.in_flight_batches),
     )
     return kv.bytes_per_sequence * sequences + kv.bytes_per_block

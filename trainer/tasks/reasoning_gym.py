@@ -15,7 +15,7 @@ class ReasoningGymTask:
             import reasoning_gym
             from reasoning_gym.factory import DATASETS
         except ModuleNotFoundError:
-            raise MissingExtraError(f"the data set {PREFIX}{name}", "dev") from None
+            raise MissingExtraError(f"the data set {PREFIX}{name}", "gym") from None
         if name not in DATASETS:
             raise UnknownNameError("reasoning-gym task", name, DATASETS)
         try:
