@@ -82,6 +82,8 @@ EXPLAINED: dict[str, str] = {
     "engine=engine: 1 x0": "the same",
     "planner/layer/costs.py: _CACHE_LIMIT = 20_000: 20000 x1.5": "decides speed, no byte",
     "planner/layer/costs.py: _CACHE_LIMIT = 20_000: 20000 x0": "decides speed, no byte",
+    "planner/replay/player.py: @lru_cache(maxsize=4096): 4096 x1.5": "decides speed, no byte",
+    "planner/replay/player.py: @lru_cache(maxsize=4096): 4096 x0": "decides speed, no byte",
     "planner/replay/tensors.py: times = max(1, module.count // model.layers[module.layer].count): 1 x0": (
         "an adapted module is in each of its layers at least once: the quotient is 1 or more"
     ),
