@@ -64,8 +64,8 @@ PLANTED: tuple[tuple[str, str, str, str], ...] = (
     (
         "cuBLAS workspace x1.5",
         "planner/terms/overhead.py",
-        "CUBLAS_DEFAULT = 8 * MiB + 128 * KiB",
-        "CUBLAS_DEFAULT = 12 * MiB + 192 * KiB",
+        "BLAS_WORKSPACE_BYTES = 2 * 4096 * KiB + 8 * 16 * KiB",
+        "BLAS_WORKSPACE_BYTES = 3 * 4096 * KiB + 12 * 16 * KiB",
     ),
 )
 """(name, file, text, replacement)."""
