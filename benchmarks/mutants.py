@@ -15,6 +15,7 @@ import importlib.util
 import json
 import os
 import random
+import resource
 import signal
 import sys
 import tempfile
@@ -101,6 +102,8 @@ TELLING = (
 )
 """(file, the test that is the most likely to notice): it runs first, alone."""
 LIMIT_S = 300
+LIMIT_BYTES = 4 * 2**30
+"""Of address space: a mutant may loop and take memory for ever."""
 SWAPS: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
@@ -341,6 +344,7 @@ def _run_child(mutant: Mutant, tests: list[str], answer: Path) -> None:
     code = 70
     try:
         signal.alarm(LIMIT_S)
+        resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
         quiet = os.open(os.devnull, os.O_WRONLY)
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)

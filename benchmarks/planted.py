@@ -64,8 +64,8 @@ PLANTED: tuple[tuple[str, str, str, str], ...] = (
     (
         "cuBLAS workspace x1.5",
         "planner/terms/overhead.py",
-        "CUBLAS_DEFAULT = 8 * MiB + 128 * KiB",
-        "CUBLAS_DEFAULT = 12 * MiB + 192 * KiB",
+        "BLAS_WORKSPACE_BYTES = 2 * 4096 * KiB + 8 * 16 * KiB",
+        "BLAS_WORKSPACE_BYTES = 3 * 4096 * KiB + 12 * 16 * KiB",
     ),
 )
 """(name, file, text, replacement)."""
@@ -78,8 +78,12 @@ EXPLAINED: dict[str, str] = {
     "**wide): 1 x0": "0 or 1 ranks without sharding are one whole copy",
     "planner/doctor/state.py: _held(context, ranks=1, method=Method.QLORA, framework=name, "
     "double_quant=False): 1 x0": "the same",
+    'planner/doctor/state.py: context, ranks=1, task=Task.SERVE, method=Method.FULL, framework="vllm", '
+    "engine=engine: 1 x0": "the same",
     "planner/layer/costs.py: _CACHE_LIMIT = 20_000: 20000 x1.5": "decides speed, no byte",
     "planner/layer/costs.py: _CACHE_LIMIT = 20_000: 20000 x0": "decides speed, no byte",
+    "planner/replay/player.py: @lru_cache(maxsize=4096): 4096 x1.5": "decides speed, no byte",
+    "planner/replay/player.py: @lru_cache(maxsize=4096): 4096 x0": "decides speed, no byte",
     "planner/replay/tensors.py: times = max(1, module.count // model.layers[module.layer].count): 1 x0": (
         "an adapted module is in each of its layers at least once: the quotient is 1 or more"
     ),

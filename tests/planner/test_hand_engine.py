@@ -130,7 +130,7 @@ def test_a_server_by_its_lines() -> None:
         "engine": KERNELS + step,
         "overhead": CUBLAS,
     }
-    assert terms(result, "load") == {"weights": COPY + rotary, "overhead": CUBLAS}
+    assert terms(result, "load") == {"weights": COPY + rotary}
 
 
 def test_a_stated_pool_has_no_interval() -> None:

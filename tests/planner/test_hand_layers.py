@@ -394,3 +394,7 @@ def test_casts_of_weights_while_a_checkpoint_runs_again() -> None:
     costs = checkpointed_costs(LAYER, 64, settings)
     # all 36,864 weights of its linears in 16 bit, once
     assert max(point.constant for point in costs.recompute) == 73_728
+    # frozen, with the 8,192 weights of its adapters: no gradients that hide a second copy
+    adapted = LORA._replace(autocast=True, weight=4, residual=4)
+    costs = checkpointed_costs(LAYER, 64, adapted)
+    assert max(point.constant for point in costs.recompute) == 73_728 + 16_384

@@ -363,8 +363,9 @@ def test_offloaded_states_are_the_hosts(fields: dict[str, object]) -> None:
      ("b200", 32 * 2**20), ("rtx-5090", 32 * 2**20)],
 )  # fmt: skip
 def test_cublas_workspace_by_capability(card: str, size: int) -> None:
-    assert workspace(make_machine(card)).bytes == size
-    assert workspace(make_machine(vram="8GiB")).bytes == 8_519_680
+    assert workspace(make_machine(card), trains=False).bytes == size
+    assert workspace(make_machine(card), trains=True).bytes == 2 * size
+    assert workspace(make_machine(vram="8GiB"), trains=False).bytes == 8_519_680
 
 
 def test_standing_bytes_are_the_sum() -> None:

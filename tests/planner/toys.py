@@ -48,7 +48,9 @@ LAYER = 36_992
 LINEARS = 110_592
 A_GPU = make_machine(vram="64GiB")
 CUBLAS = 8_519_680
-"""torch: 2 x 4,096 KiB + 8 x 16 KiB a handle and stream."""
+"""torch: 2 x 4,096 KiB + 8 x 16 KiB a handle and stream, at the first product: none while a run loads."""
+TRAINING_CUBLAS = 2 * CUBLAS
+"""Forward and backward run in threads of their own, each with a handle."""
 
 
 def gpus(count: int) -> Machine:
