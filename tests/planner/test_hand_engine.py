@@ -133,6 +133,11 @@ def test_a_server_by_its_lines() -> None:
     assert terms(result, "load") == {"weights": COPY + rotary}
 
 
+def test_a_server_holds_its_largest_phase() -> None:
+    result = serving(gpu_memory_utilization=0.5)
+    assert result.reserved_peak_bytes == sum(terms(result, "rollout").values())
+
+
 def test_a_stated_pool_has_no_interval() -> None:
     found = serving(kv_bytes=10**9).serving
     assert found is not None

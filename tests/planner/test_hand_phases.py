@@ -182,6 +182,8 @@ def test_grpo_rolls_out_and_scores() -> None:
 def test_dpo_scores_only_with_a_reference() -> None:
     with_it = planned(**ADAPTED, task="dpo")
     assert [p.name for p in with_it.phases][1] == "score"
+    fixed = {"weights", "adapters", "optimizer", "overhead"}
+    assert set(terms(with_it, "score")) == fixed | {"activations", "logits"}
     without = planned(**ADAPTED, task="dpo", beta=0.0)
     assert "score" not in [p.name for p in without.phases]
 

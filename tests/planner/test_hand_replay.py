@@ -18,7 +18,7 @@ from planner.replay.tensors import loaded, trained
 from planner.replay.units import Units
 from planner.run.logits_law import LogitsLaw
 from planner.units import MiB
-from tests.planner.toys import CONFIG, LLAMA, choices, gpus
+from tests.planner.toys import CONFIG, LLAMA, MIXTRAL, choices, gpus
 
 WEIGHTS = 478_080 + 7 * 384
 STREAM = 8 * 128
@@ -290,3 +290,12 @@ def test_ddps_buckets_of_25_mib_after_a_first_of_1_mib() -> None:
     # a head below 1 MiB waits for the layers: 1,024,000 + 128 + the last layer's down and up, 16,384 each
     assert buckets(8_000)[0] < 1_100_000
     assert sum(buckets(8_000)) == 2 * (110_976 + 64 + 2 * 512_000)
+
+
+def test_quantised_experts_are_loaded_packed() -> None:
+    switches = {"kbit_upcast": "none", "linear_experts": True}
+    r = choices(MIXTRAL, method="qlora", double_quant=False, switches=switches)
+    # a layer 7,168 + 36,928 + 18,496 (test_hand_terms.py); routers, norms and vocabularies in 16 bit
+    rest = 2 * (3 * 384 + 128_064)
+    found = sum(sum(tensor.blocks) for tensor in loaded(MIXTRAL, r))
+    assert found == 3 * 62_592 + rest
