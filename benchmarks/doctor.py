@@ -159,9 +159,9 @@ def score_claims(verbose: bool = False) -> dict[str, Any]:
                 print(
                     f"  {claim['id']} {examples[claim['id']].tool:<12}{claim['value_gib']:>8.2f} GiB claimed {value / GiB:>8.2f} planned {errors[-1]:+7.1%}"
                 )
-        elif claim["kind"] == "fits" and not made.may_run:
+        elif claim["kind"] == "fits" and not made.tensors_fit:
             false_no.append(claim["id"])
-        elif claim["kind"] == "false-claim" and made.may_run:
+        elif claim["kind"] == "false-claim" and made.tensors_fit:
             believed.append(claim["id"])
     return {
         "numeric_claims": len(errors),

@@ -26,6 +26,7 @@ VERBS: tuple[tuple[str, ...], ...] = (
     ("recommend",),
     ("published",),
     ("accuracy",),
+    ("frameworks",),
     ("models",),
     ("gpus",),
     ("explain",),
@@ -106,8 +107,8 @@ def accuracy_sentence() -> str:
         f"Scored against {found['planned']:,} published figures that a plan answers, errors as median (p90):\n"
         f"peak allocated {said('peak_allocated')}, nvidia-smi {said('nvidia_smi_used_peak')},\n"
         f"vLLM's weights {said('model_weights')}, its KV memory {said('kv_cache_memory')}. Of {verdicts['oom']} runs that ran\n"
-        f"out of memory or were refused, {verdicts['oom_called_fits']} are called \"fits\"; of {verdicts['ran']} that ran, "
-        f"{verdicts['ran_called_no']} \"does not fit\"; "
+        f'out of memory or were refused, {verdicts["oom_called_fits"]} are called "fits"; of {verdicts["ran"]} that ran, '
+        f'{verdicts["ran_called_no"]} "does not fit"; '
     )
 
 

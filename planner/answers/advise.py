@@ -118,14 +118,14 @@ def largest(verdict: Callable[[int], str], *, limit: int, accepted: frozenset[st
 
 
 def _verdict(model: ModelSpec, machine: Machine, make: Callable[[int], Recipe], count: int) -> str:
-    """Return the verdict without a replay: hundreds are asked for, so fragmentation is a margin."""
+    """Return the verdict; a replay is made only where fragmentation can decide it."""
     try:
         result = plan(model, make(count), machine)
     except UsageError:
         return "does not fit"
     if not result.tensors_fit:
         return "does not fit"
-    return "fits" if result.has_room else "tight"
+    return "fits" if result.has_room else result.verdict
 
 
 def limits(model: ModelSpec, recipe: Recipe, machine: Machine, base: Plan) -> dict[str, int]:

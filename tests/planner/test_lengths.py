@@ -102,8 +102,8 @@ def test_longest_that_fits_is_the_edge_of_the_plan() -> None:
     limit = found.longest_that_fits
     assert limit is not None
     assert MODEL is not None
-    assert plan(MODEL, at_length(RECIPE, limit), MACHINE).fits
-    assert not plan(MODEL, at_length(RECIPE, int(limit * 1.01) + 2), MACHINE).fits
+    assert plan(MODEL, at_length(RECIPE, limit), MACHINE).may_run
+    assert not plan(MODEL, at_length(RECIPE, int(limit * 1.01) + 2), MACHINE).may_run
     assert found.filter_at == limit
     assert found.too_long == sum(length > limit for length in range(100, 20_000, 100))
     assert [point.name for point in found.points] == ["median", "p90", "p99", "longest"]
