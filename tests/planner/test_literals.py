@@ -150,6 +150,8 @@ def test_the_memory_model_itself_has_only_units_and_cited_facts():
         "a time limit",
         "threshold",
         "empirical",
+        "share",
+        "bound held by a test",
     )
     assert all(reason.startswith(allowed) for reason in reasons.values())
     replayed = [key for key in floats() if key[0].startswith(("replay/", "allocator/", "layer/"))]
