@@ -36,6 +36,6 @@ def test_the_replay_reserves_what_the_traces_events_reserve(family, changes):
     options = replace(step_options(resolved, config, steps=2), max_grad_norm=0.0)
     subject = HfSft(options)
     recording = trace(subject)
-    played = replay_run(model, resolved, workspace_bytes=subject.standing_bytes)
+    played = replay_run(model, resolved, workspace_bytes=sum(subject.standing_bytes))
     assert played.allocated_bytes == pytest.approx(recording.peak_bytes, rel=0.02)
     assert played.reserved_bytes == pytest.approx(recording.peak_reserved_bytes, rel=0.06)
