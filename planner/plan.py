@@ -19,10 +19,10 @@ from planner.units import format_bytes
 
 SCHEMA_VERSION = 1
 FRAGMENTED = 1.1
-"""Of runs of our own trainer, what is needed is at most this many times what is alive (a test)."""
+"""Room left for fragments where no replay is made: a margin for searches, never a verdict."""
 MOST_NEEDED = 2
-"""No run needs twice what is alive at its peak: the allocator gives idle segments back (a test replays
-fifty recipes; the most was 1.3)."""
+"""No run needs twice what is alive at its peak: the allocator gives idle segments back (a test holds
+it on fifty recipes)."""
 
 
 @dataclass(frozen=True)
@@ -231,8 +231,8 @@ class Plan:
 def plan(model: ModelSpec, recipe: Recipe, machine: Machine, *, risk: float = TAIL) -> Plan:
     """Return what `recipe` needs for `model` on `machine`, phase by phase.
 
-    `risk`: of ending out of memory that "fits" still allows, between 0 and 0.5. Raises UsageError for contradictions in the recipe, UnsupportedError for what cannot be
-    expressed.
+    `risk`: of ending out of memory that "fits" still allows, between 0 and 0.5. Raises
+    UsageError for contradictions in the recipe, UnsupportedError for what cannot be expressed.
     """
     if not 0 < risk < EVEN:
         raise UsageError(f"risk: {risk:g} is not allowed", hint=f"between 0 and {EVEN:g}, as 0.01")
