@@ -19,6 +19,7 @@ from planner.run.resolve import resolve
 from planner.terms.activations import MLP_TILE_TOKENS
 from planner.units import format_bytes, parse_bytes
 from profiler.recording import Recording
+from trainer.apart import check_apart
 from trainer.batching import Layout
 from trainer.checkpointing import checkpoint_layers, decoder_layers
 from trainer.config import TrainSection, with_epochs
@@ -27,7 +28,7 @@ from trainer.engines import make_engine
 from trainer.engines.protocol import Engine
 from trainer.engines.vllm_settings import settle_engine
 from trainer.model import Policy, load_policy
-from trainer.packing import check_apart, keeps_apart, refuse_mixing
+from trainer.packing import keeps_apart, refuse_mixing
 from trainer.phase_memory import PhaseMemory
 from trainer.rehearsal import rehearse
 from trainer.say import Say, silent

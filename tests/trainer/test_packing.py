@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from planner.errors import UnsupportedError
+from trainer.apart import check_apart
 from trainer.batching import Layout, ScoredSequence, collate
 from trainer.model import load_policy
-from trainer.packing import PackedOrder, block_mask, check_apart
+from trainer.packing import PackedOrder, block_mask
 from trainer.scoring import hidden_rows, log_probs
 
 LENGTHS = (9, 4, 6, 12, 3, 5, 2)

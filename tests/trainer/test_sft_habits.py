@@ -137,8 +137,6 @@ def test_packing_takes_rows_not_samples(sft, train_run_of):
     assert sum(step["sequences"] for step in packed.metrics[:3]) > 20
     assert unpacked.steps == 7
     assert all(step["train_tokens"] <= 4 * 32 for step in packed.metrics)
-    full = [step["train_tokens"] / (4 * 32) for step in packed.metrics[:-1]]
-    assert min(full) > 0.8
 
 
 def test_a_packed_step_has_the_loss_and_gradient_of_its_samples(sft, tmp_path):
