@@ -9,6 +9,7 @@ would follow the CPU; `CudaBehaviour` (a torch function mode) turns each to CUDA
 * autocast: `torch.autocast("cuda")` runs as the CPU's, whose half-precision list is the same for
   every op a transformer uses; CUDA's longer fp32 list (ATen/autocast_mode.h, AT_FORALL_FP32 and
   AT_FORALL_FP32_SET_OPT_DTYPE) is applied here.
+* softmax in fp32 of fp16 scores reads them as they are; the CPU makes an fp32 copy first.
 * `F.rms_norm`: CUDA has one fused kernel that saves the input and 1/rms.
 * optimizers: foreach is CUDA's default, not the CPU's; subjects pass `foreach=True` or `fused=True`.
 * values: fake tensors have none. Traced batches are full and unpacked, so a mask check that asks
@@ -40,13 +41,13 @@ _FP32_FUNCTIONS: frozenset[Any] = frozenset(
         (
             torch,
             "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow layer_norm "
-            "rms_norm group_norm cosine_similarity kl_div dist renorm logsumexp prod softmax log_softmax "
+            "rms_norm group_norm cosine_similarity kl_div dist renorm logsumexp prod log_softmax "
             "cumprod cumsum sum norm",
         ),
         (
             torch.Tensor,
             "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ "
-            "logsumexp prod softmax log_softmax cumprod cumsum sum norm",
+            "logsumexp prod log_softmax cumprod cumsum sum norm",
         ),
         (
             _F,
@@ -74,6 +75,9 @@ class CudaBehaviour(TorchFunctionMode):
         self._special: dict[Any, Callable[..., Any]] = {
             _F.scaled_dot_product_attention: cuda_attention.attention,
             _F.dropout: _dropout,
+            _F.softmax: _functional_softmax,
+            torch.softmax: _softmax,
+            torch.Tensor.softmax: _softmax,
             _F.rms_norm: _rms_norm,
             torch.rms_norm: _rms_norm,
             torch.Tensor.cpu: self._to_host,
@@ -179,6 +183,50 @@ def _dropout(
     return torch.native_dropout(input, p, True)[0]
 
 
+def _functional_softmax(
+    input: torch.Tensor,
+    dim: int = -1,
+    _stacklevel: int = 3,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    return _softmax(input, dim, dtype)
+
+
+def _softmax(
+    input: torch.Tensor, dim: int, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """CUDA's autocast gives it fp32 results, and its kernel reads fp16 for them without a copy.
+
+    aten/src/ATen/native/SoftMax.cpp, softmax: half_to_float for fp16 on CUDA, anything else is cast first.
+    """
+    if dtype is None and torch.is_autocast_enabled("cpu") and input.is_floating_point():
+        dtype = torch.float32
+    if dtype is torch.float32 and input.dtype is torch.float16:
+        return HalfSoftmax.apply(input, dim)
+    return torch.softmax(input, dim, dtype=dtype)
+
+
+class HalfSoftmax(torch.autograd.Function):
+    """fp16 scores -> fp32 probabilities in one kernel; its gradient is fp16 again, in one kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: torch.Tensor, dim: int) -> torch.Tensor:
+        """Allocate the result, which is saved."""
+        ctx.dim = dim
+        result = torch.empty_like(scores, dtype=torch.float32)
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Allocate gradient * result in passing, and the fp16 gradient."""
+        (result,) = ctx.saved_tensors
+        gradient = torch.empty_like(result, dtype=torch.float16)
+        product = torch.empty_like(result)
+        del product
+        return gradient, None
+
+
 def _rms_norm(
     input: torch.Tensor,
     normalized_shape: Any,
@@ -229,6 +277,7 @@ def workspaces() -> dict[str, Workspace]:
     """Return, by op, the temporaries its CUDA kernel allocates and frees inside itself."""
     return {
         "aten.embedding_dense_backward.default": _embedding_backward,
+        "aten._softmax_backward_data.default": _softmax_backward,
         "bitsandbytes.gemm_4bit.default": _gemm_4bit,
         "bitsandbytes.dequantize_4bit.default": lambda args, kwargs, result: (),
     }
@@ -239,6 +288,15 @@ def _embedding_backward(
 ) -> tuple[int, ...]:
     """Return what CUDA's kernel allocates to sort many tokens."""
     return backward_blocks(args[1].numel(), result.shape[0], result.shape[1])
+
+
+def _softmax_backward(
+    args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
+) -> tuple[int, ...]:
+    """Return gradient * result (aten/native/cuda/SoftMax.cu, softmax_backward_cuda_out); the CPU has none."""
+    gradient, output = args[:2]
+    width = torch.promote_types(gradient.dtype, output.dtype).itemsize
+    return (width * output.numel(),)
 
 
 def _gemm_4bit(

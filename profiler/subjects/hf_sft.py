@@ -31,10 +31,11 @@ class HfSft:
     def __init__(self, options: StepOptions) -> None:
         self.options = options
         self.notes: tuple[str, ...] = (
-            ("outputs kept alive through backward",) if options.keep_outputs else ()
+            ("outputs kept alive until the next forward has made new ones",) if options.keep_outputs else ()
         )
         config = options.config.get("text_config") or options.config
         self.vocab = int(config.get("vocab_size", 0))
+        self.outputs: Any = None
         self.trained_embedding: tuple[int, ...] = ()
         self.standing_bytes = (options.workspace_bytes,) * handles(trains=True)
 
@@ -80,8 +81,8 @@ class HfSft:
         if options.converts_outputs:
             outputs.logits = outputs.logits.float()
         loss = outputs.loss
-        if not options.keep_outputs:
-            del outputs
+        self.outputs = outputs if options.keep_outputs else None  # until it is bound again
+        del outputs
         del inputs, mask
         loss = loss / options.gradient_accumulation
         if scaler is not None:
