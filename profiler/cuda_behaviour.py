@@ -104,13 +104,13 @@ class CudaBehaviour(TorchFunctionMode):
         ):
             self._saved.append((owner, name, getattr(owner, name)))
             setattr(owner, name, value)
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         """Restore torch's own answers."""
         while self._saved:
             setattr(*self._saved.pop())
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self,
@@ -134,11 +134,11 @@ class CudaBehaviour(TorchFunctionMode):
 
     def _engine(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # A mode is off inside its own handler, but checkpoints run forward code in backward.
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         try:
             return run(*args, **kwargs)
         finally:
-            super().__exit__(None, None, None)
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         target = kwargs.get("device", args[0] if args else None)
@@ -233,7 +233,9 @@ def _rms_norm(
     weight: torch.Tensor | None = None,
     eps: float | None = None,
 ) -> torch.Tensor:
-    return torch.ops.aten._fused_rms_norm(input, list(normalized_shape), weight, eps)[0]
+    normed: torch.Tensor
+    normed, _ = torch.ops.aten._fused_rms_norm(input, list(normalized_shape), weight, eps)
+    return normed
 
 
 def _masking() -> tuple[tuple[Any, str, Any], ...]:

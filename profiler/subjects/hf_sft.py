@@ -41,10 +41,11 @@ class HfSft:
 
     def build(self) -> torch.nn.Module:
         """Return the model on the meta device."""
-        model: Any = build(self.options)
-        self.vocab = int(model.config.get_text_config().vocab_size)
+        model = build(self.options)
+        inner: Any = model
+        self.vocab = int(inner.config.get_text_config().vocab_size)
         use_loss_of(model, self.options)
-        embedding = model.get_input_embeddings().weight
+        embedding = inner.get_input_embeddings().weight
         self.trained_embedding = tuple(embedding.shape) if embedding.requires_grad else ()
         return model
 
@@ -151,7 +152,6 @@ def loss_phase(model: Any, tracker: StorageTracker) -> Iterator[None]:
 def decoder_of(model: Any) -> torch.nn.Module:
     """Return the decoder stack under adapters and head."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    decoder = getattr(inner, inner.base_model_prefix, None)
-    if decoder is None:
-        decoder = inner.get_decoder()
+    named = getattr(inner, inner.base_model_prefix, None)
+    decoder: torch.nn.Module = inner.get_decoder() if named is None else named
     return decoder

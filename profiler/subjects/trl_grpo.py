@@ -102,7 +102,8 @@ class TrlGrpo(HfSft):
             where = torch.zeros(targets.numel(), dtype=torch.long)
             scored = flat[where]
             del flat, hidden
-            logp, _ = FusedHead.apply(scored, head.weight, targets.reshape(-1))
+            logp: torch.Tensor
+            logp, _ = FusedHead.apply(scored, head.weight, targets.reshape(-1))  # type: ignore[no-untyped-call]
         return logp.view(targets.shape)
 
 
