@@ -81,9 +81,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         phases.append(_phase("score", *fixed, _acts("score", acts.no_grad, acts), head.score))
     before = acts.forward + acts.outliving  # of the step before
     phases.append(
-        _phase(
-            "forward", *fixed, held, whole, _acts("forward", before, acts), outputs, resident
-        )
+        _phase("forward", *fixed, held, whole, _acts("forward", before, acts), outputs, resident)
     )
     kept, logit, made = _loss(r, acts, head)
     if not held.bytes and made:

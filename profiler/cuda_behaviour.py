@@ -12,8 +12,8 @@ would follow the CPU; `CudaBehaviour` (a torch function mode) turns each to CUDA
 * softmax in fp32 of fp16 scores reads them as they are; the CPU makes an fp32 copy first.
 * `F.rms_norm`: CUDA has one fused kernel that saves the input and 1/rms.
 * optimizers: foreach is CUDA's default, not the CPU's; subjects pass `foreach=True` or `fused=True`.
-* values: fake tensors have none. Traced batches are full and unpacked, so a mask check that asks
-  `all(...)` is answered yes, the largest position is the length less one, and a loss or norm that
+* values: fake tensors have none. Traced batches are unpacked and full (or, asked for, padded), so a mask
+  check that asks `all(...)` is answered, the largest position is the length less one, and a loss or norm that
   is read back is 1.0; any other branch on a value ends the trace with a message.
 * placement: `.cpu()`, `.to("cpu")` and pinned memory copy to the host, where they do not count as
   device memory; `.to("cuda")` or `.to(device)` brings a fresh device copy.
@@ -68,9 +68,10 @@ def _is_cuda(device: Any) -> bool:
 class CudaBehaviour(TorchFunctionMode):
     """Make what runs inside allocate as on CUDA; `tracker` learns what goes to the host."""
 
-    def __init__(self, tracker: StorageTracker) -> None:
+    def __init__(self, tracker: StorageTracker, *, padded: bool = False) -> None:
         super().__init__()
         self._tracker = tracker
+        self._padded = padded
         self._saved: list[tuple[Any, str, Any]] = []
         self._special: dict[Any, Callable[..., Any]] = {
             _F.scaled_dot_product_attention: cuda_attention.attention,
@@ -100,7 +101,7 @@ class CudaBehaviour(TorchFunctionMode):
             (torch, "is_autocast_enabled", lambda *_: asked("cpu")),
             (torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype("cpu")),
             (torch.autograd, "_engine_run_backward", partial(self._engine, run)),
-            *_masking(),
+            *_masking(padded=self._padded),
         ):
             self._saved.append((owner, name, getattr(owner, name)))
             setattr(owner, name, value)
@@ -192,9 +193,7 @@ def _functional_softmax(
     return _softmax(input, dim, dtype)
 
 
-def _softmax(
-    input: torch.Tensor, dim: int, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def _softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """CUDA's autocast gives it fp32 results, and its kernel reads fp16 for them without a copy.
 
     aten/src/ATen/native/SoftMax.cpp, softmax: half_to_float for fp16 on CUDA, anything else is cast first.
@@ -238,21 +237,24 @@ def _rms_norm(
     return normed
 
 
-def _masking() -> tuple[tuple[Any, str, Any], ...]:
+def _masking(*, padded: bool) -> tuple[tuple[Any, str, Any], ...]:
     """Let transformers decide about masks as in a real run: it takes fake tensors for an export."""
     module = sys.modules.get("transformers.masking_utils")
     if module is None:
         return ()
-    return (module, "is_tracing", lambda *_: False), (
-        module,
-        "fast_all",
-        partial(_yes, module.fast_all),
-    )
+    all_ones = partial(_answered, module.fast_all, answer=not padded)
+    return (module, "is_tracing", lambda *_: False), (module, "fast_all", all_ones)
 
 
 def _yes(check: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    return _answered(check, *args, answer=True, **kwargs)
+
+
+def _answered(
+    check: Callable[..., torch.Tensor], *args: Any, answer: bool, **kwargs: Any
+) -> torch.Tensor:
     result = check(*args, **kwargs)
-    result._answers_yes = True  # type: ignore[attr-defined]
+    result._answer = answer  # type: ignore[attr-defined]
     return result
 
 
@@ -271,8 +273,9 @@ def _number(read: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
 
 
 def _truth(tensor: torch.Tensor) -> bool:
-    """Traced batches have no padding and one sequence a row: "all(...)" of a mask is true."""
-    return True if getattr(tensor, "_answers_yes", False) else torch.Tensor.__bool__(tensor)
+    """Answer what `_answered` knows: one sequence a row, and a mask of ones unless rows are padded."""
+    answer: bool | None = getattr(tensor, "_answer", None)
+    return torch.Tensor.__bool__(tensor) if answer is None else answer
 
 
 def workspaces() -> dict[str, Workspace]:

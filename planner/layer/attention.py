@@ -30,7 +30,7 @@ def attend(p: "Program", q: Value, k: Value, v: Value, shape: Shape) -> Value:
     out_size = heads * shape.v_dim * width
     if s.attention == "eager":
         return _eager(p, q, k, v, shape)
-    masked = s.attention == "sdpa" and (s.masked or 0 < shape.window < s.seq)
+    masked = s.attention == "sdpa" and (s.masked or 0 < shape.window <= s.seq)
     if masked and s.undeclared_groups:
         masked = False
     if (s.repeat_kv or masked) and k.size != q.size:

@@ -193,7 +193,9 @@ class Run:
         layers = Layers(self.model, self.r, settings, tokens, player, units)
         head = Head(self.model, self.r, tokens, player)
         rotary = self._rotary(length, settings)
-        masked = player.take_all([masks(self.model, self.r, settings) * length // self.r.seq_tokens])
+        masked = player.take_all(
+            [masks(self.model, self.r, settings) * length // self.r.seq_tokens]
+        )
         last = layers.forward(self._embed(tokens, settings))
         events = norm_events(self.model, settings)
         kept = player.play(events.forward, tokens, {events.forward.x: last})

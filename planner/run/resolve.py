@@ -67,8 +67,7 @@ class Resolved:
     num_generations: int
     packing: bool
     padded: bool
-    """A mask goes to attention, so keys and values are repeated for all query heads (the trainer's
-    shared prompts)."""
+    """A mask goes to attention, so SDPA's keys and values are repeated for all query heads."""
     checkpointing: Checkpointing
     checkpoint_every: int
     keep_layers: int
@@ -125,6 +124,13 @@ class Resolved:
     def compute_dtype(self) -> str:
         """dtype inside linears and attention."""
         return self.autocast or self.dtype
+
+
+def _padded(recipe: Recipe, switches: Switches, sequences: int) -> bool:
+    """Return whether a mask goes to attention beside the tokens."""
+    if switches.mask == "padding":
+        return sequences > 1 and not recipe.packing
+    return switches.mask == "always"
 
 
 def _tiled(recipe: Recipe, switches: Switches, defaults: dict[str, Any]) -> bool:
@@ -187,7 +193,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         completion_tokens=completion,
         num_generations=generations,
         packing=bool(recipe.packing),
-        padded=False,
+        padded=trains and _padded(recipe, switches, sequences),
         checkpointing=Checkpointing(
             choose(recipe.checkpointing, defaults, "checkpointing", "none")
         ),

@@ -70,7 +70,7 @@ class Activations(NamedTuple):
     """Bytes per token of the layer that runs backward."""
     outliving: int = 0
     """Held beyond the backward with the outputs, whose graph has it: a frozen embedding's output,
-    made a leaf, and its gradient."""
+    made a leaf, and its gradient; under reentrant checkpoints masks and positions too."""
 
 
 def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
@@ -128,8 +128,8 @@ def _undeclared_groups(model: ModelSpec) -> bool:
 
 
 def _windowed(model: ModelSpec, r: Resolved) -> bool:
-    """Return whether a layer's window is shorter than a sequence: then its mask is made in full."""
-    return any(0 < layer.mixer.window < r.seq_tokens for layer in model.layers)
+    """Return whether a layer's window is no longer than a sequence: then its mask is made in full."""
+    return any(0 < layer.mixer.window <= r.seq_tokens for layer in model.layers)
 
 
 def _sinks(model: ModelSpec) -> bool:
@@ -212,7 +212,7 @@ def masks(model: ModelSpec, r: Resolved, settings: OpSettings) -> int:
     elif r.attention.value == "sdpa":
         width = 1
         if not settings.masked:
-            windows = {window for window in windows if 0 < window < r.seq_tokens}
+            windows = {window for window in windows if 0 < window <= r.seq_tokens}
     else:
         return 0
     return len(windows) * width * r.tokens * r.seq_tokens
@@ -345,7 +345,7 @@ def _checkpointed(
         ),
         autocast_cache=cache,
         host=(layers - resident) * pinned(one, r) if offload else 0,
-        outliving=2 * one if hooked and r.switches.keeps_outputs else 0,
+        outliving=_outliving(r, one if hooked else 0, fixed),
         parts=(
             ("cosines and sines", 1, rotary),
             ("attention masks", 1, masked),
@@ -355,6 +355,14 @@ def _checkpointed(
         ),
         layer_per_token=work.per_token,
     )
+
+
+def _outliving(r: Resolved, leaf: int, arguments: int) -> int:
+    """Return what the graph of held outputs keeps: a leaf and its gradient, and the arguments that a
+    reentrant checkpoint's function is bound to."""
+    if not r.switches.keeps_outputs:
+        return 0
+    return 2 * leaf + (arguments if r.switches.reentrant else 0)
 
 
 def _rest_of_segment(model: ModelSpec, settings: OpSettings, tokens: int, every: int) -> int:
