@@ -7,9 +7,10 @@ from planner.layer.costs import checkpointed_costs, kept_costs, no_grad_costs
 from planner.layer.program import OpSettings, Program
 from planner.layer.tape import Envelope, Tape, envelope, largest
 from planner.models.spec import ModelSpec
+from planner.quant.table import BITSANDBYTES
 from planner.run.recipe import Checkpointing, Method
 from planner.run.resolve import Resolved
-from planner.terms.counts import BITSANDBYTES, adapters, base_weights
+from planner.terms.counts import adapters, base_weights
 from planner.terms.gradients import gradient_width
 from planner.terms.weights import trained_width
 
