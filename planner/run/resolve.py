@@ -70,8 +70,7 @@ class Resolved:
     num_generations: int
     packing: bool
     padded: bool
-    """A mask goes to attention, so keys and values are repeated for all query heads (the trainer's
-    shared prompts)."""
+    """A mask goes to attention, so SDPA's keys and values are repeated for all query heads."""
     checkpointing: Checkpointing
     checkpoint_every: int
     keep_layers: int
@@ -137,6 +136,13 @@ class Resolved:
         return self.autocast or self.dtype
 
 
+def _padded(recipe: Recipe, switches: Switches, sequences: int) -> bool:
+    """Return whether a mask goes to attention beside the tokens."""
+    if switches.mask == "padding":
+        return sequences > 1 and not recipe.packing
+    return switches.mask == "always"
+
+
 def _tiled(recipe: Recipe, switches: Switches, defaults: dict[str, Any]) -> bool:
     """Return whether layers run in tiles of tokens; some frameworks do beside checkpointing."""
     if recipe.tiled_mlp is not None:
@@ -198,7 +204,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         completion_tokens=completion,
         num_generations=generations,
         packing=bool(recipe.packing),
-        padded=False,
+        padded=trains and _padded(recipe, switches, sequences),
         checkpointing=Checkpointing(
             choose(recipe.checkpointing, defaults, "checkpointing", "none")
         ),
