@@ -7,20 +7,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from planner.errors import UnsupportedError, UsageError
+from planner.errors import UsageError
 from planner.run.recipe import (
     EngineKind,
-    Loss,
     Method,
-    OffloadSection,
     Recipe,
-    Reference,
     RunFile,
     Section,
-    Sharding,
     Task,
 )
 from planner.run.runfile import read_yaml, validate
+from trainer.fields import loss_type, refuse_unhonoured
 
 Positive = Annotated[float, Field(gt=0)]
 Steps = Annotated[int, Field(ge=1, le=10**9, strict=True)]
@@ -179,6 +176,9 @@ def parse_run(document: dict[str, Any], *, root: Path) -> tuple[RunFile, TrainSe
     if not run.train:
         raise UsageError("run.yaml has no train: section", hint="give at least output and dataset")
     train = validate(TrainSection, run.train, label="train")
+    kind = loss_type(run.recipe, train.loss.type, said="type" in train.loss.model_fields_set)
+    if kind != train.loss.type:
+        train = train.model_copy(update={"loss": train.loss.model_copy(update={"type": kind})})
     _check_together(run, train)
     output = root / Path(train.output).expanduser()
     return run, train.model_copy(update={"output": str(output)})
@@ -244,35 +244,6 @@ def _check_together(run: RunFile, train: TrainSection) -> None:
                 f"recipe.num_generations: {recipe.num_generations} leaves nothing to compare with",
                 hint="2 or more (8 is usual)",
             )
-    refused = (
-        ("sharding", recipe.sharding is not Sharding.NONE, "none: the trainer uses one device"),
-        (
-            "offload",
-            recipe.offload != OffloadSection(),
-            "out: the trainer offloads the optimizer (optimizer_offload) and layer inputs",
-        ),
-        (
-            "mixed_precision",
-            recipe.mixed_precision not in (None, "none"),
-            "none: set dtype instead",
-        ),
-        ("loss", recipe.loss is Loss.FULL, "chunked: the trainer never makes full logits"),
-        ("compile", recipe.compile, "false"),
-        (
-            "reference",
-            recipe.reference not in (None, Reference.NONE, Reference.ADAPTER_OFF),
-            "adapter-off",
-        ),
-        (
-            "beta",
-            bool(recipe.beta) and recipe.method is Method.FULL,
-            "0 with method full: its reference would be a second copy; adapters need none",
-        ),
-    )
-    for name, wrong, allowed in refused:
-        if wrong:
-            raise UnsupportedError(
-                f"recipe.{name}: {getattr(recipe, name)} cannot be trained", hint=f"use {allowed}"
-            )
+    refuse_unhonoured(run, train)
     if train.loss.kl != "k3" and not recipe.beta:
         raise UsageError(f"train.loss.kl: {train.loss.kl} has no effect with recipe.beta 0")

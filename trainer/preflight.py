@@ -27,6 +27,7 @@ from trainer.devices import check_driver, check_dtype, limited, occupied, run_de
 from trainer.engines import make_engine
 from trainer.engines.protocol import Engine
 from trainer.engines.vllm_settings import settle_engine
+from trainer.fields import machine_note, other_framework, unread_notes
 from trainer.model import Policy, load_policy
 from trainer.packing import keeps_apart, refuse_mixing
 from trainer.phase_memory import PhaseMemory
@@ -113,6 +114,9 @@ def prepare(
     wanted = settle_engine(settled(run.recipe))
     layout, asked = choose_layout(spec, wanted, train)
     recipe, planned = solve(spec, wanted, machine, train, held=held)
+    other = other_framework(spec, run.recipe, recipe, machine)
+    for note in filter(None, (other, *unread_notes(planned.resolved), _elsewhere(run, machine))):
+        say(note)
     train = with_epochs(train, per_epoch=per_epoch, per_step=_prompts_per_step(recipe, train))
     policy = load_policy(
         run.model,
@@ -173,6 +177,11 @@ def prepare(
     return ready
 
 
+def _elsewhere(run: RunFile, machine: Machine) -> str:
+    name = machine.gpu.name if machine.gpu else "a device"
+    return machine_note(run, f"{name} with {format_bytes(machine.vram_bytes)}")
+
+
 def settled(recipe: Recipe) -> Recipe:
     """Return the recipe with what the trainer decides by itself written down, so that the plan sees it."""
     dtype = recipe.dtype or "bf16"
@@ -204,6 +213,8 @@ def solve(
 
     Raises VramwiseError with advice when even one sequence doesn't fit; `held` says what others hold.
     """
+    if train.device_memory:
+        held = f"train.device_memory: {train.device_memory}"
     if recipe.micro_batch_size is not None:
         planned = plan(spec, recipe, machine)
         if not planned.may_run:
