@@ -16,7 +16,7 @@ from planner.errors import VramwiseError
 from planner.run.recipe import MachineSection, Recipe
 from trainer.config import RewardSection, TrainSection
 
-REWARD = {"name": "format", "options": {"pattern": ".*[0-9].*"}}
+REWARD = {"name": "format", "options": {"pattern": "[0-9a-mA-M].*"}}
 NOISY = ("seconds", "per_second", "bytes", "memory", "allocated", "reserved", "planned", "resident")
 
 
