@@ -8,7 +8,7 @@ from planner.errors import UsageError
 from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
 from planner.phases import Phase, budget
-from planner.reserved import Reserved, communication_bytes, reserved
+from planner.reserved import Reserved, outside_bytes, reserved
 from planner.risk import EVEN, TAIL, Distribution, Risk, distribution, kind_of
 from planner.run.framework import planned_as, spelled
 from planner.run.recipe import Recipe, Task
@@ -107,8 +107,7 @@ class Plan:
     @property
     def device_used_bytes(self) -> int:
         """What nvidia-smi shows: reserved, the CUDA context and communicators."""
-        outside = self.machine.context_bytes + communication_bytes(self.resolved)
-        return self.reserved.on_card + outside
+        return self.reserved.on_card + outside_bytes(self.resolved, self.machine)
 
     @property
     def allocated_peak_bytes(self) -> int:
@@ -300,6 +299,6 @@ def _not_modeled(model: ModelSpec, r: Resolved) -> tuple[str, ...]:
             "compile: the plan is the eager run's; torch.compile fuses operations and keeps less "
             "(torchtune and torchtitan ran at 7 to 15% less)"
         )
-    if r.placement.reduces:
-        notes.append("NCCL buffers beyond the 0.8 GiB counted: real use differs by up to 0.5 GiB")
+    if r.placement.reduces and r.placement.ranks > 1:
+        notes.append("NCCL buffers beyond one communicator's: a group more takes 0.5 to 1 GiB more")
     return tuple(notes)
