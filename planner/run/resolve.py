@@ -14,6 +14,7 @@ from planner.run.framework import fallback_note, pick
 from planner.run.framework_files import Framework
 from planner.run.logits_law import LogitsLaw
 from planner.run.placement import Placement, offloaded, place
+from planner.run.positions import context_notes
 from planner.run.recipe import (
     Attention,
     Checkpointing,
@@ -169,6 +170,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     sequences = _sequences(recipe, framework, defaults, generations, notes)
     loss = Loss(choose(recipe.loss, defaults, "loss", "full"))
     engine = engine_kind(recipe, defaults)
+    notes.extend(context_notes(model, prompt + completion, engine))
     beta = choose(recipe.beta, defaults, "beta", 0.1 if task is Task.DPO else 0.0)
     if recipe.engine.expert_parallel and not any(layer.mlp.num_experts for layer in model.layers):
         notes.append("expert_parallel moves nothing: the model has no experts")
