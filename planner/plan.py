@@ -86,11 +86,14 @@ class Plan:
     @cached_property
     def risk(self) -> Risk:
         """How likely the run ends out of memory: the share of measured runs as far above their plan."""
+        return self.risk_over(self._spread("allocated"))
+
+    def risk_over(self, spread: Distribution) -> Risk:
+        """Return the same by another distribution of measured runs."""
         if self.problem or self.peak_bytes > self.capacity_bytes or not self.host_fits:
             return Risk(1.0, "more than there is, by the plan itself")
         if not self.resolved.trains and self.serving is not None:
             return Risk(self.serving.refusal_risk, "vLLM refuses a pool under one request")
-        spread = self._spread("allocated")
         least, most = (
             spread.above(self.capacity_bytes / (times * self.peak_bytes))
             for times in (1, MOST_NEEDED)
@@ -122,7 +125,11 @@ class Plan:
     @property
     def verdict(self) -> str:
         """fits (the risk is at most `risk_allowed`), does not fit (at least even), tight between."""
-        p_oom = self.risk.p_oom
+        return self.verdict_of(self.risk)
+
+    def verdict_of(self, risk: Risk) -> str:
+        """Return the verdict at another risk."""
+        p_oom = risk.p_oom
         if p_oom >= EVEN:
             return "does not fit"
         return "fits" if p_oom <= self.risk_allowed else "tight"
