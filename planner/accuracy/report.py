@@ -7,7 +7,7 @@ from typing import Any
 
 from planner.accuracy.calibrate import ratio_of
 from planner.accuracy.score import SPILLED, Accuracy, Scored, Statistics, Uncovered, Verdicts
-from planner.risk import TAIL, Distribution, choose, kind_of
+from planner.risk import MIN_ROWS, TAIL, Distribution, choose, kind_of
 
 SCHEMA_VERSION = 1
 WORST_ROWS = 15
@@ -204,8 +204,8 @@ def left_out(result: Accuracy) -> list[tuple[str, str, int, float, float]]:
     for quantity in dict.fromkeys(row.quantity for row in rows):
         for source in sorted({row.source for row in rows if row.quantity == quantity}):
             others = [row for row in rows if row.source != source]
-            if not any(row.quantity == quantity for row in others):
-                continue  # no other source has such a figure
+            if sum(row.quantity == quantity for row in others) < MIN_ROWS:
+                continue  # the other sources have too few such figures to judge by
             inside, widths = 0, []
             own = [row for row in rows if row.source == source and row.quantity == quantity]
             for row in own:
