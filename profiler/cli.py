@@ -3,6 +3,8 @@
 import json
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -80,10 +82,12 @@ def _save(found: "list[Recording]", folder: Path) -> None:
     def save_page() -> None:
         (folder / "report.html").write_text(page(found[0]), encoding="utf-8")
 
-    jobs = [("recording.json", lambda: found[0].save(folder / "recording.json"))]
+    jobs: list[tuple[str, Callable[[], object]]] = [
+        ("recording.json", partial(found[0].save, folder / "recording.json"))
+    ]
     for each in found[1:]:
         name = f"recording-rank{each.environment['rank']}.json"
-        jobs.append((name, lambda each=each, name=name: each.save(folder / name)))  # type: ignore[misc]
+        jobs.append((name, partial(each.save, folder / name)))
     jobs.append(("timeline.parquet", lambda: save_timeline(found[0], folder / "timeline.parquet")))
     jobs.append(("report.html", save_page))
     from planner.errors import VramwiseError

@@ -128,7 +128,10 @@ class SafeSoftmax(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
         """Allocate one gradient of the scores' size."""
         (result,) = ctx.saved_tensors
-        return torch.ops.aten._softmax_backward_data(grads[0], result, -1, result.dtype)
+        grad: torch.Tensor = torch.ops.aten._softmax_backward_data(
+            grads[0], result, -1, result.dtype
+        )
+        return grad
 
 
 def math_attention(
@@ -157,9 +160,9 @@ def math_attention(
         weights = scaled @ (key_acc.transpose(-2, -1) * factor)
         if mask is not None:
             weights.add_(mask)
-        weights = SafeSoftmax.apply(weights)
+        weights = SafeSoftmax.apply(weights)  # type: ignore[no-untyped-call]
         narrow = weights.to(query.dtype)  # the composite's second result
-        out = (weights @ value_acc).to(query.dtype)
+        out: torch.Tensor = (weights @ value_acc).to(query.dtype)
         del narrow
         return out
 
@@ -196,10 +199,12 @@ def attention(
             query, key, value = (
                 torch.nn.functional.pad(part, (0, missing)) for part in (query, key, value)
             )
-        return FlashAttention.apply(query, key, value)[..., :width]
+        flash: torch.Tensor = FlashAttention.apply(query, key, value)  # type: ignore[no-untyped-call]
+        return flash[..., :width]
     if not grouped and query.shape[-1] % 4 == 0:
         mask = None if attn_mask is None else additive_mask(attn_mask, query)
-        return EfficientAttention.apply(query, key, value, mask)
+        efficient: torch.Tensor = EfficientAttention.apply(query, key, value, mask)  # type: ignore[no-untyped-call]
+        return efficient
     if dropout_p:
         raise UnsupportedError("attention dropout with SDPA's math kernel is not traced")
     return math_attention(
@@ -231,5 +236,5 @@ def flash_attention_2(
         query, key, value = (part.to(target) for part in (query, key, value))
     if value.shape[-1] != query.shape[-1]:
         value = torch.nn.functional.pad(value, (0, query.shape[-1] - value.shape[-1]))
-    out = FlashAttention.apply(query, key, value)
+    out = FlashAttention.apply(query, key, value)  # type: ignore[no-untyped-call]
     return out.transpose(1, 2), None

@@ -72,7 +72,7 @@ class Follower:
     def start(self) -> None:
         """Begin to follow."""
         self.storages.phase = self._tracker.phase
-        self.storages.__enter__()
+        self.storages.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
         """Fold what is left and stop following."""
@@ -81,7 +81,7 @@ class Follower:
         self.storages.enabled = False
         # leaving a mode takes away the newest one, whoever's it is: ours only if it is ours
         if _get_current_dispatch_mode() is self.storages:
-            self.storages.__exit__(None, None, None)
+            self.storages.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def adopt(self, model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Give parameters, gradients and optimizer state of a model their terms."""
@@ -193,7 +193,7 @@ class Follower:
             if updated.grad is not None:
                 self.storages.adopt(updated.grad, term="gradients", module=name.rpartition(".")[0])
 
-        handle: Any = parameter.register_post_accumulate_grad_hook(tag)  # type: ignore[no-untyped-call]
+        handle: Any = parameter.register_post_accumulate_grad_hook(tag)
         self._stack.callback(handle.remove)
 
 

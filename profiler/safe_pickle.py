@@ -110,7 +110,7 @@ def load_plain(path: Path, *, what: str = "file") -> Any:
                     hint="record fewer events: _record_memory_history(max_entries=100000)",
                 )
             # the registry's cache would hand out objects without asking find_class
-            copyreg.clear_extension_cache()  # type: ignore[attr-defined]
+            copyreg.clear_extension_cache()
             return _Plain(file, encoding="utf-8").load()
     except (
         pickle.UnpicklingError,

@@ -101,7 +101,7 @@ class StorageTracker(TorchDispatchMode):
         deadline_s: float | None = None,
         in_place: bool = True,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[BlockEvent] = []
         self.phase = "load"
         self.ops = 0

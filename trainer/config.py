@@ -11,6 +11,7 @@ from planner.run.recipe import (
     EngineKind,
     Loss,
     Method,
+    OffloadSection,
     Recipe,
     Reference,
     RunFile,
@@ -211,6 +212,11 @@ def _check_together(run: RunFile, train: TrainSection) -> None:
             )
     refused = (
         ("sharding", recipe.sharding is not Sharding.NONE, "none: the trainer uses one device"),
+        (
+            "offload",
+            recipe.offload != OffloadSection(),
+            "out: the trainer offloads the optimizer (optimizer_offload) and layer inputs",
+        ),
         (
             "mixed_precision",
             recipe.mixed_precision not in (None, "none"),

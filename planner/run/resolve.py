@@ -3,22 +3,25 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from planner.dtypes import QUANTIZATIONS, TRAIN_DTYPES, normal_dtype
-from planner.errors import UnsupportedError, UsageError
+from planner.dtypes import TRAIN_DTYPES, normal_dtype
+from planner.errors import UsageError
 from planner.machines.machine import Machine
 from planner.mixers.registry import mixer_of
 from planner.models.spec import ModelSpec
+from planner.run.base_scheme import base_scheme
 from planner.run.engine_choices import choose, engine_fields, engine_kind
 from planner.run.framework import fallback_note, pick
 from planner.run.framework_files import Framework
 from planner.run.logits_law import LogitsLaw
-from planner.run.placement import Placement, place
+from planner.run.placement import Placement, offloaded, place
+from planner.run.positions import context_notes
 from planner.run.recipe import (
     Attention,
     Checkpointing,
     EngineKind,
     Loss,
     Method,
+    OffloadSection,
     Optimizer,
     Recipe,
     Reference,
@@ -58,6 +61,7 @@ class Resolved:
     lora_dropout: float
     optimizer: Optimizer
     optimizer_offload: bool
+    offload: OffloadSection
     optimizer_in_backward: bool
     sequences: int
     """Sequences in one forward pass (DPO: chosen and rejected)."""
@@ -67,8 +71,7 @@ class Resolved:
     num_generations: int
     packing: bool
     padded: bool
-    """A mask goes to attention, so keys and values are repeated for all query heads (the trainer's
-    shared prompts)."""
+    """A mask goes to attention, so SDPA's keys and values are repeated for all query heads."""
     checkpointing: Checkpointing
     checkpoint_every: int
     keep_layers: int
@@ -119,12 +122,26 @@ class Resolved:
             quantized=bool(self.quantization),
             autocast=bool(self.autocast),
             loads_whole=self.switches.fsdp_loads_full,
+            offload=offloaded(
+                self.sharding,
+                optimizer=self.optimizer_offload,
+                parameters=self.offload.parameters,
+                quantized=bool(self.quantization),
+                by=self.switches.offloads_by,
+            ),
         )
 
     @property
     def compute_dtype(self) -> str:
         """dtype inside linears and attention."""
         return self.autocast or self.dtype
+
+
+def _padded(recipe: Recipe, switches: Switches, sequences: int) -> bool:
+    """Return whether a mask goes to attention beside the tokens."""
+    if switches.mask == "padding":
+        return sequences > 1 and not recipe.packing
+    return switches.mask == "always"
 
 
 def _tiled(recipe: Recipe, switches: Switches, defaults: dict[str, Any]) -> bool:
@@ -147,12 +164,13 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     notes = list(filter(None, [fallback_note(framework, recipe.framework)]))
     trains = task is not Task.SERVE
     dtype, autocast = _dtypes(model, recipe, defaults)
-    quantization = _quantization(model, recipe, trains)
+    quantization = base_scheme(model, recipe, framework, trains=trains, notes=notes)
     prompt, completion = _lengths(recipe, defaults, notes)
     generations = choose(recipe.num_generations, defaults, "num_generations", 1)
     sequences = _sequences(recipe, framework, defaults, generations, notes)
     loss = Loss(choose(recipe.loss, defaults, "loss", "full"))
     engine = engine_kind(recipe, defaults)
+    notes.extend(context_notes(model, prompt + completion, engine))
     beta = choose(recipe.beta, defaults, "beta", 0.1 if task is Task.DPO else 0.0)
     if recipe.engine.expert_parallel and not any(layer.mlp.num_experts for layer in model.layers):
         notes.append("expert_parallel moves nothing: the model has no experts")
@@ -180,6 +198,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         **_lora_fields(recipe, switches, quantization, dtype),
         optimizer=Optimizer(choose(recipe.optimizer, defaults, "optimizer", "adamw")),
         optimizer_offload=recipe.optimizer_offload,
+        offload=_offload(recipe, trains),
         optimizer_in_backward=recipe.optimizer_in_backward,
         sequences=sequences,
         grad_accum=recipe.gradient_accumulation,
@@ -187,7 +206,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         completion_tokens=completion,
         num_generations=generations,
         packing=bool(recipe.packing),
-        padded=False,
+        padded=trains and _padded(recipe, switches, sequences),
         checkpointing=Checkpointing(
             choose(recipe.checkpointing, defaults, "checkpointing", "none")
         ),
@@ -232,6 +251,23 @@ def _kernel_notes(model: ModelSpec) -> list[str]:
         "code keeps several times the activations, and this plan is too low"
         for packages in sorted(assumed - {""}, reverse=True)
     ]
+
+
+def _offload(recipe: Recipe, trains: bool) -> OffloadSection:
+    """Return what is offloaded; raises UsageError for what no engine does."""
+    asked, sharding = recipe.offload, recipe.sharding
+    if not trains:
+        return OffloadSection()
+    if asked.parameters and sharding not in (Sharding.ZERO3, Sharding.FSDP):
+        raise UsageError(
+            f"offload.parameters: {sharding.value} does not offload weights", hint="zero3 or fsdp"
+        )
+    moved = recipe.optimizer_offload or asked.parameters
+    if asked.device == "nvme" and moved and sharding is not Sharding.ZERO3:
+        raise UsageError(
+            f"offload.device: {sharding.value} does not swap to nvme", hint="zero3, or cpu"
+        )
+    return asked
 
 
 def _master(recipe: Recipe, switches: Switches, dtype: str) -> bool:
@@ -294,27 +330,6 @@ def _dtypes(model: ModelSpec, recipe: Recipe, defaults: dict[str, Any]) -> tuple
     if autocast not in ("", "bf16", "fp16"):
         raise UsageError(f"mixed_precision: {mixed!r}", hint="none, bf16 or fp16")
     return dtype, autocast
-
-
-def _quantization(model: ModelSpec, recipe: Recipe, trains: bool) -> str:
-    name = recipe.quantization
-    if name is None:
-        name = "nf4" if recipe.method is Method.QLORA and trains else model.checkpoint_quantization
-        if name == "mxfp4" and trains:
-            name = ""  # transformers dequantises MXFP4 to bf16 for training
-    folded = QUANTIZATIONS.get(name or "none")
-    if folded is None:
-        raise UsageError(f"quantization: {name!r} is not known", hint=", ".join(QUANTIZATIONS))
-    if trains and folded and recipe.method is Method.FULL:
-        if recipe.quantization is not None:
-            raise UnsupportedError(
-                f"quantization: {name} weights cannot be trained in full",
-                hint="use --method qlora, or leave quantization out",
-            )
-        return ""
-    if trains and recipe.method is Method.QLORA and not folded:
-        raise UsageError("quantization: qlora needs a quantised base", hint="leave it out for nf4")
-    return folded
 
 
 def _lengths(recipe: Recipe, defaults: dict[str, Any], notes: list[str]) -> tuple[int, int]:

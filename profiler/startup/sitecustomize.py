@@ -5,15 +5,19 @@ It first hands over to the sitecustomize module that it hides, then waits for to
 program imports torch nothing is patched and nothing is written.
 """
 
+from __future__ import annotations
+
 import importlib.machinery
 import importlib.util
 import os
 import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
-def _chain():
+def _chain() -> None:
     """Run the sitecustomize that this file hides, as if this one were not there."""
     paths = [p for p in sys.path if os.path.abspath(p or os.getcwd()) != _HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", paths)
@@ -27,11 +31,13 @@ def _chain():
 class _WaitFor:
     """A meta path finder that calls `ready(module)` right after a watched module is imported."""
 
-    def __init__(self, watched):
+    def __init__(self, watched: dict[str, Callable[[ModuleType], None]]) -> None:
         self.watched = watched  # {module name: callable(module)}
-        self.busy = set()
+        self.busy: set[str] = set()
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if name not in self.watched or name in self.busy:
             return None
         self.busy.add(name)  # find the real spec without meeting ourselves again
@@ -45,7 +51,7 @@ class _WaitFor:
             return None
         original, ready, loader = spec.loader.exec_module, self.watched[name], spec.loader
 
-        def exec_module(module):
+        def exec_module(module: ModuleType) -> None:
             original(module)
             # the loader is an instance made for this one import: put it back as it was
             del loader.exec_module
@@ -58,7 +64,7 @@ class _WaitFor:
         return spec
 
 
-def _arm():
+def _arm() -> None:
     """Load the recorder by file path and let it wait for the modules that it hooks."""
     path = os.path.join(_HERE, "vramwise_child.py")
     spec = importlib.util.spec_from_file_location("vramwise_child", path)

@@ -6,6 +6,8 @@ kill -9; one file per process, so ranks and forks never share one. Standard libr
 program goes on as if nothing had been there.
 """
 
+from __future__ import annotations
+
 import atexit
 import contextlib
 import functools
@@ -15,6 +17,8 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -22,7 +26,7 @@ _MIN_GAP_S = 0.05
 _EVERY_STEP_UP_TO = 1000
 
 
-def _load(name):
+def _load(name: str) -> Any:
     """Import a file of this folder by path, whatever the program did to sys.path."""
     if name in sys.modules:
         return sys.modules[name]
@@ -38,12 +42,12 @@ def _load(name):
 class Journal:
     """Appends JSON lines to one file; opened with the first line."""
 
-    def __init__(self, folder):
+    def __init__(self, folder: str) -> None:
         self.folder = folder
-        self._descriptor = None
+        self._descriptor: int | None = None
         self.broken = False
 
-    def write(self, **line):
+    def write(self, **line: Any) -> None:
         """Append one line; a full disk ends the journal, not the program."""
         if self.broken:
             return
@@ -61,7 +65,7 @@ class Journal:
 class Child:
     """Everything recorded in one process."""
 
-    def __init__(self, folder, *, rate_hz, snapshot, follow):
+    def __init__(self, folder: str, *, rate_hz: float, snapshot: str, follow: bool) -> None:
         self.folder, self.rate_hz = folder, rate_hz
         self.snapshot_when, self.follow = snapshot, follow
         self.torch: Any = None
@@ -73,7 +77,7 @@ class Child:
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._after_fork)
 
-    def torch_ready(self, torch):
+    def torch_ready(self, torch: Any) -> None:
         """torch has just been imported: hook it and say who we are."""
         self.torch = torch
         try:
@@ -86,37 +90,37 @@ class Child:
         except Exception as error:
             self._give_up(error)
 
-    def generation_ready(self, module, owner, names):
+    def generation_ready(self, module: ModuleType, owner: str, names: tuple[str, ...]) -> None:
         """A library with a generate() has just been imported."""
         for name in names:
             if hasattr(module, owner):
                 self.tracker.wrap_generate(getattr(module, owner), name)
 
-    def marker_ready(self, module):
+    def marker_ready(self, module: ModuleType) -> None:
         """The bundled trainer marks its phases itself: it does not generate by generate()."""
         self.tracker.wrap_marker(module.PhaseMemory, "__call__")
 
-    def _start_fresh(self):
+    def _start_fresh(self) -> None:
         self.journal = Journal(self.folder)
         self.book: Any = None
         self.last_line_s = 0.0
-        self.sampler = None
+        self.sampler: threading.Thread | None = None
         self.greeted = False
         self.dumps = 0
         self.dumped_bytes = 0
         self.stack_on = False
 
-    def _after_fork(self):
+    def _after_fork(self) -> None:
         # a forked worker is a process of its own: new file, no sampler thread, no inherited lock
         self.lock = threading.RLock()
         self._start_fresh()
         if self.torch is not None:
             self._new_book(self.meters.CpuMeter(self.torch))
 
-    def _new_book(self, meter):
+    def _new_book(self, meter: Any) -> None:
         self.book = self.meters.PeakBook(meter, self.tracker)
 
-    def _hello(self):
+    def _hello(self) -> None:
         torch, self.greeted = self.torch, True
         rank = os.environ.get("RANK")
         self.journal.write(
@@ -132,7 +136,7 @@ class Child:
             self.sampler = threading.Thread(target=self._sample, name="vramwise", daemon=True)
             self.sampler.start()
 
-    def _pick_meter(self):
+    def _pick_meter(self) -> None:
         """Move on to the CUDA meter once the program has touched a GPU."""
         cuda = self.torch.cuda
         if self.book.meter.kind == "cpu" and cuda.is_available() and cuda.is_initialized():
@@ -141,7 +145,7 @@ class Child:
             device = cuda.get_device_properties(cuda.current_device())
             self.journal.write(e="device", name=device.name, total=device.total_memory)
 
-    def _on_change(self, old, new):
+    def _on_change(self, old: str, new: str) -> None:
         if self.journal.broken:
             return
         try:
@@ -150,7 +154,7 @@ class Child:
         except Exception as error:
             self._give_up(error)
 
-    def _close_phase(self, old, new):
+    def _close_phase(self, old: str, new: str) -> None:
         if not self.greeted:
             self._hello()
         self._pick_meter()
@@ -167,7 +171,7 @@ class Child:
         if old == "step" and self.book.meter.kind == "cuda" and self.snapshot_when == "peak":
             _load("vramwise_snapshots").at_peak(self)
 
-    def _start_following(self):
+    def _start_following(self) -> None:
         """Enter the dispatch mode now, below any that the program may enter and leave later."""
         sys.path.append(os.path.dirname(os.path.dirname(_HERE)))  # last: hides nothing
         from profiler.follower import Follower
@@ -175,14 +179,14 @@ class Child:
         self.follower = Follower(self.tracker)
         self.follower.start()
 
-    def _follow(self, old, new):
+    def _follow(self, old: str, new: str) -> None:
         """With --follow: hand the change to the storage follower, and write what it found."""
         if self.follower is None:
             return
         if self.follower.on_change(old, new) or not new:
             self.journal.write(e="follow", **self.follower.to_dict())
 
-    def _sample(self):
+    def _sample(self) -> None:
         """Write totals `rate_hz` times a second until the process ends."""
         journal, interval_s = self.journal, 1.0 / self.rate_hz
         while not journal.broken and journal is self.journal:
@@ -201,20 +205,20 @@ class Child:
             except Exception as error:
                 self._give_up(error)
 
-    def _goodbye(self):
+    def _goodbye(self) -> None:
         if self.greeted and not self.journal.broken:
             self._on_change(self.tracker.phase, "")
             self.journal.write(e="end", step=self.tracker.steps)
             self.journal.broken = True
 
-    def _give_up(self, error):
+    def _give_up(self, error: Exception) -> None:
         self.journal.write(e="error", error=repr(error)[:300])
         self.journal.broken = True
         with contextlib.suppress(Exception):
             self.tracker.remove()
 
 
-def watched():
+def watched() -> dict[str, Callable[[ModuleType], None]]:
     """Modules to wait for, and what to do when the program has imported them."""
     child = Child(
         os.environ["VRAMWISE_JOURNAL"],

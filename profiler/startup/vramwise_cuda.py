@@ -8,12 +8,15 @@ of torch._C, looked up at each call: torch/cuda/memory.py and torch/accelerator/
 Standard library only, Python 3.9 or newer; see vramwise_phases.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import sys
 import threading
 import weakref
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
 
 _ROADS = (
     ("_cuda_memoryStats", "_cuda_resetPeakMemoryStats"),
@@ -31,18 +34,20 @@ class CudaMeter:
 
     kind = "cuda"
 
-    def __init__(self, torch):
-        self.reserved_now = None
+    def __init__(self, torch: Any) -> None:
+        self.reserved_now: int | None = None
         self._fullest = 0  # device of the last peak
-        self._peaks = {}  # device -> (allocated, reserved) since they were taken
+        self._peaks: dict[
+            int, tuple[int, int]
+        ] = {}  # device -> (allocated, reserved) since they were taken
         self._counters = Counters.of(torch)
         self._counters.meters.add(self)
 
-    def read(self):
+    def read(self) -> tuple[int, int]:
         """Return (allocated_bytes, reserved_bytes) now."""
         return self._note(self._counters.now(d) for d in self._counters.devices())
 
-    def take_peak(self):
+    def take_peak(self) -> tuple[int, int]:
         """Return (allocated, reserved) peaks since the last call and start again."""
         with self._counters.lock:
             self._note([self._counters.collect(d) for d in self._counters.devices()])
@@ -50,24 +55,24 @@ class CudaMeter:
         self._fullest = max(peaks, key=lambda device: peaks[device], default=0)
         return peaks.get(self._fullest, (0, 0))
 
-    def holds(self, device, address):
+    def holds(self, device: Any, address: int) -> bool:
         """Return whether memory of a tensor is part of the last peak: on its device, and mapped."""
-        return (
+        return bool(
             device.type == self.kind
             and device.index == self._fullest
             and not any(start <= address < start + size for start, size in unmapped(device.index))
         )
 
-    def keep(self, device, peak):
+    def keep(self, device: int, peak: tuple[int, int]) -> None:
         """Remember a peak that is about to be reset."""
         known = self._peaks.get(device, (0, 0))
         self._peaks[device] = (max(known[0], peak[0]), max(known[1], peak[1]))
 
-    def close(self):
+    def close(self) -> None:
         """Want no more peaks."""
         self._counters.meters.discard(self)
 
-    def _note(self, readings):
+    def _note(self, readings: Iterable[tuple[int, int]]) -> tuple[int, int]:
         fullest = max(readings, default=(0, 0))
         self.reserved_now = fullest[1]
         return fullest
@@ -76,34 +81,36 @@ class CudaMeter:
 class Counters:
     """One process's counters, and who still wants a peak of them: our meters, the program."""
 
-    _shared = None
+    _shared: ClassVar[Counters | None] = None
 
     @classmethod
-    def of(cls, torch):
+    def of(cls, torch: Any) -> Counters:
         """Return the counters whose wrappers are in place, or put them there."""
         found = cls._shared
         if found is None or getattr(torch._C, _ROADS[0][0]) is not found.wrapper:
             found = cls._shared = cls(torch)
         return found
 
-    def __init__(self, torch):
+    def __init__(self, torch: Any) -> None:
         self.lock = threading.RLock()
         self.meters: Any = weakref.WeakSet()
-        self._seen = {}  # device -> peaks that we reset and the program may still ask for
+        self._seen: dict[
+            int, dict[str, Any]
+        ] = {}  # device -> peaks that we reset and the program may still ask for
         self._read = getattr(torch._C, _ROADS[0][0])
         self._reset = getattr(torch._C, _ROADS[0][1])
         self._has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
-        self._devices = []
+        self._devices: list[int] = []
         self._others = list(range(torch.cuda.device_count()))
-        self._undo = []
-        self._pool = None
+        self._undo: list[Callable[[], None]] = []
+        self._pool: Any = None
         for read, reset in _ROADS:
             if hasattr(torch._C, read):
                 self._wrap(torch._C, read, self._program_reads)
                 self._wrap(torch._C, reset, self._program_resets)
         self.wrapper = getattr(torch._C, _ROADS[0][0])
 
-    def devices(self):
+    def devices(self) -> list[int]:
         """Return the devices with a context of this process: torch holds memory nowhere else."""
         for device in tuple(self._others):
             if self._has_context is None or self._has_context(device):
@@ -111,12 +118,12 @@ class Counters:
                 self._devices.append(device)
         return self._devices
 
-    def now(self, device):
+    def now(self, device: int) -> tuple[int, int]:
         """Return (allocated, reserved) bytes of `device`."""
         self._watch_pool()
         return _mapped(self._read(device), device, "current")
 
-    def collect(self, device):
+    def collect(self, device: int) -> tuple[int, int]:
         """Give the peaks to all who want them and reset them; return (allocated, reserved) now."""
         with self.lock:
             self._watch_pool()
@@ -128,13 +135,13 @@ class Counters:
             self._reset(device)
             return _mapped(stats, device, "current")
 
-    def _program_reads(self, original, device):
+    def _program_reads(self, original: Callable[[int], Any], device: int) -> Any:
         with self.lock:
             stats = original(device)
             _raise(stats, self._seen.get(device, {}))
         return stats
 
-    def _program_resets(self, original, device):
+    def _program_resets(self, original: Callable[[int], Any], device: int) -> Any:
         with self.lock:
             if self.meters:
                 with contextlib.suppress(Exception):  # the program's own reset says what is wrong
@@ -144,7 +151,7 @@ class Counters:
                 self._restore()
             return original(device)
 
-    def _watch_pool(self):
+    def _watch_pool(self) -> None:
         """Collect before vLLM maps or unmaps memory, so that a peak has one amount to subtract."""
         pool = getattr(sys.modules.get(_POOL), "CuMemAllocator", None)
         if pool is None or pool is self._pool:
@@ -154,20 +161,20 @@ class Counters:
             if name in vars(pool):
                 self._wrap(pool, name, self._pool_changes)
 
-    def _pool_changes(self, original, *args, **kwargs):
+    def _pool_changes(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with contextlib.suppress(Exception):  # a peak is not worth vLLM's sleep
             for device in self.devices():
                 self.collect(device)
         return original(*args, **kwargs)
 
-    def _wrap(self, owner, name, instead):
+    def _wrap(self, owner: Any, name: str, instead: Callable[..., Any]) -> None:
         original = getattr(owner, name)
 
         @functools.wraps(original)
-        def wrapper(*args, **kwargs):
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
             return instead(original, *args, **kwargs)
 
-        def undo():
+        def undo() -> None:
             # someone may have wrapped ours meanwhile: then theirs stays
             if getattr(owner, name) is wrapper:
                 setattr(owner, name, original)
@@ -175,12 +182,12 @@ class Counters:
         setattr(owner, name, wrapper)
         self._undo.append(undo)
 
-    def _restore(self):
+    def _restore(self) -> None:
         while self._undo:
             self._undo.pop()()
 
 
-def unmapped(device):
+def unmapped(device: int) -> list[tuple[int, int]]:
     """Return (address, bytes) of every segment that vLLM's sleep mode has unmapped on `device`.
 
     The pool gives the physical memory back under live tensors, so torch counts it as before
@@ -198,15 +205,16 @@ def unmapped(device):
     ]
 
 
-def _mapped(stats, device, metric):
+def _mapped(stats: dict[str, Any], device: int, metric: str) -> tuple[int, int]:
     """Return (allocated, reserved) bytes of torch's nested statistics without what is unmapped."""
     gone = sum(size for _, size in unmapped(device))
-    return tuple(
+    allocated, reserved = (
         max(0, stats[kind]["all"][metric] - gone) for kind in ("allocated_bytes", "reserved_bytes")
     )
+    return allocated, reserved
 
 
-def _fold(known, stats):
+def _fold(known: dict[str, Any], stats: dict[str, Any]) -> None:
     """Raise every peak in `known` to that of `stats`."""
     for key, value in stats.items():
         if isinstance(value, dict):
@@ -215,7 +223,7 @@ def _fold(known, stats):
             known[key] = max(known.get(key, 0), value)
 
 
-def _raise(stats, known):
+def _raise(stats: dict[str, Any], known: dict[str, Any]) -> None:
     """Raise the peaks of `stats` to those of `known`."""
     for key, value in stats.items():
         if isinstance(value, dict):

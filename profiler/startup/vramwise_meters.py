@@ -4,8 +4,11 @@ A GPU's meter is in vramwise_cuda. Standard library only at import, Python 3.9 o
 vramwise_phases. A reading that is not available is None, never 0.
 """
 
+from __future__ import annotations
+
 import ctypes
 import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -42,9 +45,9 @@ class CpuMeter:
     """
 
     kind = "cpu"
-    reserved_now = None
+    reserved_now: int | None = None
 
-    def __init__(self, torch=None, holding=0):
+    def __init__(self, torch: Any = None, holding: int = 0) -> None:
         """`holding`: bytes of tensors that exist already and are to be counted."""
         try:
             self._mallinfo: Any = ctypes.CDLL(None).mallinfo2
@@ -56,7 +59,7 @@ class CpuMeter:
         self._base = max(0, (self._ask() or 0) - holding)
         self._peak = self._now = 0
 
-    def read(self, keep_s=_CREDIT_S / 2):
+    def read(self, keep_s: float = _CREDIT_S / 2) -> tuple[int | None, None]:
         """Return (bytes in use, None): a C heap has no pool of its own to report.
 
         Asks only if at least `keep_s` stays in the account, for the changes of phase.
@@ -67,13 +70,13 @@ class CpuMeter:
         self._credit_s = min(_CREDIT_S, self._credit_s + 0.02 * (now_s - self._then_s))
         self._then_s = now_s
         if self._credit_s - self._cost_s >= keep_s:
-            self._now = max(0, self._ask() - self._base)
+            self._now = max(0, (self._ask() or 0) - self._base)
             self._peak = max(self._peak, self._now)
             self._cost_s = time.perf_counter() - now_s
             self._credit_s -= self._cost_s
         return self._now, None
 
-    def take_peak(self):
+    def take_peak(self) -> tuple[int | None, None]:
         """Return the largest reading since the last call, and start again."""
         now, _ = self.read(keep_s=0.0)
         if now is None:
@@ -81,18 +84,18 @@ class CpuMeter:
         peak, self._peak = max(self._peak, now), now
         return peak, None
 
-    def holds(self, device, address):
+    def holds(self, device: Any, address: int) -> bool:
         """Return True: what has an owner counts, whether the C heap or another allocator has it."""
         return True
 
-    def close(self):
+    def close(self) -> None:
         """Nothing to undo."""
 
-    def _ask(self):
+    def _ask(self) -> int | None:
         if self._mallinfo is None:
             return None
         info = self._mallinfo()
-        return info.uordblks + info.hblkhd
+        return int(info.uordblks + info.hblkhd)
 
 
 _FIRST_ROUNDS = 4
@@ -101,14 +104,14 @@ _FIRST_ROUNDS = 4
 class PeakBook:
     """The largest peak of every phase, and who owned the bytes then."""
 
-    def __init__(self, meter, tracker):
+    def __init__(self, meter: Any, tracker: Any) -> None:
         self.meter = meter
-        self.peaks = {}  # phase -> {"peak", "reserved", "terms"}
-        self._closed = {}  # phase -> how often
+        self.peaks: dict[str, dict[str, Any]] = {}  # phase -> {"peak", "reserved", "terms"}
+        self._closed: dict[str, int] = {}  # phase -> how often
         self._tracker = tracker
-        self._overhead = None
+        self._overhead: int | None = None
 
-    def close(self, phase):
+    def close(self, phase: str) -> tuple[int | None, dict[str, Any] | None]:
         """End `phase`; return (its peak, its entry if that is the largest so far else None)."""
         peak, reserved = self.meter.take_peak()
         if peak is None:
@@ -128,7 +131,7 @@ class PeakBook:
         self.peaks[phase] = entry
         return peak, entry
 
-    def _terms(self, peak):
+    def _terms(self, peak: int) -> dict[str, int]:
         """Bytes with an owner now. A C heap also holds what is no tensor: libraries, tokenizers."""
         terms = static_terms(
             self._tracker.models(), self._tracker.optimizers(), holds=self.meter.holds
@@ -140,12 +143,14 @@ class PeakBook:
         return terms
 
 
-def everywhere(device, address):
+def everywhere(device: Any, address: int) -> bool:
     """Count tensors wherever they are."""
     return True
 
 
-def tensor_bytes(tensors, seen, holds=everywhere):
+def tensor_bytes(
+    tensors: Iterable[Any], seen: set[int], holds: Callable[[Any, int], bool] = everywhere
+) -> int:
     """Sum the storages that `holds` and that are not in `seen` (a set of addresses, extended)."""
     total = 0
     for tensor in tensors:
@@ -160,18 +165,23 @@ def tensor_bytes(tensors, seen, holds=everywhere):
     return total
 
 
-def static_terms(models, optimizers, holds=everywhere):
+def static_terms(
+    models: Iterable[Any],
+    optimizers: Iterable[Any],
+    holds: Callable[[Any, int], bool] = everywhere,
+) -> dict[str, int]:
     """Bytes of weights, adapters, gradients and optimizer state that exist now where `holds`.
 
     Quantised weights are counted by the storage they really have; their absmax tables hang off
     `quant_state` and count as weights too.
     """
     seen: set[int] = set()
+    models = list(models)
     named = [(n, p) for model in models for n, p in model.named_parameters()]
     buffers = [b for model in models for b in model.buffers()]
     adapters = [p for n, p in named if "lora_" in n or "modules_to_save" in n]
     weights = [p for n, p in named if not ("lora_" in n or "modules_to_save" in n)]
-    tables = []
+    tables: list[Any] = []
     for _, parameter in named:
         state = getattr(parameter, "quant_state", None)
         if state is not None:
@@ -190,5 +200,5 @@ def static_terms(models, optimizers, holds=everywhere):
     return {name: size for name, size in terms.items() if size}
 
 
-def _is_tensor(value):
+def _is_tensor(value: Any) -> bool:
     return hasattr(value, "untyped_storage")

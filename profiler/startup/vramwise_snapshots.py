@@ -3,14 +3,17 @@
 Standard library only, Python 3.9 or newer; see vramwise_child.
 """
 
+from __future__ import annotations
+
 import os
 import pickle
+from typing import Any
 
 MAX_DUMPS = 5
 MAX_EVENTS = 200_000
 
 
-def prepare(child):
+def prepare(child: Any) -> None:
     """Watch for OOM, and keep an allocation history if snapshots of the peak are wanted."""
     cuda = child.torch.cuda
     if child.snapshot_when == "none":
@@ -21,14 +24,14 @@ def prepare(child):
             "all", context="alloc", stacks="python", max_entries=MAX_EVENTS
         )
 
-    def out_of_memory(device, requested, total, free):
+    def out_of_memory(device: int, requested: int, total: int, free: int) -> None:
         child.journal.write(e="oom", device=device, requested=requested, total=total, free=free)
         _dump(child, "oom")
 
     child.torch._C._cuda_attach_out_of_memory_observer(out_of_memory)
 
 
-def at_peak(child):
+def at_peak(child: Any) -> None:
     """Dump when the peak has grown by 2% since the last dump, at most MAX_DUMPS times."""
     peak = max((entry["peak"] for entry in child.book.peaks.values()), default=0)
     if child.dumps < MAX_DUMPS and peak > child.dumped_bytes * 1.02:
@@ -37,7 +40,7 @@ def at_peak(child):
         _dump(child, "peak")
 
 
-def _dump(child, why):
+def _dump(child: Any, why: str) -> None:
     """Write the snapshot aside and move it into place: a reader never sees half a file."""
     name = f"snapshot-{why}-{os.getpid()}.pickle"
     path = os.path.join(child.folder, name)

@@ -31,7 +31,7 @@ def build(options: StepOptions) -> torch.nn.Module:
     Raises UnsupportedError when transformers has no causal LM for the config.
     """
     with torch.device("meta"), quiet():
-        model = base_model(options)
+        model: Any = base_model(options)
         if options.method is Method.QLORA:
             quantise(model, options)
         if options.method is not Method.FULL:
@@ -40,8 +40,8 @@ def build(options: StepOptions) -> torch.nn.Module:
         model.gradient_checkpointing_enable({"use_reentrant": options.reentrant})
         if options.method is not Method.FULL:
             model.enable_input_require_grads()
-    model.train()
-    return model
+    trained: torch.nn.Module = model.train()
+    return trained
 
 
 def base_model(options: StepOptions) -> Any:

@@ -30,20 +30,22 @@ class HfSft:
 
     def __init__(self, options: StepOptions) -> None:
         self.options = options
-        self.notes: tuple[str, ...] = (
-            ("outputs kept alive through backward",) if options.keep_outputs else ()
-        )
+        said = "outputs kept alive until the next forward has made new ones"
+        self.notes: tuple[str, ...] = (said,) if options.keep_outputs else ()
         config = options.config.get("text_config") or options.config
         self.vocab = int(config.get("vocab_size", 0))
+        self.outputs: Any = None
         self.trained_embedding: tuple[int, ...] = ()
+        self.padded = options.padded
         self.standing_bytes = (options.workspace_bytes,) * handles(trains=True)
 
     def build(self) -> torch.nn.Module:
         """Return the model on the meta device."""
-        model: Any = build(self.options)
-        self.vocab = int(model.config.get_text_config().vocab_size)
+        model = build(self.options)
+        inner: Any = model
+        self.vocab = int(inner.config.get_text_config().vocab_size)
         use_loss_of(model, self.options)
-        embedding = model.get_input_embeddings().weight
+        embedding = inner.get_input_embeddings().weight
         self.trained_embedding = tuple(embedding.shape) if embedding.requires_grad else ()
         return model
 
@@ -74,15 +76,16 @@ class HfSft:
             "input_ids": torch.zeros(shape, dtype=torch.long),
             "labels": torch.zeros(shape, dtype=torch.long),
         }
-        mask = torch.ones(shape, dtype=torch.long)
+        if options.padded:
+            inputs["attention_mask"] = torch.ones(shape, dtype=torch.long)
         with autocast(options):
             outputs = model(**inputs)
         if options.converts_outputs:
             outputs.logits = outputs.logits.float()
         loss = outputs.loss
-        if not options.keep_outputs:
-            del outputs
-        del inputs, mask
+        self.outputs = outputs if options.keep_outputs else None  # until it is bound again
+        del outputs
+        del inputs
         loss = loss / options.gradient_accumulation
         if scaler is not None:
             loss = scaler.scale(loss)
@@ -150,7 +153,6 @@ def loss_phase(model: Any, tracker: StorageTracker) -> Iterator[None]:
 def decoder_of(model: Any) -> torch.nn.Module:
     """Return the decoder stack under adapters and head."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    decoder = getattr(inner, inner.base_model_prefix, None)
-    if decoder is None:
-        decoder = inner.get_decoder()
+    named = getattr(inner, inner.base_model_prefix, None)
+    decoder: torch.nn.Module = inner.get_decoder() if named is None else named
     return decoder

@@ -48,7 +48,7 @@ class OffloadedCheckpoints:
         self._stash[index] = tensor.to("cpu")
         return index
 
-    def _unpack(self, packed: Any) -> torch.Tensor:
+    def _unpack(self, packed: torch.Tensor | int) -> torch.Tensor:
         if not isinstance(packed, int):
             return packed
         if packed not in self._staged:

@@ -47,9 +47,10 @@ def _bitsandbytes(
         Optimizer.LION_8BIT: bnb.optim.Lion8bit,
     }[kind]
     if kind not in (Optimizer.PAGED_ADAMW, Optimizer.PAGED_ADAMW_8BIT):
-        return base(parameters, lr=1e-4)
+        plain: torch.optim.Optimizer = base(parameters, lr=1e-4)
+        return plain
 
-    class Paged(base):
+    class Paged(base):  # type: ignore[misc]
         """Large states live in managed memory, outside torch's allocator."""
 
         def get_state_buffer(self, p: torch.Tensor, dtype: torch.dtype = torch.float32) -> Any:
