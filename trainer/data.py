@@ -129,6 +129,8 @@ class Prompt:
     text: str
     sample: Sample
     conversational: bool
+    messages: list[dict[str, Any]] | None = None
+    """What the text was rendered from, the system prompt included; None = a plain prompt."""
 
 
 def tokenize_prompt(
@@ -152,6 +154,7 @@ def tokenize_prompt(
         text=text,
         sample=sample,
         conversational=messages is not None,
+        messages=messages,
     )
 
 
@@ -215,11 +218,19 @@ def check_chat_template(tokenizer: Any) -> None:
 
 def _messages(prompt: Any, section: DatasetSection) -> list[dict[str, Any]] | None:
     if isinstance(prompt, list | tuple):
-        return list(prompt)
+        return with_system(list(prompt), section)
     if not section.chat and section.system_prompt is None:
         return None
     system = [{"role": "system", "content": section.system_prompt}] if section.system_prompt else []
     return [*system, {"role": "user", "content": str(prompt)}]
+
+
+def with_system(messages: list[dict[str, Any]], section: DatasetSection) -> list[dict[str, Any]]:
+    """Return `messages` with the system prompt in front, where the dialogue has none of its own."""
+    own = bool(messages) and messages[0].get("role") == "system"
+    if section.system_prompt is None or own:
+        return messages
+    return [{"role": "system", "content": section.system_prompt}, *messages]
 
 
 def _from_path(path: Path, *, split: str) -> Any:

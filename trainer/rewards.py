@@ -277,7 +277,7 @@ def _arguments(
         prompt.text if prompt.messages is None else prompt.messages for prompt in prompts
     ]
     arguments["completions"] = [
-        text if prompt.messages is None else [{"role": "assistant", "content": text}]
+        [{"role": "assistant", "content": text}] if prompt.conversational else text
         for prompt, text in zip(prompts, texts, strict=True)
     ]
     arguments["completion_ids"] = [list(ids) for ids in completion_ids]

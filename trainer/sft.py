@@ -18,7 +18,7 @@ from trainer.losses import sft_loss
 from trainer.preflight import Preflight, prepare
 from trainer.say import Say, silent
 from trainer.scoring import hidden_rows, log_probs
-from trainer.session import Result, Session, prepare_output
+from trainer.session import Result, Session, check_output, run_folder
 
 
 def train_sft(
