@@ -53,12 +53,12 @@ def train_grpo(
     check_reward_columns(train.rewards, list(samples[0]))
     check_output(train, resume=resume)
     with closing(load_rewards(train.rewards, root=root)) as rewards:
-        ready = prepare(run, train, say=say)
+        ready = prepare(run, train, say=say, per_epoch=len(samples))
         with run_folder(run, train, resume=resume) as output:
             ready.save(output)
             rewards.pool.output.to(output / REWARDS_LOG)
             on_ready(ready)
-            return _train(train, samples, rewards, ready, output=output, resume=resume)
+            return _train(ready.train, samples, rewards, ready, output=output, resume=resume)
 
 
 def _train(
