@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
@@ -123,10 +124,8 @@ class Worker:
         """End the process and all that it started; calls under way are asked again when it is up."""
         if self._process is None:
             return
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
         self._drain()
         self._channel.close()
@@ -189,10 +188,8 @@ class Worker:
         self._waiting = held
 
     def _send(self, message: Any) -> None:
-        try:
+        with suppress(OSError):  # it died: the next reading sees that
             self._channel.send(message)
-        except OSError:  # it died: the next reading sees that
-            pass
 
     def _take(self, message: Any) -> None:
         if isinstance(message, Loaded):

@@ -104,9 +104,7 @@ def main(descriptor: int) -> None:
     except VramwiseError as error:
         channel.send(Refused(kind=type(error).__name__, message=error.message, hint=error.hint))
         return
-    channel.send(
-        Loaded(is_async=tuple(inspect.iscoroutinefunction(each) for each in functions))
-    )
+    channel.send(Loaded(is_async=tuple(inspect.iscoroutinefunction(each) for each in functions)))
     _serve(channel, specs, functions)
 
 
