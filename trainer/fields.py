@@ -47,7 +47,7 @@ ENGINE_HINTS = {
 ONLY_GRPO = (
     "rewards", "sampling", "loss", "updates_per_rollout", "num_iterations", "share_prefix"
 )  # fmt: skip
-ONLY_SFT = ("loss_on", "neftune_alpha", "router_aux_loss_coef")
+ONLY_SFT = ("loss_on", "padding_free", "neftune_alpha", "router_aux_loss_coef")
 SFT_COLUMNS = ("completion_column", "messages_column", "text_column")
 DIFFERENCES = (
     "dtype", "autocast", "quantization", "master_weights", "adapter_dtype", "optimizer",

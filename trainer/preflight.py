@@ -113,6 +113,8 @@ def prepare(
         say(note)
     wanted = settle_engine(settled(run.recipe))
     layout, asked = choose_layout(spec, wanted, train)
+    if asked:  # samples in one row: planned with the mask that keeps them apart
+        wanted = wanted.model_copy(update={"packing": True})
     recipe, planned = solve(spec, wanted, machine, train, held=held)
     other = other_framework(spec, run.recipe, recipe, machine)
     for note in filter(None, (other, *unread_notes(planned.resolved), _elsewhere(run, machine))):
@@ -314,7 +316,7 @@ def choose_layout(spec: ModelSpec, recipe: Recipe, train: TrainSection) -> tuple
         return (Layout.ROWS if rows else Layout.PACKED), "recipe.packing"
     if train.padding_free:
         refuse_mixing(spec, asked="train.padding_free")
-        return Layout.PACKED, "train.padding_free"
+        return (Layout.PACKED if flash else Layout.ROWS), "train.padding_free"
     by_itself = flash and recipe.packing is None and train.padding_free is None
     return (Layout.PACKED if by_itself and keeps_apart(spec) else Layout.SORTED), ""
 

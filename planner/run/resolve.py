@@ -141,6 +141,8 @@ def _padded(recipe: Recipe, switches: Switches, sequences: int) -> bool:
     """Return whether a mask goes to attention beside the tokens."""
     if switches.mask == "padding":
         return sequences > 1 and not recipe.packing
+    if switches.mask == "packed":
+        return bool(recipe.packing)
     return switches.mask == "always"
 
 

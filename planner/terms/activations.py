@@ -8,7 +8,7 @@ from planner.layer.program import OpSettings, Program
 from planner.layer.tape import Envelope, Tape, envelope, largest
 from planner.models.spec import ModelSpec
 from planner.quant.table import BITSANDBYTES
-from planner.run.recipe import Checkpointing, Method
+from planner.run.recipe import Checkpointing, Method, Task
 from planner.run.resolve import Resolved
 from planner.terms.counts import adapters, base_weights
 from planner.terms.gradients import gradient_width
@@ -24,6 +24,8 @@ UNDECLARED_GROUPS = frozenset({"falcon"})
 
 MLP_TILE_TOKENS = 2048
 """Tokens of one tile of a tiled MLP; the trainer cuts by it."""
+MASK_ALIGNMENT = 16
+"""Elements that a mask's rows are rounded up to, for SDPA's kernels take no others without a copy."""
 
 
 class Moment(NamedTuple):
@@ -212,11 +214,19 @@ def masks(model: ModelSpec, r: Resolved, settings: OpSettings) -> int:
         width = settings.residual
     elif r.attention.value == "sdpa":
         width = 1
+        if r.switches.mask == "packed" and settings.masked:
+            return _packed_mask(r, settings)
         if not settings.masked:
             windows = {window for window in windows if 0 < window <= r.seq_tokens}
     else:
         return 0
     return len(windows) * width * r.tokens * r.seq_tokens
+
+
+def _packed_mask(r: Resolved, settings: OpSettings) -> int:
+    """Return bytes of the trainer's additive mask of packed rows; GRPO's micro-batch is one row."""
+    row = r.tokens if r.task is Task.GRPO else r.seq_tokens
+    return settings.residual * r.tokens * -(-row // MASK_ALIGNMENT) * MASK_ALIGNMENT
 
 
 def _everything(

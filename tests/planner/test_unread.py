@@ -47,6 +47,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "checkpoint_every": ({"checkpointing": "every-k"}, 4),
     "offload_keep_layers": ({"checkpointing": "offload"}, 8),
     "attention": ({"checkpointing": "none"}, "eager"),
+    "packing": ({"framework": "vramwise", "context": 2048}, True),
     "loss": ({**FULL, "context": 4096}, "chunked"),
     "loss_chunk_rows": ({"framework": "trl", "loss": "chunked"}, 64),
     "tiled_mlp": ({"framework": "axolotl", "context": 8192, "checkpointing": "full"}, True),
@@ -172,7 +173,7 @@ def test_a_field_moves_the_plan_or_is_named_in_it(field: str) -> None:
 
 @pytest.mark.parametrize("field", sorted(FIELDS_WITHOUT_BYTES))
 def test_a_field_without_bytes_moves_nothing(field: str) -> None:
-    value = {"engine.url": "http://host:1", "engine.timeout_s": 5.0, "packing": True}[field]
+    value = {"engine.url": "http://host:1", "engine.timeout_s": 5.0}[field]
     assert sizes(planned(VLLM)) == sizes(planned(changed(VLLM, field, value)))
     assert FIELDS_WITHOUT_BYTES[field]
 

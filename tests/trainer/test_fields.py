@@ -122,6 +122,8 @@ FIELDS: dict[str, Case] = {
     "train.rewards.name": Case("exact", "grpo"),
     "train.rewards.weight": Case(2.0, "grpo"),
     "train.rewards.options": Case({"pattern": "[a-z].*"}, "grpo"),
+    "train.rewards.per_sample": Case(True, "grpo"),
+    "train.rewards.timeout_s": Case(1e-9, "grpo"),
     "train.steps": Case(2),
     "train.epochs": Case(2, without=("train.steps",)),
     "train.lr": Case(0.1),
