@@ -53,7 +53,7 @@ class Head:
     def rows(self) -> int:
         """Rows of hidden states that meet the vocabulary."""
         most = scored_rows(self.r, self.law)
-        return max(1, most * self.tokens // max(1, self.r.tokens))
+        return max(1, most * self.tokens // self.r.tokens)
 
     def run(self, hidden: Chunk | None, grads: list[Chunk], *, accumulate: bool) -> Chunk:
         """Play the loss and its backward down to the gradient of the head's input, which is left.

@@ -2,8 +2,10 @@
 
 import pytest
 
-from planner.allocator.caching import AllocatorConfig, CachingAllocator
+from planner.allocator.caching import AllocatorConfig, CachingAllocator, replay
+from planner.allocator.pool import Pool
 from planner.errors import UsageError
+from planner.replay.units import CAST, GATHER, REDUCE
 from planner.units import MiB
 
 EXPANDABLE = AllocatorConfig(expandable_segments=True)
@@ -120,3 +122,42 @@ def test_divisions_are_powers_of_two_from_one_on(text: str) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
         AllocatorConfig.parse(text)
     assert AllocatorConfig.parse("roundup_power2_divisions:1").roundup_power2_divisions == 1
+
+
+def test_a_range_grows_at_its_end() -> None:
+    pool = Pool(small=False, expandable=True)
+    first = pool.expand(10 * MiB, None)
+    assert first is not None
+    first.free = False
+    second = pool.expand(30 * MiB, None)
+    assert second is not None
+    # pages of 20 MiB: one, then two after it
+    assert (first.address, first.size) == (0, 20 * MiB)
+    assert (second.address, second.size) == (20 * MiB, 40 * MiB)
+
+
+def test_the_least_capacity_is_what_was_never_idle() -> None:
+    device = CachingAllocator()
+    for size, needed in ((30, 30), (40, 40), (20, 40), (50, 50)):
+        block = device.malloc(size * MiB)
+        assert block is not None
+        device.free(block)
+        assert device.needed_bytes == needed * MiB
+
+
+class Asked:
+    """One request."""
+
+    kind, block, bytes = "alloc", 0, MiB + 512
+    op = module = phase = ""
+
+
+def test_fragmentation_of_nothing_is_none() -> None:
+    assert replay([]).fragmentation == 0
+    # 1 MiB + 512 of a segment of 20 MiB
+    one = replay([Asked()])
+    assert one.fragmentation == pytest.approx(1 - (MiB + 512) / (20 * MiB))
+
+
+def test_streams_of_units_are_apart() -> None:
+    assert len({0, GATHER, REDUCE, CAST}) == 4  # 0: the stream that computes

@@ -42,7 +42,8 @@ def test_a_full_card_makes_the_allocator_give_blocks_back():
     room = (free.peak_bytes + free.reserved_peak_bytes) / 2
     tight = made(vram=f"{room / GiB:.3f}GiB")
     assert tight.peak_bytes == free.peak_bytes
-    assert free.peak_bytes <= tight.reserved_peak_bytes < free.reserved_peak_bytes
+    # what the card's allocator holds at last, more than what is alive and less than with room
+    assert free.peak_bytes < tight.reserved_peak_bytes < free.reserved_peak_bytes
     assert tight.reserved_peak_bytes <= tight.capacity_bytes
     assert tight.reserved.with_room == free.reserved_peak_bytes
     assert tight.verdict == "tight"
