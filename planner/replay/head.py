@@ -174,8 +174,8 @@ class Head:
         law, act = self.law, element_bytes(self.r.compute_dtype)
         if law.kind == "tiled":
             tall, columns = tile_shape(self.model, self.r, law, self.rows)
-            return -(-self.rows // tall) * -(-self.model.vocab // max(1, columns))
-        return -(-self.rows // max(1, chunk_rows(self.model, self.r, law, self.rows, act)))
+            return -(-self.rows // tall) * -(-self.model.vocab // columns)
+        return -(-self.rows // chunk_rows(self.model, self.r, law, self.rows, act))
 
     def _in_parts(self, hidden: Chunk | None, grads: list[Chunk], *, accumulate: bool) -> Chunk:
         player, law, act = self.player, self.law, element_bytes(self.r.compute_dtype)

@@ -161,3 +161,20 @@ def test_fragmentation_of_nothing_is_none() -> None:
 
 def test_streams_of_units_are_apart() -> None:
     assert len({0, GATHER, REDUCE, CAST}) == 4  # 0: the stream that computes
+
+
+def test_garbage_is_what_has_waited_longest() -> None:
+    config = AllocatorConfig(garbage_collection_threshold=0.5)
+    device = CachingAllocator(config, capacity_bytes=100 * MiB)
+    old, young = device.malloc(40 * MiB), device.malloc(22 * MiB)
+    assert old is not None
+    assert young is not None
+    device.free(old)
+    for _ in range(3):  # requests are its clock
+        small = device.malloc(512)
+        assert small is not None
+        device.free(small)
+    device.free(young)
+    # 64 MiB with the small pool's 2 are 14 too much: the old 40 go, the smaller young one stays
+    assert device.malloc(41 * MiB) is not None
+    assert device.reserved_bytes == (22 + 2 + 42) * MiB

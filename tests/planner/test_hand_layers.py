@@ -415,3 +415,25 @@ def test_the_last_layer_is_not_the_first() -> None:
     _, last, first = found.backward
     # few tokens: largest when all of a layer's gradients are there, of 61,568 and of 36,992 weights
     assert (last.layer_grads, first.layer_grads) == (2 * 61_568, 2 * 36_992)
+
+
+def test_an_input_that_a_fused_norm_saves_stays_when_it_came_from_the_host() -> None:
+    settings = LORA._replace(fused=frozenset({"rmsnorm", "swiglu", "rope"}))
+    costs = checkpointed_costs(LAYER, 64, settings)
+    # from the host its 128 are this layer's own
+    stored, fetched = largest(costs.recompute, MANY), largest(costs.recompute_fetched, MANY)
+    assert fetched.per_token == stored.per_token + 128
+
+
+def test_the_parts_of_what_is_kept_add_up() -> None:
+    dropped = replace(GPT2, embedding_dropout=0.1)
+    for model, fields in (
+        (dropped, {"method": "full", "checkpointing": "full"}),
+        (LLAMA, {"method": "lora", "checkpointing": "offload", "offload_keep_layers": 1}),
+    ):
+        found = of(model, **fields)
+        assert sum(count * each for _, count, each in found.parts) == found.kept
+
+
+def test_nothing_is_the_largest_of_no_points() -> None:
+    assert largest((), MANY) == Point(0, 0, 0)

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from planner.families import model_spec_from_config
-from planner.layer.events import LayerEvents, kept_events, recomputed_events
+from planner.layer.events import (
+    LayerEvents,
+    kept_events,
+    recomputed_events,
+    recomputed_held_events,
+    reentrant_events,
+)
 from planner.layer.program import OpSettings
 from planner.machines.machine import Machine
 from planner.replay.head import in_order
@@ -370,9 +376,20 @@ def test_a_layer_alone_in_its_segment_stops_early() -> None:
     assert player.played == [len(again.events), once, once, twice, twice]
 
 
-def test_the_last_allocation_of_a_layers_backward_is_its_inputs_gradient() -> None:
-    sizes = [
-        e.per_token for e in kept_events(LLAMA.layers[0], 64, OpSettings(full=True)).backward.events
-    ]
-    # the first norm's, cast from fp32 to 16 bit
-    assert [size for size in sizes if size > 0][-1] == 128
+@pytest.mark.parametrize("pick", [recomputed_events, reentrant_events, recomputed_held_events])
+@pytest.mark.parametrize("settings", [OpSettings(full=True), OpSettings(residual=4, full=True)])
+def test_the_last_allocation_of_a_layers_backward_is_its_inputs_gradient(
+    pick: Any, settings: OpSettings
+) -> None:
+    kept = kept_events(LLAMA.layers[0], 64, settings).backward
+    for found in (kept, pick(LLAMA.layers[0], 64, settings)):
+        sizes = [event.per_token for event in found.events if event.per_token > 0]
+        # the first norm's, as wide as the stream
+        assert sizes[-1] == 64 * settings.residual
+
+
+def test_adapters_outside_the_layers_are_tensors_too() -> None:
+    targets = ("q_proj", "lm_head")
+    found = trained(LLAMA, choices(method="lora", lora={"rank": 8, "targets": targets}))
+    # rank 8: A 8 x 64, B of q 64 x 8, of the head 1,000 x 8
+    assert found == [*(3 * [512, 512]), 512, 8_000]

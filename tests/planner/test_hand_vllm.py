@@ -309,3 +309,10 @@ def test_rows_of_a_latent_cache_are_padded() -> None:
     padded = vllm_kv(LATENT, kv_bytes=10**8, max_model_len=16, law=law)
     assert padded.bytes_per_block == 16 * plain.bytes_per_block
     assert plain.num_blocks // 16 == padded.num_blocks
+
+
+def test_scales_are_counted_by_the_row() -> None:
+    # int8: a byte a weight and an fp32 scale a row: q and o 64 rows, k and v 32, gate and up 128, down 64
+    rows = 64 + 32 + 32 + 64 + 128 + 128 + 64
+    found = vllm_weights(LLAMA, served(quantization="int8"))
+    assert found.modules == 3 * (36_864 + 4 * rows + 256) + 2 * 2 * VOCABULARY + 128

@@ -47,6 +47,8 @@ def test_a_full_card_makes_the_allocator_give_blocks_back():
     assert tight.reserved_peak_bytes <= tight.capacity_bytes
     assert tight.reserved.with_room == free.reserved_peak_bytes
     assert tight.verdict == "tight"
+    # fragments beside what is alive, less than what an allocator with room keeps
+    assert free.peak_bytes < free.needed_bytes < free.reserved_peak_bytes
 
 
 def test_a_run_that_does_not_fit_states_what_it_would_need():
