@@ -12,12 +12,14 @@ import pytest
 from planner.families import model_spec_from_config
 from planner.layer.events import (
     LayerEvents,
+    forward_events,
     kept_events,
     recomputed_events,
     recomputed_held_events,
     reentrant_events,
 )
 from planner.layer.program import OpSettings
+from planner.layer.tape import Point, envelope
 from planner.machines.machine import Machine
 from planner.replay.head import in_order
 from planner.replay.layers import Layers
@@ -393,3 +395,17 @@ def test_adapters_outside_the_layers_are_tensors_too() -> None:
     found = trained(LLAMA, choices(method="lora", lora={"rank": 8, "targets": targets}))
     # rank 8: A 8 x 64, B of q 64 x 8, of the head 1,000 x 8
     assert found == [*(3 * [512, 512]), 512, 8_000]
+
+
+def test_a_layer_without_a_graph_reads_the_stream_in_full() -> None:
+    for settings in (OpSettings(), OpSettings(residual=4)):
+        events = forward_events(LLAMA.layers[0], 64, settings)
+        made = [event.per_token for event in events.events if event.per_token > 0]
+        # the middle and the output are as wide as the stream
+        assert made[-1] == 64 * settings.residual
+
+
+def test_which_points_can_be_the_largest() -> None:
+    # of two points of one width the one with more constant bytes counts, gradients among them
+    points = [Point(10, 5, 0), Point(10, 0, 9), Point(4, 5, 9), Point(2, 14, 0), Point(1, 20, 0)]
+    assert envelope(points) == (Point(10, 0, 9), Point(4, 5, 9), Point(1, 20, 0))
