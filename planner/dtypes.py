@@ -1,4 +1,4 @@
-"""Bytes per element, and what a quantised tensor occupies, constants included."""
+"""Bytes per element, and the names of quantisations; planner.quant.schemes has what they take."""
 
 from planner.errors import UsageError
 
@@ -53,6 +53,8 @@ QUANTIZATIONS: dict[str, str] = {
     "int4": "gptq-4bit",
     "mxfp4": "mxfp4",
     "nvfp4": "nvfp4",
+    "hqq": "hqq-4bit",
+    "hqq-4bit": "hqq-4bit",
     "gguf-q8_0": "gguf-q8_0",
     "gguf-q4_0": "gguf-q4_0",
     "gguf-q4_k_m": "gguf-q4_k_m",
@@ -60,17 +62,6 @@ QUANTIZATIONS: dict[str, str] = {
 GGUF_BYTES = {"gguf-q8_0": 34 / 32, "gguf-q4_k_m": 4.85 / 8, "gguf-q4_0": 18 / 32}
 """Bytes per weight, embeddings included: q8_0 and q4_0 blocks of 32 with an fp16 scale; q4_k_m mixes
 4.5-bit and 6.6-bit blocks (llama.cpp's own table)."""
-
-NF4_BLOCK = 64
-"""bitsandbytes: weights that share one absmax."""
-NF4_NESTED_BLOCK = 256
-"""bitsandbytes: absmax values that share one second-level absmax."""
-NF4_TABLE_BYTES = 16 * 4
-NESTED_TABLE_BYTES = 256 * 4
-GPTQ_GROUP = 128
-FP8_BLOCK = 128
-MX_BLOCK = 32
-NVFP4_BLOCK = 16
 
 
 def normal_dtype(name: str, *, field: str = "dtype") -> str:
@@ -88,37 +79,3 @@ def normal_dtype(name: str, *, field: str = "dtype") -> str:
 def element_bytes(dtype: str) -> int:
     """Return the bytes of one element of a whole-byte dtype."""
     return int(ELEMENT_BYTES[dtype])
-
-
-def quantized_bytes(numel: int, scheme: str, *, double_quant: bool, columns: int) -> int:
-    """Return bytes of a weight tensor of `numel` elements in rows of `columns`, stored as `scheme`.
-
-    Sources: bitsandbytes 0.50 functional.py (nf4, int8), GPTQ/AWQ group size 128, OCP MX 1.0.
-    """
-    if scheme in ("nf4", "fp4"):
-        blocks = -(-numel // NF4_BLOCK)
-        if not double_quant:
-            return -(-numel // 2) + 4 * blocks + NF4_TABLE_BYTES
-        nested = 4 * -(-blocks // NF4_NESTED_BLOCK)
-        # the second level keeps an offset scalar, its own 256-entry table and the nf4 table
-        return -(-numel // 2) + blocks + nested + 4 + NESTED_TABLE_BYTES + NF4_TABLE_BYTES
-    rows = numel // max(columns, 1)
-    if scheme == "int8":
-        return numel + 4 * rows
-    if scheme == "fp8":
-        return numel + 4
-    if scheme == "fp8-block":
-        return numel + 4 * -(-rows // FP8_BLOCK) * -(-columns // FP8_BLOCK)
-    if scheme == "gptq-8bit":
-        groups = numel // GPTQ_GROUP
-        return numel + 3 * groups
-    if scheme in ("gptq-4bit", "awq-4bit"):
-        groups = numel // GPTQ_GROUP
-        return numel // 2 + 2 * groups + groups // 2
-    if scheme == "mxfp4":
-        return numel // 2 + numel // MX_BLOCK
-    if scheme == "nvfp4":
-        return numel // 2 + numel // NVFP4_BLOCK + 4
-    if scheme in GGUF_BYTES:
-        return int(numel * GGUF_BYTES[scheme])
-    raise UsageError(f"quantization: {scheme!r} is not known", hint=", ".join(QUANTIZATIONS))

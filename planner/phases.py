@@ -14,7 +14,7 @@ from planner.terms.embedding import backward_blocks
 from planner.terms.engine import VLLM, EngineCosts, Serving, engine_costs
 from planner.terms.generation import generating
 from planner.terms.gradients import gradient_width, gradients
-from planner.terms.logits import Logits, logits
+from planner.terms.logits import Logits, held_outputs, logits
 from planner.terms.optimizer import optimizer
 from planner.terms.overhead import workspace
 from planner.terms.term import Term
@@ -67,6 +67,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     acts, head = activations(model, r, r.tokens), logits(model, r)
     fixed = (base, adapter, states.states, space)
     held = grads if r.grad_accum > 1 else Term("gradients", 0)
+    outputs = held_outputs(model, r)
     whole, root = gathered(model, r, r.placement.gathered_layers), gathered(model, r, 0)
     running = engine_costs(model, r, machine, base.bytes)
     resident = running.resident
@@ -78,14 +79,17 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         )
     elif r.reference is not Reference.NONE:
         phases.append(_phase("score", *fixed, _acts("score", acts.no_grad, acts), head.score))
+    before = acts.forward + acts.outliving  # of the step before
     phases.append(
-        _phase("forward", *fixed, held, whole, _acts("forward", acts.forward, acts), resident)
+        _phase("forward", *fixed, held, whole, _acts("forward", before, acts), outputs, resident)
     )
     kept, logit, made = _loss(r, acts, head)
     if not held.bytes and made:
         held = Term("gradients", made, "the head's {0:,} B", (made,), grads.source)
     phases.append(_phase("loss", *fixed, held, root, _acts("loss", kept, acts), logit, resident))
-    phases.append(_phase("backward", *fixed, whole, *_backward(model, r, acts, grads), resident))
+    running_back = _backward(model, r, acts, grads)
+    phases.append(_phase("backward", *fixed, whole, *running_back, outputs, resident))
+    left = _acts("step", acts.outliving, acts)
     step = Term(
         "optimizer",
         states.states.bytes + states.step.bytes,
@@ -93,7 +97,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         (states.states.bytes, states.step.bytes),
         states.step.source or states.states.source,
     )
-    phases.append(_phase("step", base, adapter, grads, step, space, resident))
+    phases.append(_phase("step", base, adapter, grads, step, outputs, left, space, resident))
     host = []
     if acts.host:
         host.append(
@@ -150,6 +154,7 @@ RUNNING = {
     "forward": "the running layer",
     "loss": "the final norm and its output",
     "backward": "one layer recomputed and run backward",
+    "step": "the embeddings' output and its gradient, in the graph of the held outputs",
 }
 
 

@@ -9,10 +9,11 @@ would follow the CPU; `CudaBehaviour` (a torch function mode) turns each to CUDA
 * autocast: `torch.autocast("cuda")` runs as the CPU's, whose half-precision list is the same for
   every op a transformer uses; CUDA's longer fp32 list (ATen/autocast_mode.h, AT_FORALL_FP32 and
   AT_FORALL_FP32_SET_OPT_DTYPE) is applied here.
+* softmax in fp32 of fp16 scores reads them as they are; the CPU makes an fp32 copy first.
 * `F.rms_norm`: CUDA has one fused kernel that saves the input and 1/rms.
 * optimizers: foreach is CUDA's default, not the CPU's; subjects pass `foreach=True` or `fused=True`.
-* values: fake tensors have none. Traced batches are full and unpacked, so a mask check that asks
-  `all(...)` is answered yes, the largest position is the length less one, and a loss or norm that
+* values: fake tensors have none. Traced batches are unpacked and full (or, asked for, padded), so a mask
+  check that asks `all(...)` is answered, the largest position is the length less one, and a loss or norm that
   is read back is 1.0; any other branch on a value ends the trace with a message.
 * placement: `.cpu()`, `.to("cpu")` and pinned memory copy to the host, where they do not count as
   device memory; `.to("cuda")` or `.to(device)` brings a fresh device copy.
@@ -40,13 +41,13 @@ _FP32_FUNCTIONS: frozenset[Any] = frozenset(
         (
             torch,
             "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow layer_norm "
-            "rms_norm group_norm cosine_similarity kl_div dist renorm logsumexp prod softmax log_softmax "
+            "rms_norm group_norm cosine_similarity kl_div dist renorm logsumexp prod log_softmax "
             "cumprod cumsum sum norm",
         ),
         (
             torch.Tensor,
             "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ "
-            "logsumexp prod softmax log_softmax cumprod cumsum sum norm",
+            "logsumexp prod log_softmax cumprod cumsum sum norm",
         ),
         (
             _F,
@@ -67,13 +68,17 @@ def _is_cuda(device: Any) -> bool:
 class CudaBehaviour(TorchFunctionMode):
     """Make what runs inside allocate as on CUDA; `tracker` learns what goes to the host."""
 
-    def __init__(self, tracker: StorageTracker) -> None:
+    def __init__(self, tracker: StorageTracker, *, padded: bool = False) -> None:
         super().__init__()
         self._tracker = tracker
+        self._padded = padded
         self._saved: list[tuple[Any, str, Any]] = []
         self._special: dict[Any, Callable[..., Any]] = {
             _F.scaled_dot_product_attention: cuda_attention.attention,
             _F.dropout: _dropout,
+            _F.softmax: _functional_softmax,
+            torch.softmax: _softmax,
+            torch.Tensor.softmax: _softmax,
             _F.rms_norm: _rms_norm,
             torch.rms_norm: _rms_norm,
             torch.Tensor.cpu: self._to_host,
@@ -96,7 +101,7 @@ class CudaBehaviour(TorchFunctionMode):
             (torch, "is_autocast_enabled", lambda *_: asked("cpu")),
             (torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype("cpu")),
             (torch.autograd, "_engine_run_backward", partial(self._engine, run)),
-            *_masking(),
+            *_masking(padded=self._padded),
         ):
             self._saved.append((owner, name, getattr(owner, name)))
             setattr(owner, name, value)
@@ -179,6 +184,48 @@ def _dropout(
     return torch.native_dropout(input, p, True)[0]
 
 
+def _functional_softmax(
+    input: torch.Tensor,
+    dim: int = -1,
+    _stacklevel: int = 3,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    return _softmax(input, dim, dtype)
+
+
+def _softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """CUDA's autocast gives it fp32 results, and its kernel reads fp16 for them without a copy.
+
+    aten/src/ATen/native/SoftMax.cpp, softmax: half_to_float for fp16 on CUDA, anything else is cast first.
+    """
+    if dtype is None and torch.is_autocast_enabled("cpu") and input.is_floating_point():
+        dtype = torch.float32
+    if dtype is torch.float32 and input.dtype is torch.float16:
+        return HalfSoftmax.apply(input, dim)
+    return torch.softmax(input, dim, dtype=dtype)
+
+
+class HalfSoftmax(torch.autograd.Function):
+    """fp16 scores -> fp32 probabilities in one kernel; its gradient is fp16 again, in one kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: torch.Tensor, dim: int) -> torch.Tensor:
+        """Allocate the result, which is saved."""
+        ctx.dim = dim
+        result = torch.empty_like(scores, dtype=torch.float32)
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Allocate gradient * result in passing, and the fp16 gradient."""
+        (result,) = ctx.saved_tensors
+        gradient = torch.empty_like(result, dtype=torch.float16)
+        product = torch.empty_like(result)
+        del product
+        return gradient, None
+
+
 def _rms_norm(
     input: torch.Tensor,
     normalized_shape: Any,
@@ -190,21 +237,24 @@ def _rms_norm(
     return normed
 
 
-def _masking() -> tuple[tuple[Any, str, Any], ...]:
+def _masking(*, padded: bool) -> tuple[tuple[Any, str, Any], ...]:
     """Let transformers decide about masks as in a real run: it takes fake tensors for an export."""
     module = sys.modules.get("transformers.masking_utils")
     if module is None:
         return ()
-    return (module, "is_tracing", lambda *_: False), (
-        module,
-        "fast_all",
-        partial(_yes, module.fast_all),
-    )
+    all_ones = partial(_answered, module.fast_all, answer=not padded)
+    return (module, "is_tracing", lambda *_: False), (module, "fast_all", all_ones)
 
 
 def _yes(check: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    return _answered(check, *args, answer=True, **kwargs)
+
+
+def _answered(
+    check: Callable[..., torch.Tensor], *args: Any, answer: bool, **kwargs: Any
+) -> torch.Tensor:
     result = check(*args, **kwargs)
-    result._answers_yes = True  # type: ignore[attr-defined]
+    result._answer = answer  # type: ignore[attr-defined]
     return result
 
 
@@ -223,14 +273,16 @@ def _number(read: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
 
 
 def _truth(tensor: torch.Tensor) -> bool:
-    """Traced batches have no padding and one sequence a row: "all(...)" of a mask is true."""
-    return True if getattr(tensor, "_answers_yes", False) else torch.Tensor.__bool__(tensor)
+    """Answer what `_answered` knows: one sequence a row, and a mask of ones unless rows are padded."""
+    answer: bool | None = getattr(tensor, "_answer", None)
+    return torch.Tensor.__bool__(tensor) if answer is None else answer
 
 
 def workspaces() -> dict[str, Workspace]:
     """Return, by op, the temporaries its CUDA kernel allocates and frees inside itself."""
     return {
         "aten.embedding_dense_backward.default": _embedding_backward,
+        "aten._softmax_backward_data.default": _softmax_backward,
         "bitsandbytes.gemm_4bit.default": _gemm_4bit,
         "bitsandbytes.dequantize_4bit.default": lambda args, kwargs, result: (),
     }
@@ -241,6 +293,15 @@ def _embedding_backward(
 ) -> tuple[int, ...]:
     """Return what CUDA's kernel allocates to sort many tokens."""
     return backward_blocks(args[1].numel(), result.shape[0], result.shape[1])
+
+
+def _softmax_backward(
+    args: tuple[Any, ...], kwargs: dict[str, Any], result: torch.Tensor
+) -> tuple[int, ...]:
+    """Return gradient * result (aten/native/cuda/SoftMax.cu, softmax_backward_cuda_out); the CPU has none."""
+    gradient, output = args[:2]
+    width = torch.promote_types(gradient.dtype, output.dtype).itemsize
+    return (width * output.numel(),)
 
 
 def _gemm_4bit(

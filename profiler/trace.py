@@ -34,6 +34,8 @@ class Subject(Protocol):
     vocab: int
     trained_embedding: tuple[int, ...]
     """Shape of the input embedding when it is trained."""
+    padded: bool
+    """The batch's mask is not all ones."""
     standing_bytes: tuple[int, ...]
     """What CUDA libraries take through torch's allocator for good: a workspace a BLAS handle."""
 
@@ -102,7 +104,7 @@ def run_subject(
         if fake:
             stack.enter_context(FakeTensorMode())
         stack.enter_context(tracker)
-        stack.enter_context(CudaBehaviour(tracker))
+        stack.enter_context(CudaBehaviour(tracker, padded=subject.padded))
         stack.enter_context(_collected_by_hand())
         try:
             materialise(model, tracker)

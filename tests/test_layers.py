@@ -122,7 +122,8 @@ def test_the_planner_imports_nothing_by_a_name_in_a_string():
 ROOMS = (
     ("planner", "planner.errors", "planner.units", "planner.dtypes", "planner.datafiles"),
     ("planner.models.spec", "planner.models.quantization"),
-    ("planner.layer.tape", "planner.layer.program"),
+    ("planner.quant",),
+    ("planner.layer.tape", "planner.layer.attention", "planner.layer.program"),
     ("planner.mixers", "planner.families"),
     ("planner.models",),
     ("planner.layer", "planner.machines", "planner.allocator"),

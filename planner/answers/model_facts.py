@@ -2,8 +2,11 @@
 
 from typing import Any
 
+from planner.dtypes import element_bytes
 from planner.models.catalogue import load_catalogue
 from planner.models.spec import ModelSpec
+from planner.quant.table import canonical, scheme_table, stored_bytes
+from planner.quant.training import Held
 from planner.terms.kv_cache import bytes_per_token, state_bytes
 
 
@@ -41,6 +44,7 @@ def model_facts(spec: ModelSpec) -> dict[str, Any]:
         "checkpoint_quantization": spec.checkpoint_quantization,
         "source": spec.source,
     }
+    facts |= stored_weights(spec)
     for key in ("published_parameters", "agreement", "license", "gated", "notes"):
         if entry.get(key) not in (None, ""):
             facts[key] = entry[key]
@@ -48,3 +52,19 @@ def model_facts(spec: ModelSpec) -> dict[str, Any]:
         facts["config_source"] = entry["source"]
         facts["retrieved"] = entry["retrieved"]
     return facts
+
+
+def stored_weights(spec: ModelSpec) -> dict[str, Any]:
+    """Return the checkpoint's bytes as stored, and as a trainer holds them (None: nothing trains it)."""
+    published = canonical(spec.checkpoint_quantization)
+    if not published:
+        size = spec.parameters * element_bytes(spec.checkpoint_dtype)
+        return {"weight_bytes": size, "trained_weight_bytes": size}
+    # a quantised file that names no dtype keeps the rest in 16 bits: its kernels compute in them
+    width = 2 if spec.checkpoint_dtype in ("fp8", "fp32") else element_bytes(spec.checkpoint_dtype)
+    table = scheme_table(spec, published)
+    size, how = stored_bytes(spec, table, width), table.training
+    assert how is not None
+    held = {Held.STORED: size, Held.HALF: 2 * spec.parameters, Held.NOTHING: None}[how.held]
+    facts = {"weight_bytes": size, "trained_weight_bytes": held, "training": how.how}
+    return facts | ({"quantization_notes": list(table.notes)} if table.notes else {})

@@ -7,7 +7,13 @@ from planner.exporters.common import DTYPES, Exported, Writer
 from planner.run.recipe import RunFile, Task
 
 VERSION = "0.32"
-_QUANTIZATION = {"fp8": "fp8", "nf4": "bitsandbytes"}
+_QUANTIZATION = {"fp8": "fp8", "nf4": "bitsandbytes", "fp4": "bitsandbytes"}
+WITHOUT_BITSANDBYTES = (0, 31)
+"""vLLM dropped bitsandbytes and GGUF (its issue 39583): "Unknown quantization method"."""
+
+
+def _release(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2] if part.isdigit())
 
 
 def export(run: RunFile, *, version: str | None = None) -> Exported:
@@ -35,6 +41,12 @@ def export(run: RunFile, *, version: str | None = None) -> Exported:
     put("--kv-cache-memory-bytes", engine.kv_bytes)
     put("--block-size", engine.block_size if engine.block_size != 16 else None)
     named = _QUANTIZATION.get(recipe.quantization or "")
+    if named == "bitsandbytes" and _release(version or VERSION) >= WITHOUT_BITSANDBYTES:
+        raise UnsupportedError(
+            f"export: vLLM {version or VERSION} has no bitsandbytes layers, so it serves no "
+            f"{recipe.quantization} weights",
+            hint="serve a W4A16 compressed-tensors, GPTQ or AWQ checkpoint, or --quantization fp8",
+        )
     put("--quantization", named)
     words = ["vllm", "serve", run.model]
     for key, value in writer.keys.items():

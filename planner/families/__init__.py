@@ -12,7 +12,7 @@ from typing import Any
 
 from planner.errors import MissingExtraError, UnknownNameError, UnsupportedError, UsageError
 from planner.families.fields import ConfigFields
-from planner.models.quantization import quantization_name
+from planner.models.quantization import TEXT_ONLY, quantization_name
 from planner.models.spec import ModelSpec
 
 _FAMILIES: dict[str, str] = {
@@ -154,5 +154,6 @@ def _quantization_config(fields: ConfigFields) -> dict[str, Any]:
             value = config["quantization_config"]
             if not isinstance(value, Mapping):
                 raise UsageError("quantization_config: expected an object of fields")
-            return dict(value)
+            inside = {} if config is fields.config else {TEXT_ONLY: True}
+            return {**value, **inside}
     return {}

@@ -31,7 +31,7 @@ _OWNERS = re.compile(r"^(?:meta|unsloth|nvidia)[-_]", re.IGNORECASE)
 
 def quantization_in_name(name: str) -> str | None:
     """Return the recipe's quantization that a repository name announces, or None."""
-    leaf = name.rsplit("/", 1)[-1]
+    leaf = name.rstrip("/").rsplit("/", 1)[-1]
     for pattern, quantization in _QUANTIZED:
         if pattern.search(leaf):
             return quantization

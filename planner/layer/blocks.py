@@ -15,6 +15,12 @@ from planner.models.spec import LayerSpec, MlpKind, ModuleKind
 
 def run_layer(p: Program, x: Value, layer: LayerSpec, hidden: int) -> Value:
     """Record one decoder layer on `x`; the caller drops `x`."""
+    out = _layer(p, x, layer, hidden)
+    p.end_layer()
+    return out
+
+
+def _layer(p: Program, x: Value, layer: LayerSpec, hidden: int) -> Value:
     width = p.s.residual
     # under autocast layer norms answer in fp32
     wide = 4 if p.s.norm == "layernorm" and p.s.autocast else width

@@ -7,6 +7,7 @@ tensors each operation saves, which casts make copies, and what its backward all
 from collections.abc import Callable
 from typing import NamedTuple
 
+from planner.layer.attention import Shape, attend
 from planner.layer.tape import Tape, Value, envelope, largest
 from planner.models.spec import ModuleKind, ModuleSpec
 
@@ -43,7 +44,15 @@ class OpSettings(NamedTuple):
     """LoRA elements on the fused experts of one layer."""
     attention: str = "sdpa"
     seq: int = 0
-    """Tokens per sequence; only attention with scores in full needs it."""
+    """Tokens per sequence; only attention with scores or a mask in full needs it."""
+    batched: bool = False
+    """Several sequences; only attention with scores in full needs it."""
+    reads_half: bool = False
+    """fp16: CUDA's softmax in fp32 reads it without a copy."""
+    score_cap: bool = False
+    """Eager attention caps its scores by tanh (Gemma-2)."""
+    sinks: bool = False
+    """Eager attention has a learned column beside the scores (gpt-oss)."""
     undeclared_groups: bool = False
     """The model hands SDPA fewer key heads than query heads without enable_gqa (Falcon-7B)."""
     repeat_kv: bool = False
@@ -72,6 +81,7 @@ class Program:
     def __init__(self, tape: Tape, settings: OpSettings) -> None:
         self.tape = tape
         self.s = settings
+        self._ending: list[Value] = []
 
     def linear(self, x: Value, module: ModuleSpec, width: int) -> Value:
         """Record a linear layer whose input has `width` bytes per element, LoRA included."""
@@ -262,84 +272,17 @@ class Program:
         return out
 
     def sdpa(self, q: Value, k: Value, v: Value, heads: int, v_dim: int, width: int) -> Value:
-        """Record scaled dot-product attention on elements of `width` bytes; q, k, v are dropped."""
-        s, tape = self.s, self.tape
-        out_size = heads * v_dim * width
-        if s.attention == "eager":
-            return self._eager(q, k, v, heads, out_size, width)
-        masked = s.masked and s.attention == "sdpa" and not s.undeclared_groups
-        if (s.repeat_kv or masked) and k.size != q.size:
-            k = self.cast(k, q.size)
-            v = self.cast(v, out_size)
-        grouped = s.attention == "sdpa" and k.size != q.size
-        if grouped and (s.undeclared_groups or width == 4):
-            return self._math(q, k, v, heads, out_size, width)
-        lse = tape.value(heads * 4, needs_grad=False)
-        # the backward kernel accumulates dq in fp32
-        out = tape.op(
-            (q, k, v),
-            out_size,
-            saves=(q, k, v, lse),
-            saves_out=True,
-            scratch=q.size * 4 / width,
-        )
-        tape.drop(q, k, v, lse)
-        return out
+        """Record attention on elements of `width` bytes; q, k, v are dropped."""
+        return attend(self, q, k, v, Shape(heads, v_dim, width))
 
-    def _math(self, q: Value, k: Value, v: Value, heads: int, out_size: float, width: int) -> Value:
-        """Record SDPA's math kernel: fp32 scores in full; no fused kernel takes grouped fp32 keys.
+    def until_layer_ends(self, value: Value) -> None:
+        """Keep a variable of the layer's forward until that returns."""
+        self._ending.append(value)
 
-        aten/src/ATen/native/transformers/attention.cpp, _scaled_dot_product_attention_math.
-        """
-        tape, declared = self.tape, not self.s.undeclared_groups
-        row, full, wide = heads * self.s.seq * 4, q.size * 4 / width, 4 / width
-        held = [q, k, v]
-        if width != 4:
-            q, k, v = (tape.op((part,), part.size * wide) for part in (q, k, v))
-            held += [q, k, v]
-        scaled = tape.op((q,), full)
-        mask = tape.value(0, 4 * self.s.seq**2, needs_grad=False)
-        held += [scaled, mask]
-        if declared:
-            k = tape.op((k,), full)
-            v = tape.op((v,), out_size * wide)
-            held += [k, v]
-        key = tape.op((k,), k.size)
-        query = tape.op((scaled,), full)  # heads are not in front in memory: matmul copies
-        if not declared:
-            key = self.cast(key, full)
-        scores = tape.op((query, key), row, saves=(query, key))
-        tape.drop(query, key)
-        # the safe softmax: scores, softmax, a boolean mask and the result
-        soft = tape.op((scores,), row, saves_out=True, forward_scratch=row * 5 / 4)
-        tape.drop(scores)
-        narrow = tape.value(row / wide if width != 4 else 0, needs_grad=False)
-        if not declared:
-            v = tape.op((v,), out_size * wide)
-            held.append(v)
-        out = tape.op((soft, v), out_size * wide, saves=(soft, v))
-        if width != 4:
-            out = self.cast(out, out_size)
-        tape.drop(soft, narrow, *held)
-        return self.cast(out, out_size)
-
-    def _eager(
-        self, q: Value, k: Value, v: Value, heads: int, out_size: float, width: int
-    ) -> Value:
-        """Record transformers' eager_attention_forward: scores of [heads, T, T] in full."""
-        tape = self.tape
-        row = heads * self.s.seq
-        if k.size != q.size:
-            k, v = self.cast(k, q.size), self.cast(v, out_size)
-        scores = tape.op((q, k), row * width, saves=(q, k))
-        scaled = self.cast(scores, row * width)
-        masked = self.cast(scaled, row * width)
-        soft = tape.op((masked,), row * 4, saves_out=True)
-        tape.drop(masked)
-        narrow = self.cast(soft, row * width) if width != 4 else soft
-        out = tape.op((narrow, v), out_size, saves=(narrow, v))
-        tape.drop(narrow, q, k, v)
-        return self.cast(out, out_size)
+    def end_layer(self) -> None:
+        """Drop what the layer's forward held."""
+        self.tape.drop(*self._ending)
+        self._ending.clear()
 
 
 def in_tiles(p: Program, x: Value, tokens: int, run: Callable[[Program, Value], Value]) -> Value:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+from planner.layer.attention import Shape, attend
 from planner.layer.program import Program
 from planner.layer.tape import Value
 from planner.mixers.mixer import Linears, Pages, Record
@@ -42,12 +43,15 @@ def attention_by(project: Project) -> Record:
         s, tape, mixer = p.s, p.tape, layer.mixer
         inner = width if s.quantized else s.act
         q, k, v, gate = project(p, x, mixer, linears, width, inner)
-        inside = inner
-        if inner > s.act and (s.autocast or s.attention == "flash"):
+        query = inside = rotated_width(p, inner)
+        if query > s.act and (s.autocast or s.attention == "flash"):
             # autocast, or transformers for flash attention, brings fp32 queries to 16 bits
             inside = s.act
-            q, k, v = (p.cast(part, part.size * inside / inner) for part in (q, k, v))
-        context = p.sdpa(q, k, v, mixer.num_heads, mixer.v_head_dim or mixer.head_dim, inside)
+            if s.attention != "eager":  # where each product casts its own
+                q, k = (p.cast(part, part.size * inside / query) for part in (q, k))
+                v = p.cast(v, v.size * inside / inner) if inner != inside else v
+        v_dim = mixer.v_head_dim or mixer.head_dim
+        context = attend(p, q, k, v, Shape(mixer.num_heads, v_dim, inside, query, mixer.window))
         if gate is not None:
             opened = tape.op((gate,), gate.size, saves_out=True)
             gated = tape.op((context, opened), context.size, saves=(context, opened))
@@ -74,7 +78,14 @@ def separate_heads(
     if mixer.qk_norm:
         q = p.normed(q, inner, mixer.head_dim * heads)
         k = p.normed(k, inner, mixer.head_dim * kv)
-    return Heads(p.rope(q, sizes[0]), p.rope(k, sizes[1]), v, gate)
+    wider = rotated_width(p, inner) / inner
+    return Heads(p.rope(q, sizes[0] * wider), p.rope(k, sizes[1] * wider), v, gate)
+
+
+def rotated_width(p: Program, inner: int) -> int:
+    """Return bytes of an element of rotated queries and keys: the cosines have the stream's dtype."""
+    rotates = p.s.rope and "rope" not in p.s.fused
+    return max(inner, p.s.residual) if rotates else inner
 
 
 def _taken_apart(

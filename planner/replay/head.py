@@ -12,7 +12,7 @@ from planner.run.logits_law import LogitsLaw, width
 from planner.run.recipe import Method
 from planner.run.resolve import Resolved
 from planner.terms.gradients import gradient_width
-from planner.terms.logits import chunk_rows, head_width, scored_rows, tile_shape
+from planner.terms.logits import chunk_rows, head_width, logit_width, scored_rows, tile_shape
 
 SCALES_LOGITS = ("granite", "cohere")
 """Families whose forward always multiplies or divides the logits (modeling_granite, modeling_cohere)."""
@@ -38,6 +38,8 @@ class Head:
     r: Resolved
     tokens: int
     player: Player
+    outputs: Chunk | None = None
+    """The logits that the training loop still holds."""
 
     @property
     def law(self) -> LogitsLaw:
@@ -69,7 +71,7 @@ class Head:
         """Play log-probabilities without a graph."""
         if self.law.kind == "full":
             copies = self._copies()
-            forward, _ = self._steps(element_bytes(self.r.compute_dtype))
+            forward, _ = self._steps(logit_width(self.r))
             alive: dict[str, Chunk | None] = {}
             self._play(forward, alive)
             self.player.give(*alive.values(), *copies)
@@ -92,7 +94,7 @@ class Head:
         return self.player.take_all(sizes)
 
     def _full(self, hidden: Chunk | None, grads: list[Chunk], *, accumulate: bool) -> Chunk:
-        player, act = self.player, element_bytes(self.r.compute_dtype)
+        player, act = self.player, logit_width(self.r)
         copies = self._copies()
         forward, backward = self._steps(act)
         alive: dict[str, Chunk | None] = {}
@@ -100,6 +102,9 @@ class Head:
         if not self.trained:  # a frozen head saves nothing
             player.give(hidden)
         self._play(backward, alive)
+        if self.r.switches.keeps_outputs:
+            names = [name for name in alive if name.startswith("outputs.")]
+            self.outputs = alive.pop(names[0]) if names else None
         if self._scales or self.model.softcap:  # its gradient, out of place
             self._play((Step(next(reversed(alive)), "unscaled gradient", act, False),), alive)
         incoming = player.block(self.rows * self.model.hidden * act)
@@ -159,7 +164,7 @@ class Head:
 
     def _part(self) -> list[int]:
         """Return the blocks of one chunk or tile."""
-        law, act = self.law, element_bytes(self.r.compute_dtype)
+        law, act = self.law, logit_width(self.r)
         if law.kind == "tiled":
             tall, columns = tile_shape(self.model, self.r, law, self.rows)
             one = 4 * tall * self.model.hidden
@@ -171,14 +176,14 @@ class Head:
         return [cast, *(chunk * vocab * width(dtype, act) for _, dtype in law.chunk)]
 
     def _parts(self) -> int:
-        law, act = self.law, element_bytes(self.r.compute_dtype)
+        law, act = self.law, logit_width(self.r)
         if law.kind == "tiled":
             tall, columns = tile_shape(self.model, self.r, law, self.rows)
             return -(-self.rows // tall) * -(-self.model.vocab // columns)
         return -(-self.rows // chunk_rows(self.model, self.r, law, self.rows, act))
 
     def _in_parts(self, hidden: Chunk | None, grads: list[Chunk], *, accumulate: bool) -> Chunk:
-        player, law, act = self.player, self.law, element_bytes(self.r.compute_dtype)
+        player, law, act = self.player, self.law, logit_width(self.r)
         one = self.rows * self.model.hidden
         kept = player.take_all(one * width(dtype, act) for _, dtype in law.hidden)
         if law.drops_hidden:

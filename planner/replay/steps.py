@@ -17,9 +17,9 @@ from planner.replay.rollout import play_rollout
 from planner.replay.tensors import loaded, trained
 from planner.replay.units import Units
 from planner.replay.update import Update
-from planner.run.recipe import EngineKind, Method, Reference, Task
+from planner.run.recipe import Checkpointing, EngineKind, Method, Reference, Task
 from planner.run.resolve import Resolved
-from planner.terms.activations import op_settings
+from planner.terms.activations import masks, op_settings
 from planner.terms.gradients import gradient_width
 from planner.terms.weights import weights
 from planner.units import MiB
@@ -79,6 +79,7 @@ class Run:
         self.sharded = r.placement.gathers
         self.trained = self._trained() if r.trains else []
         self.update = Update(r, self.trained, player)
+        self.outputs: Chunk | None = None
         self.once = op_settings(model, r)._replace(accumulate=False)
 
     def _trained(self) -> list[int]:
@@ -186,18 +187,26 @@ class Run:
         layers = Layers(self.model, self.r, settings, tokens, player, units)
         head = Head(self.model, self.r, tokens, player)
         rotary = self._rotary(length, settings)
+        masked = player.take_all(
+            [masks(self.model, self.r, settings) * length // self.r.seq_tokens]
+        )
         last = layers.forward(self._embed(tokens, settings))
         events = norm_events(self.model, settings)
         kept = player.play(events.forward, tokens, {events.forward.x: last})
         out = kept.pop(events.forward.out)
         outside: list[Chunk] = grads if units is None else []
+        if self.r.checkpointing is Checkpointing.NONE:  # else every checkpoint has it
+            player.give(*masked)
+            masked = []
+        player.give(self.outputs)
         grad = head.run(out, outside, accumulate=accumulate)
+        self.outputs = head.outputs
         left = player.play(events.backward, tokens, {**kept, events.backward.grad_out: grad})
         grad = left.pop(events.backward.grad_in)
         done = left.pop(events.forward.x, None)
         outside.extend(left.values())
         first = layers.backward(done, grad, grads)
-        player.give(*rotary)
+        player.give(*rotary, *masked)
         self._embedding_grad(tokens, outside, accumulate=accumulate)
         player.give(first)
         if units is not None:

@@ -4,17 +4,14 @@ from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple
 
-from planner.dtypes import QUANTIZATIONS, element_bytes, quantized_bytes
+from planner.dtypes import element_bytes
 from planner.models.lora_targets import lora_counts
-from planner.models.quantization import left_in_16_bit
 from planner.models.spec import ModelSpec, ModuleKind, ModuleSpec
+from planner.quant.schemes import Scheme
+from planner.quant.table import BITSANDBYTES, packed_bytes, scheme_table, tensors
 from planner.run.recipe import Method
 from planner.run.resolve import Resolved
-from planner.terms.counts import BITSANDBYTES, LINEARS
 from planner.terms.weights import trained_width
-
-EIGHT_BIT = frozenset({"int8", "fp8", "fp8-block", "gptq-8bit"})
-"""Schemes with a byte for every weight; the others pack two in one."""
 
 
 class Loaded(NamedTuple):
@@ -42,35 +39,40 @@ def loaded(model: ModelSpec, r: Resolved) -> Iterator[Loaded]:
     full = r.method is Method.FULL and r.trains
     width = trained_width(r) if full else element_bytes(r.dtype)
     upcast = r.switches.kbit_upcast == "all" and r.quantization in BITSANDBYTES
-    for module in modules_in_order(model):
-        quantised = bool(r.quantization) and _is_quantised(model, module, r)
-        for shape in module.shapes:
-            numel = prod(shape)
-            packed = quantised and (len(shape) == 3 or shape is module.shapes[0])
+    for module, scheme in _with_schemes(model, r):
+        for shape, packed in tensors(module, scheme):
             for _ in range(module.count):
-                if not packed:
-                    yield Loaded((numel * (4 if upcast else width),))
+                if scheme is None or not packed:
+                    yield Loaded((prod(shape) * (4 if upcast else width),))
                 else:
-                    yield _packed(numel, shape[-1], r)
+                    yield _packed(shape, module.kind, scheme, r)
 
 
-def _is_quantised(model: ModelSpec, module: ModuleSpec, r: Resolved) -> bool:
-    if module is model.head:
-        return r.switches.quantized_head
-    if any(module is other for other in (*model.embeddings, *model.final, *model.towers)):
-        return False
-    if module.kind is ModuleKind.EXPERTS:
-        return r.switches.linear_experts or r.quantization not in BITSANDBYTES
-    if module.kind not in LINEARS:
-        return False
-    published = QUANTIZATIONS.get(model.checkpoint_quantization or "none") == r.quantization
-    return not (published and left_in_16_bit(model, module))
+def _with_schemes(model: ModelSpec, r: Resolved) -> Iterator[tuple[ModuleSpec, Scheme | None]]:
+    """Yield the modules in order, each with the scheme that its weight has."""
+    table = scheme_table(
+        model,
+        r.quantization,
+        double_quant=r.double_quant,
+        linear_experts=r.switches.linear_experts,
+        quantized_head=r.switches.quantized_head,
+    )
+    layers = sum(len(model.layers[index].modules) for index in model.layer_order)
+    inside = [
+        schemes[module.name]
+        for index, schemes in zip(model.layer_order, table.by_layer, strict=True)
+        for module in model.layers[index].modules
+    ]
+    for number, module in enumerate(modules_in_order(model)):
+        place = number - len(model.embeddings)
+        within = 0 <= place < layers
+        yield module, inside[place] if within else table.outside.get(module.name)
 
 
-def _packed(numel: int, columns: int, r: Resolved) -> Loaded:
-    total = quantized_bytes(numel, r.quantization, double_quant=r.double_quant, columns=columns)
-    codes = numel if r.quantization in EIGHT_BIT else numel // 2
-    passing = numel * element_bytes(r.dtype) if r.quantization in BITSANDBYTES else 0
+def _packed(shape: tuple[int, ...], kind: ModuleKind, scheme: Scheme, r: Resolved) -> Loaded:
+    total, numel = packed_bytes(shape, scheme, kind), prod(shape)
+    codes = int(numel * scheme.bits // 8)
+    passing = numel * element_bytes(r.dtype) if scheme.name in BITSANDBYTES else 0
     return Loaded((min(codes, total), max(0, total - codes)), passing)
 
 

@@ -3,11 +3,12 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from planner.dtypes import QUANTIZATIONS, TRAIN_DTYPES, normal_dtype
-from planner.errors import UnsupportedError, UsageError
+from planner.dtypes import TRAIN_DTYPES, normal_dtype
+from planner.errors import UsageError
 from planner.machines.machine import Machine
 from planner.mixers.registry import mixer_of
 from planner.models.spec import ModelSpec
+from planner.run.base_scheme import base_scheme
 from planner.run.engine_choices import choose, engine_fields, engine_kind
 from planner.run.framework import fallback_note, pick
 from planner.run.framework_files import Framework
@@ -67,8 +68,7 @@ class Resolved:
     num_generations: int
     packing: bool
     padded: bool
-    """A mask goes to attention, so keys and values are repeated for all query heads (the trainer's
-    shared prompts)."""
+    """A mask goes to attention, so SDPA's keys and values are repeated for all query heads."""
     checkpointing: Checkpointing
     checkpoint_every: int
     keep_layers: int
@@ -127,6 +127,13 @@ class Resolved:
         return self.autocast or self.dtype
 
 
+def _padded(recipe: Recipe, switches: Switches, sequences: int) -> bool:
+    """Return whether a mask goes to attention beside the tokens."""
+    if switches.mask == "padding":
+        return sequences > 1 and not recipe.packing
+    return switches.mask == "always"
+
+
 def _tiled(recipe: Recipe, switches: Switches, defaults: dict[str, Any]) -> bool:
     """Return whether layers run in tiles of tokens; some frameworks do beside checkpointing."""
     if recipe.tiled_mlp is not None:
@@ -147,7 +154,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     notes = list(filter(None, [fallback_note(framework, recipe.framework)]))
     trains = task is not Task.SERVE
     dtype, autocast = _dtypes(model, recipe, defaults)
-    quantization = _quantization(model, recipe, trains)
+    quantization = base_scheme(model, recipe, framework, trains=trains, notes=notes)
     prompt, completion = _lengths(recipe, defaults, notes)
     generations = choose(recipe.num_generations, defaults, "num_generations", 1)
     sequences = _sequences(recipe, framework, defaults, generations, notes)
@@ -187,7 +194,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         completion_tokens=completion,
         num_generations=generations,
         packing=bool(recipe.packing),
-        padded=False,
+        padded=trains and _padded(recipe, switches, sequences),
         checkpointing=Checkpointing(
             choose(recipe.checkpointing, defaults, "checkpointing", "none")
         ),
@@ -294,27 +301,6 @@ def _dtypes(model: ModelSpec, recipe: Recipe, defaults: dict[str, Any]) -> tuple
     if autocast not in ("", "bf16", "fp16"):
         raise UsageError(f"mixed_precision: {mixed!r}", hint="none, bf16 or fp16")
     return dtype, autocast
-
-
-def _quantization(model: ModelSpec, recipe: Recipe, trains: bool) -> str:
-    name = recipe.quantization
-    if name is None:
-        name = "nf4" if recipe.method is Method.QLORA and trains else model.checkpoint_quantization
-        if name == "mxfp4" and trains:
-            name = ""  # transformers dequantises MXFP4 to bf16 for training
-    folded = QUANTIZATIONS.get(name or "none")
-    if folded is None:
-        raise UsageError(f"quantization: {name!r} is not known", hint=", ".join(QUANTIZATIONS))
-    if trains and folded and recipe.method is Method.FULL:
-        if recipe.quantization is not None:
-            raise UnsupportedError(
-                f"quantization: {name} weights cannot be trained in full",
-                hint="use --method qlora, or leave quantization out",
-            )
-        return ""
-    if trains and recipe.method is Method.QLORA and not folded:
-        raise UsageError("quantization: qlora needs a quantised base", hint="leave it out for nf4")
-    return folded
 
 
 def _lengths(recipe: Recipe, defaults: dict[str, Any], notes: list[str]) -> tuple[int, int]:

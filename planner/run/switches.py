@@ -17,6 +17,7 @@ AdapterDtype = Literal["fp32", "bf16", "fp16", "weights"]
 KbitUpcast = Literal["none", "norms", "all"]
 Temperature = Literal["none", "in-place", "copy"]
 TraceStep = Literal["none", "own", "trl", "trl-full", "hf", "hf-full"]
+Mask = Literal["never", "padding", "always"]
 Kernel = Literal["rmsnorm", "swiglu", "rope", "lora"]
 
 
@@ -58,6 +59,12 @@ class Switches(Section):
     """A linear's output is kept for what scales it afterwards (litgpt's adapter v2)."""
 
     # layers
+    mask: Mask = "never"
+    """When SDPA gets a mask of [sequences, 1, T, T], for which transformers repeats keys and values.
+
+    padding: rows are filled up to the longest of a micro-batch, so with several rows, not packed.
+    always: also where no mask is passed (transformers 4.53 to 4.57 take every batch for packed).
+    """
     repeat_kv: frozenset[str] = frozenset()
     """Model types whose keys and values are repeated for every query head before attention."""
     fused: frozenset[Kernel] = frozenset()

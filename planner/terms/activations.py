@@ -7,9 +7,10 @@ from planner.layer.costs import checkpointed_costs, kept_costs, no_grad_costs
 from planner.layer.program import OpSettings, Program
 from planner.layer.tape import Envelope, Tape, envelope, largest
 from planner.models.spec import ModelSpec
+from planner.quant.table import BITSANDBYTES
 from planner.run.recipe import Checkpointing, Method
 from planner.run.resolve import Resolved
-from planner.terms.counts import BITSANDBYTES, adapters, base_weights
+from planner.terms.counts import adapters, base_weights
 from planner.terms.gradients import gradient_width
 from planner.terms.weights import trained_width
 
@@ -68,6 +69,9 @@ class Activations(NamedTuple):
     """What is in `kept`: (name, count, bytes each)."""
     layer_per_token: float
     """Bytes per token of the layer that runs backward."""
+    outliving: int = 0
+    """Held beyond the backward with the outputs, whose graph has it: a frozen embedding's output,
+    made a leaf, and its gradient; under reentrant checkpoints masks and positions too."""
 
 
 def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
@@ -78,7 +82,9 @@ def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
     gathers = r.placement.gathers
     if gathers and r.autocast:
         width = element_bytes(r.autocast)  # units are gathered in the compute dtype
-    scores = r.attention.value == "eager" or _math_sdpa(model, r, upcast=upcast)
+    eager = r.attention.value == "eager"
+    masks = r.attention.value == "sdpa" and (r.padded or _windowed(model, r))
+    scores = eager or masks or _math_sdpa(model, r, upcast=upcast)
     lora = r.trains and not full
     tile = MLP_TILE_TOKENS if r.tiled_mlp and r.tokens > MLP_TILE_TOKENS else 0
     return OpSettings(
@@ -100,6 +106,10 @@ def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
         attention=r.attention.value,
         seq=r.seq_tokens if scores else 0,
         undeclared_groups=_undeclared_groups(model),
+        batched=eager and r.sequences > 1,
+        reads_half=eager and r.compute_dtype == "fp16",
+        score_cap=eager and any(layer.mixer.softcap for layer in model.layers),
+        sinks=eager and _sinks(model),
         masked=r.padded,
         repeat_kv=model.model_type in r.switches.repeat_kv or _repeats_heads(model),
         norm=model.norm,
@@ -116,6 +126,15 @@ def _undeclared_groups(model: ModelSpec) -> bool:
     """Return whether SDPA meets one key head; Falcon with several repeats them itself."""
     one = model.layers[0].mixer.num_kv_heads == 1
     return one and model.model_type in UNDECLARED_GROUPS
+
+
+def _windowed(model: ModelSpec, r: Resolved) -> bool:
+    """Return whether a layer's window is no longer than a sequence: then its mask is made in full."""
+    return any(0 < layer.mixer.window <= r.seq_tokens for layer in model.layers)
+
+
+def _sinks(model: ModelSpec) -> bool:
+    return any(module.leaf == "sinks" for layer in model.layers for module in layer.modules)
 
 
 def _repeats_heads(model: ModelSpec) -> bool:
@@ -162,14 +181,17 @@ def activations(model: ModelSpec, r: Resolved, tokens: int) -> Activations:
     """Return the activations of `tokens` tokens through the whole model."""
     settings = op_settings(model, r)
     tail = _tail(model, settings)
-    fixed = _rotary(model, r, settings)
+    fixed, mask = _rotary(model, r, settings), masks(model, r, settings)
     plain = max(
         largest(no_grad_costs(layer, model.hidden, settings), tokens).at(tokens)
         for layer in model.layers
     )
     if r.checkpointing is Checkpointing.NONE:
-        return _everything(model, settings, tail, tokens, fixed, plain)
-    return _checkpointed(model, r, settings, tail, tokens, fixed, plain)
+        found = _everything(model, settings, tail, tokens, fixed, plain)
+        # a variable of the model's forward, which the layers' graphs do not need
+        return found._replace(forward=found.forward + mask, no_grad=found.no_grad + mask)
+    # an argument of every checkpoint
+    return _checkpointed(model, r, settings, tail, tokens, fixed, mask, plain)
 
 
 def _rotary(model: ModelSpec, r: Resolved, settings: OpSettings) -> int:
@@ -177,6 +199,24 @@ def _rotary(model: ModelSpec, r: Resolved, settings: OpSettings) -> int:
     mixer = max(model.layers, key=lambda layer: layer.mixer.head_dim).mixer
     width = mixer.qk_rope_head_dim or mixer.head_dim
     return 2 * r.seq_tokens * width * settings.residual
+
+
+def masks(model: ModelSpec, r: Resolved, settings: OpSettings) -> int:
+    """Return bytes of the [sequences, 1, T, T] masks that the model's forward makes for its layers.
+
+    transformers masking_utils: one for each kind of attention; eager's is additive, in the stream's
+    dtype; SDPA's is boolean, and made only where its causal flag cannot say the same.
+    """
+    windows = {layer.mixer.window for layer in model.layers if layer.mixer.num_heads}
+    if r.attention.value == "eager":
+        width = settings.residual
+    elif r.attention.value == "sdpa":
+        width = 1
+        if not settings.masked:
+            windows = {window for window in windows if 0 < window <= r.seq_tokens}
+    else:
+        return 0
+    return len(windows) * width * r.tokens * r.seq_tokens
 
 
 def _everything(
@@ -247,11 +287,13 @@ def _checkpointed(
     settings: OpSettings,
     tail: Tail,
     tokens: int,
-    fixed: int,
+    rotary: int,
+    masked: int,
     plain: int,
 ) -> Activations:
     """With checkpointing: layer inputs are kept (or wait on the host), one layer is recomputed."""
     costs = [checkpointed_costs(layer, model.hidden, settings) for layer in model.layers]
+    fixed = rotary + masked
     layers = model.num_layers
     width = model.hidden * settings.residual
     one = width * tokens
@@ -275,7 +317,7 @@ def _checkpointed(
     if r.switches.reentrant:
         # the recomputed output is a Python variable until the layer's backward is done
         segment += one
-    cache = _autocast_cache(model, settings)
+    cache = _autocast_cache(model, r, settings)
     low = mask + work.at(tokens) + one
     if offload and resident < layers:
         # the next layer's input is on its way while this one's is used
@@ -304,14 +346,24 @@ def _checkpointed(
         ),
         autocast_cache=cache,
         host=(layers - resident) * pinned(one, r) if offload else 0,
+        outliving=_outliving(r, one if hooked else 0, fixed),
         parts=(
-            ("cosines and sines", 1, fixed),
+            ("cosines and sines", 1, rotary),
+            ("attention masks", 1, masked),
             ("embedding dropout's mask", 1, mask),
             ("layer inputs", resident, one),
             ("embeddings' output", 1, leaf),
         ),
         layer_per_token=work.per_token,
     )
+
+
+def _outliving(r: Resolved, leaf: int, arguments: int) -> int:
+    """Return what the graph of held outputs keeps: a leaf and its gradient, and the arguments that a
+    reentrant checkpoint's function is bound to."""
+    if not r.switches.keeps_outputs:
+        return 0
+    return 2 * leaf + (arguments if r.switches.reentrant else 0)
 
 
 def _rest_of_segment(model: ModelSpec, settings: OpSettings, tokens: int, every: int) -> int:
@@ -322,9 +374,14 @@ def _rest_of_segment(model: ModelSpec, settings: OpSettings, tokens: int, every:
     return (every - 1) * max(graph.at(tokens) for graph in graphs)
 
 
-def _autocast_cache(model: ModelSpec, settings: OpSettings) -> int:
+def _autocast_cache(model: ModelSpec, r: Resolved, settings: OpSettings) -> int:
     """Return the casts of trained fp32 weights that autocast keeps until the forward is over."""
-    if not settings.full or not settings.autocast or settings.weight == settings.act:
+    if not settings.autocast:
+        return 0
+    if not settings.full:
+        wide = settings.adapter != settings.act
+        return adapters(model, r).parameters * settings.act if wide else 0
+    if settings.weight == settings.act:
         return 0
     return sum(
         layer.count * kept_costs(layer, model.hidden, settings).kept.constant

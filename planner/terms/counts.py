@@ -4,16 +4,14 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from planner.dtypes import QUANTIZATIONS, element_bytes, quantized_bytes
+from planner.dtypes import element_bytes
 from planner.models.lora_targets import lora_counts
-from planner.models.quantization import left_in_16_bit
-from planner.models.spec import ModelSpec, ModuleKind
+from planner.models.spec import ModelSpec
+from planner.quant.table import BITSANDBYTES, packed_bytes, scheme_table, tensors
 from planner.run.resolve import Resolved
 
-BITSANDBYTES = ("nf4", "fp4", "int8")
 SMALL_TENSOR = 4096
 """Elements below which 8-bit optimizers keep a tensor in 32 bit."""
-LINEARS = (ModuleKind.LINEAR, ModuleKind.CONV1D)
 
 
 class BaseKey(NamedTuple):
@@ -82,35 +80,21 @@ def _base_weights(model: ModelSpec, key: BaseKey) -> BaseWeights:
     if not key.quantization:
         total = model.parameters * width
         return BaseWeights(total, 0, 0, total, 0)
+    table = scheme_table(
+        model,
+        key.quantization,
+        double_quant=key.double_quant,
+        linear_experts=key.linear_experts,
+        quantized_head=key.quantized_head,
+    )
     quantized = count = largest = 0
-    published = QUANTIZATIONS.get(model.checkpoint_quantization or "none") == key.quantization
-    for layer in model.layers:
-        for module in layer.modules:
-            if module.kind in LINEARS or module.kind is ModuleKind.EXPERTS:
-                if published and left_in_16_bit(model, module):
-                    continue
-                fused = module.kind is ModuleKind.EXPERTS and not key.linear_experts
-                if fused and key.quantization in ("nf4", "fp4", "int8"):
-                    continue  # bitsandbytes replaces nn.Linear only; 3-D experts stay 16-bit
-                shapes = module.shapes[:1]
-                if module.kind is ModuleKind.EXPERTS:
-                    shapes = tuple(shape for shape in module.shapes if len(shape) == 3)
-                for shape in shapes:
-                    numel = prod(shape)
-                    one = quantized_bytes(
-                        numel, key.quantization, double_quant=key.double_quant, columns=shape[-1]
-                    )
-                    quantized += layer.count * module.count * one
-                    count += layer.count * module.count * numel
-                    single = module.kind is ModuleKind.EXPERTS and key.linear_experts
-                    largest = max(largest, numel // shape[0] if single else numel)
-    if key.quantized_head and model.head is not None and not model.tied:
-        numel = model.head.weight_parameters
-        quantized += quantized_bytes(
-            numel, key.quantization, double_quant=key.double_quant, columns=model.hidden
-        )
-        count += numel
-        largest = max(largest, numel)
+    for part in table.parts:
+        for shape, packed in tensors(part.module, part.scheme):
+            if packed and part.scheme is not None:
+                quantized += part.count * packed_bytes(shape, part.scheme, part.module.kind)
+                count += part.count * prod(shape)
+                # every expert is a weight of its own
+                largest = max(largest, prod(shape[-2:]))
     rest = (model.parameters - count) * (4 if key.upcast_rest else width)
     return BaseWeights(quantized + rest, quantized, count, rest, largest)
 

@@ -7,6 +7,7 @@ from planner.models.spec import ModelSpec
 from planner.run.logits_law import LogitsLaw, width
 from planner.run.recipe import Method
 from planner.run.resolve import Resolved
+from planner.terms.counts import BITSANDBYTES
 from planner.terms.gradients import gradient_width
 from planner.terms.term import Term
 from planner.terms.weights import trained_width
@@ -33,7 +34,7 @@ def scored_rows(r: Resolved, law: LogitsLaw) -> int:
 
 def logits(model: ModelSpec, r: Resolved) -> Logits:
     """Return the loss head's bytes for one micro-batch."""
-    law, act = r.law, element_bytes(r.compute_dtype)
+    law, act = r.law, logit_width(r)
     rows, none = scored_rows(r, law), Term("logits", 0)
     made = _new_head_gradient(model, r)
     if law.kind == "full":
@@ -76,6 +77,30 @@ def head_width(r: Resolved) -> int:
     if r.quantization:
         return 4 if r.switches.kbit_upcast == "all" else element_bytes(r.dtype)
     return trained_width(r) if r.method is Method.FULL else element_bytes(r.dtype)
+
+
+def logit_width(r: Resolved) -> int:
+    """Return bytes of an element of the logits as the head makes them.
+
+    k-bit preparation leaves the head in fp32, and without autocast what it makes too.
+    """
+    prepared = r.quantization in BITSANDBYTES and r.switches.kbit_upcast == "all"
+    return 4 if prepared and not r.autocast else element_bytes(r.compute_dtype)
+
+
+def held_outputs(model: ModelSpec, r: Resolved) -> Term:
+    """Return the logits that a training loop holds until its next forward has made new ones."""
+    if not r.trains or not r.switches.keeps_outputs or r.law.kind != "full":
+        return Term("logits", 0)
+    rows = scored_rows(r, r.law)
+    width = 4 if r.autocast and r.switches.fp32_outputs else logit_width(r)
+    return Term(
+        "logits",
+        rows * model.vocab * width,
+        "outputs.logits held by the loop: {0:,} rows x {1:,} vocabulary x {2} B",
+        (rows, model.vocab, width),
+        "a variable of the loop: outputs = model(...) lives until it is bound again",
+    )
 
 
 def _casts(model: ModelSpec, r: Resolved, rows: int, act: int) -> int:

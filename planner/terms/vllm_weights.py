@@ -10,9 +10,10 @@ whole on every rank; vocabularies are padded to a multiple of 64.
 from math import prod
 from typing import NamedTuple
 
-from planner.dtypes import GGUF_BYTES, QUANTIZATIONS, element_bytes, quantized_bytes
-from planner.models.quantization import left_in_16_bit
+from planner.dtypes import GGUF_BYTES, element_bytes
 from planner.models.spec import LayerSpec, MixerSpec, ModelSpec, ModuleKind, ModuleSpec
+from planner.quant.schemes import Scheme, quantized_bytes
+from planner.quant.table import Table, scheme_table, weight_bytes
 from planner.run.resolve import Resolved
 from planner.terms.term import Term
 
@@ -27,6 +28,7 @@ INPUT_SPLIT = frozenset(
 )
 """RowParallelLinear: split over its inputs, the bias whole."""
 FUSED_QKV = frozenset({"qkv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack"})
+ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 LINEARS = (ModuleKind.LINEAR, ModuleKind.CONV1D)
 EMBEDDED_ADAPTERS = frozenset(
     "llama mistral mixtral granite granitemoe granitemoeshared cohere exaone gpt_bigcode bamba jamba "  # noqa: SIM905
@@ -80,17 +82,26 @@ def _loaded(model: ModelSpec, r: Resolved) -> VllmWeights:
             ranks * r.pipeline_parallel
         )
         return VllmWeights(modules, 0, _rotary(model), adapter_slot_bytes(model, r))
+    table = scheme_table(model, r.quantization, double_quant=r.double_quant)
     layers = sum(
-        layer.count * sum(_module(model, layer, module, r) for module in layer.modules)
-        for layer in model.layers
+        count * _module(model, layer, module, scheme, r)
+        for index, layer in enumerate(model.layers)
+        for module in layer.modules
+        for scheme, count in table.of_kind(index, module)
     )
-    latent = sum(layer.count * _latent(model, layer, r) for layer in model.layers)
+    latent = sum(
+        layer.count * _latent(model, index, table, r) for index, layer in enumerate(model.layers)
+    )
     width = element_bytes(r.dtype)
     ends = sum(_vocabulary(module, r) for module in model.embeddings)
     if model.head is not None and not model.tied:
-        ends += _vocabulary(model.head, r)
+        ends += _head(model.head, table.outside.get(model.head.name), r)
     ends += width * sum(module.parameters for module in model.final)
-    towers = sum(_tower(model, module, r) for module in model.towers)
+    towers = sum(
+        part.count * _tower(model, part.module, part.scheme, r)
+        for part in table.parts
+        if part.layer is None and any(part.module is module for module in model.towers)
+    )
     # a stage has its share of the layers; embeddings and head are on the first and last
     stages = r.pipeline_parallel
     modules = -(-layers // stages) + -(-ends // min(stages, 2)) + -(-towers // ranks)
@@ -112,11 +123,18 @@ def vllm_weights_term(model: ModelSpec, r: Resolved) -> Term:
     )
 
 
-def _tower(model: ModelSpec, module: ModuleSpec, r: Resolved) -> int:
-    """Return a tower's module: 16-bit in a quantised checkpoint, quantised when done while loading."""
+def _tower(model: ModelSpec, module: ModuleSpec, scheme: Scheme | None, r: Resolved) -> int:
+    """Return one module of a tower: as the checkpoint has it, or quantised while loading."""
     if r.quantization == "fp8" and not model.checkpoint_quantization and module.kind in LINEARS:
-        return module.parameters
-    return element_bytes(r.dtype) * module.parameters
+        return module.parameters // module.count
+    return weight_bytes(module, scheme, element_bytes(r.dtype))
+
+
+def _head(head: ModuleSpec, scheme: Scheme | None, r: Resolved) -> int:
+    """Return an untied head's part of a rank."""
+    if scheme is None:
+        return _vocabulary(head, r)
+    return -(-weight_bytes(head, scheme, element_bytes(r.dtype)) // r.tensor_parallel)
 
 
 def _vocabulary(module: ModuleSpec, r: Resolved) -> int:
@@ -132,26 +150,29 @@ def _vocabulary(module: ModuleSpec, r: Resolved) -> int:
     return width * module.count * (shard * prod(module.shapes[0][1:]) + rest)
 
 
-def _module(model: ModelSpec, layer: LayerSpec, module: ModuleSpec, r: Resolved) -> int:
+def _module(
+    model: ModelSpec, layer: LayerSpec, module: ModuleSpec, scheme: Scheme | None, r: Resolved
+) -> int:
     """Return one module's bytes on a rank."""
     width, ranks = element_bytes(r.dtype), r.tensor_parallel
     if module.kind is ModuleKind.NORM:
         return width * module.parameters
     if module.kind is ModuleKind.BUFFER:
         return 4 * module.parameters  # the router's correction is fp32
-    if module.kind is ModuleKind.EXPERTS and r.quantization == "mxfp4":
+    if module.leaf in ROUTERS:
+        scheme = None  # routers are built without the quantisation
+    if module.kind is ModuleKind.EXPERTS and scheme is not None and scheme.name == "mxfp4":
         return module.count * _padded_experts(model, layer, module, r)
+    whole = module.count * weight_bytes(module, scheme, width)
     if module.kind is ModuleKind.EXPERTS:
-        return sum(
-            module.count * _stored(model, module, shape, r) // ranks for shape in module.shapes
-        )
+        return whole // ranks
     if module.leaf in WHOLE or (module.kind is ModuleKind.PARAMETER and "gate" in module.name):
-        return sum(module.count * _stored(model, module, shape, r) for shape in module.shapes)
+        return whole
     if module.kind not in LINEARS:
         return -(-width * module.parameters // ranks)
     kept, of = _share(layer.mixer, module, ranks)
-    weight = module.count * _stored(model, module, module.shapes[0], r) * kept // of
     bias = width * module.count * sum(prod(shape) for shape in module.shapes[1:])
+    weight = (whole - bias) * kept // of
     return weight + (bias if module.leaf in INPUT_SPLIT else bias * kept // of)
 
 
@@ -184,43 +205,22 @@ def _share(mixer: MixerSpec, module: ModuleSpec, ranks: int) -> tuple[int, int]:
     return 1, ranks
 
 
-def quantized(model: ModelSpec, module: ModuleSpec, shape: tuple[int, ...], r: Resolved) -> bool:
-    """Say whether a weight of this shape is stored quantised."""
-    if not r.quantization or len(shape) < 2:
-        return False
-    if module.leaf in ("gate", "router", "shared_expert_gate"):
-        return False  # routers are built without the quantisation
-    if module.kind is not ModuleKind.EXPERTS and module.kind not in LINEARS:
-        return False
-    if module.kind is not ModuleKind.EXPERTS and r.quantization == "mxfp4":
-        return False
-    published = QUANTIZATIONS.get(model.checkpoint_quantization or "none") == r.quantization
-    return not (published and left_in_16_bit(model, module))
-
-
-def _stored(model: ModelSpec, module: ModuleSpec, shape: tuple[int, ...], r: Resolved) -> int:
-    """Return a whole tensor's bytes as the checkpoint's scheme stores it."""
-    numel = prod(shape)
-    if not quantized(model, module, shape, r):
-        return numel * element_bytes(r.dtype)
-    return quantized_bytes(numel, r.quantization, double_quant=r.double_quant, columns=shape[-1])
-
-
-def _latent(model: ModelSpec, layer: LayerSpec, r: Resolved) -> int:
+def _latent(model: ModelSpec, index: int, table: Table, r: Resolved) -> int:
     """Return the matrices MLA absorbs, beside the kv_b_proj it keeps for prefill."""
-    mixer, law = layer.mixer, r.framework.engine
+    layer, law = model.layers[index], r.framework.engine
+    mixer = layer.mixer
     if not mixer.kv_lora_rank:
         return 0
     width = element_bytes(r.dtype)
     heads, rank = mixer.num_heads // r.tensor_parallel, mixer.kv_lora_rank
     up = next(module for module in layer.modules if module.leaf == "kv_b_proj")
-    packed = quantized(model, up, up.shapes[0], r)
+    scheme = next(scheme for scheme, _ in table.of_kind(index, up))
     # W_UK and W_UV, taken out of a dequantised kv_b_proj; else they are views of it
-    copies = width * heads * rank * (mixer.qk_nope_head_dim + mixer.v_head_dim) if packed else 0
+    copies = width * heads * rank * (mixer.qk_nope_head_dim + mixer.v_head_dim) if scheme else 0
     if law.absorbs == "views":
         return copies
     queries = mixer.q_lora_rank or model.hidden
-    element = 1 if packed and r.quantization.startswith("fp8") else width
+    element = 1 if scheme and scheme.name.startswith("fp8") else width
     products = element * heads * rank * (queries + model.hidden)
     return copies + products + width * heads * queries * mixer.qk_rope_head_dim
 

@@ -49,6 +49,7 @@ def step_options(
         optimizer=resolved.optimizer,
         micro_batch=resolved.sequences,
         length=resolved.seq_tokens,
+        padded=resolved.padded,
         completion=resolved.completion_tokens,
         gradient_accumulation=resolved.grad_accum,
         steps=steps,

@@ -30,12 +30,13 @@ class HfSft:
 
     def __init__(self, options: StepOptions) -> None:
         self.options = options
-        self.notes: tuple[str, ...] = (
-            ("outputs kept alive through backward",) if options.keep_outputs else ()
-        )
+        said = "outputs kept alive until the next forward has made new ones"
+        self.notes: tuple[str, ...] = (said,) if options.keep_outputs else ()
         config = options.config.get("text_config") or options.config
         self.vocab = int(config.get("vocab_size", 0))
+        self.outputs: Any = None
         self.trained_embedding: tuple[int, ...] = ()
+        self.padded = options.padded
         self.standing_bytes = (options.workspace_bytes,) * handles(trains=True)
 
     def build(self) -> torch.nn.Module:
@@ -75,15 +76,16 @@ class HfSft:
             "input_ids": torch.zeros(shape, dtype=torch.long),
             "labels": torch.zeros(shape, dtype=torch.long),
         }
-        mask = torch.ones(shape, dtype=torch.long)
+        if options.padded:
+            inputs["attention_mask"] = torch.ones(shape, dtype=torch.long)
         with autocast(options):
             outputs = model(**inputs)
         if options.converts_outputs:
             outputs.logits = outputs.logits.float()
         loss = outputs.loss
-        if not options.keep_outputs:
-            del outputs
-        del inputs, mask
+        self.outputs = outputs if options.keep_outputs else None  # until it is bound again
+        del outputs
+        del inputs
         loss = loss / options.gradient_accumulation
         if scaler is not None:
             loss = scaler.scale(loss)

@@ -38,6 +38,8 @@ class StepOptions:
     micro_batch: int = 1
     length: int = 512
     """Tokens of one sequence: prompt and completion."""
+    padded: bool = False
+    """Rows of unequal lengths are filled up: the model gets a mask that is not all ones."""
     completion: int = 0
     """GRPO: scored tokens of one sequence; 0 = all but one."""
     gradient_accumulation: int = 1

@@ -78,7 +78,7 @@ class TrlGrpo(HfSft):
         if self.fused:
             return self._fused(model, tokens, targets)
         with autocast(self.options):
-            outputs = model(input_ids=tokens, logits_to_keep=self.completion + 1)
+            outputs = model(**self.inputs(tokens), logits_to_keep=self.completion + 1)
             logits = outputs.logits
         if self.options.converts_outputs:
             logits = logits.float()
@@ -90,13 +90,19 @@ class TrlGrpo(HfSft):
             logits = logits / 0.9
         return selective_log_softmax(logits, targets)
 
+    def inputs(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return what the model is called with: a mask too where rows are padded."""
+        if not self.options.padded:
+            return {"input_ids": tokens}
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+
     def _fused(self, model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         head = inner.get_output_embeddings()
         if head is None:
             raise UnsupportedError(f"{self.name}: the model has no output head")
         with autocast(self.options):
-            hidden = decoder_of(model)(input_ids=tokens)[0]
+            hidden = decoder_of(model)(**self.inputs(tokens))[0]
             # TRL selects the scored rows with a boolean mask: a copy, and its indices.
             flat = hidden[:, :-1].reshape(-1, hidden.shape[-1])
             where = torch.zeros(targets.numel(), dtype=torch.long)

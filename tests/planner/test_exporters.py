@@ -198,3 +198,10 @@ def test_vllm_ranks_and_adapter_slots_come_back() -> None:
     assert (engine.max_loras, engine.max_lora_rank) == (3, 32)
     assert again.recipe == first.recipe
     assert again.machine.gpus == 4
+
+
+def test_vllm_without_bitsandbytes_is_said() -> None:
+    run = RunFile(model="llama-3.1-8b", recipe=Recipe(task=Task.SERVE, quantization="nf4"))
+    with pytest.raises(UnsupportedError, match="no bitsandbytes"):
+        export_run(run, "vllm")
+    assert "--quantization bitsandbytes" in export_run(run, "vllm", version="0.10.2").command

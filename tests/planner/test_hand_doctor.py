@@ -9,7 +9,7 @@ from planner.doctor.context import read_context
 from planner.doctor.scan import scan
 from planner.doctor.serving import ServingReport, serving_report
 from planner.doctor.vllm_log import VllmLog, read_vllm_line
-from planner.units import GiB, MiB
+from planner.units import GiB
 
 
 def read(

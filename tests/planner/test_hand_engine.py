@@ -15,11 +15,13 @@ from planner.families import model_spec_from_config
 from planner.machines.machine import make_machine
 from planner.machines.vllm_overheads import Measured
 from planner.plan import Plan
+from planner.quant.schemes import chosen
+from planner.quant.table import tensors
 from planner.run.resolve import Resolved
 from planner.terms.engine import capture_sizes, engine_costs, kv_sequence_bytes, outside_torch
 from planner.terms.vllm_blocks import VllmKv
 from planner.terms.vllm_profile import layer_width, profile
-from planner.terms.vllm_weights import quantized, vllm_weights
+from planner.terms.vllm_weights import vllm_weights
 from planner.units import GiB
 from tests.planner.toys import CONFIG, CUBLAS, LLAMA, choices, gpus, host, planned, terms
 
@@ -240,10 +242,9 @@ def test_rows_of_the_sampler() -> None:
 
 
 def test_vectors_are_never_stored_quantised() -> None:
-    r = choices(task="serve", framework="vllm", quantization="fp8")
-    q = LLAMA.layers[0].modules[0]
-    assert quantized(LLAMA, q, (64, 64), r)
-    assert not quantized(LLAMA, q, (64,), r)
+    q = replace(LLAMA.layers[0].modules[0], shapes=((64, 64), (64,)))
+    found = list(tensors(q, chosen("fp8", double_quant=False)))
+    assert found == [((64, 64), True), ((64,), False)]
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,9 @@ def trace(
     """Trace and also return what is kept and all points of both passes."""
     tape = Tape()
     x = tape.value(size)
-    out = record(Program(tape, OpSettings(**settings)), x)
+    program = Program(tape, OpSettings(**settings))
+    out = record(program, x)
+    program.end_layer()
     tape.drop(x, out)
     forward, kept = list(tape.points), tape.now()
     tape.points.clear()
@@ -246,12 +248,50 @@ def test_flash_attention_takes_no_mask_from_the_model() -> None:
 
 
 def test_eager_attention_keeps_scores_twice() -> None:
-    # 8 tokens: 32 scores a token: 64 B in 16 bit. q, repeated k and v 384; scores 64, scaled 64, masked 64
-    # (two at once); softmax fp32 128, its 16 bits 64. Kept: q, k, v, softmax 128, its copy 64
+    # 8 tokens: 32 scores a token: 64 B in 16 bit. q 128, k and v 64 each and repeated 128 each; scores 64,
+    # scaled 64, masked 64 (two at once); masked in fp32 128, softmax 128, its 16 bits 64.
+    # Kept: q, repeated k and v, softmax 128, its copy 64
     found = run(attend, 10, attention="eager", seq=8)
     assert found.kept == 3 * 128 + 128 + 64
-    # at the end: q, k, v, fp32 and 16-bit softmax, out 128; then the context copied 128
-    assert found.forward == 10 + 384 + 192 + 128 + 128
+    # at the end: q, k, v twice, fp32 and 16-bit softmax, out 128; then the context copied 128
+    assert found.forward == 10 + 512 + 192 + 128 + 128
+    # the softmax's backward: q, repeated k and softmax kept 384, v's gradient 128, the incoming one,
+    # the result and CUDA's product of gradient and softmax 128 each
+    assert found.backward == 384 + 128 + 3 * 128
+
+
+def test_eager_softmax_reads_fp16_without_a_copy() -> None:
+    def at_softmax(**settings: object) -> float:
+        # heads of 4 instead of 16, so that the scores decide
+        def small(p: Program, x: Value) -> Value:
+            q, k, v = (p.tape.op((x,), size) for size in (32, 16, 16))
+            return p.sdpa(q, k, v, 4, 4, 2)
+
+        return run(small, 10, attention="eager", seq=64, **settings).forward
+
+    # q, k, v twice 128; 256 scores: masked 512, its fp32 copy 1,024, softmax 1,024
+    assert at_softmax() == 10 + 128 + 512 + 1024 + 1024
+    # no copy; masked is still bound while the softmax is cast to 16 bits 512
+    assert at_softmax(reads_half=True) == 10 + 128 + 512 + 1024 + 512
+
+
+def test_several_sequences_are_copied_for_the_product() -> None:
+    # q's copy is saved, q and the first k and v are not; the context's gradient is copied back too
+    one, more = (run(attend, 10, attention="eager", seq=8, batched=b) for b in (False, True))
+    assert (more.kept, more.forward) == (one.kept, one.forward + 128)
+
+
+def test_gemmas_cap_keeps_the_tanh_and_a_sink_a_softmax_of_its_own() -> None:
+    plain = run(attend, 10, attention="eager", seq=8).kept
+    assert run(attend, 10, attention="eager", seq=8, score_cap=True).kept == plain + 64
+    # gpt-oss: softmax in 16 bit alone
+    assert run(attend, 10, attention="eager", seq=8, sinks=True).kept == plain - 128
+
+
+def test_a_mask_costs_a_bias_a_layer() -> None:
+    # 8 tokens: 8 x 2 B of bias a token, beside keys and values for all heads
+    bare = run(attend, 10, masked=True).kept
+    assert run(attend, 10, masked=True, seq=8).kept == bare + 16
 
 
 def test_eager_attention_in_fp32_has_one_softmax() -> None:
@@ -259,7 +299,7 @@ def test_eager_attention_in_fp32_has_one_softmax() -> None:
         q, k, v = (p.tape.op((x,), size) for size in (256, 128, 128))
         return p.sdpa(q, k, v, 4, 16, 4)
 
-    # q, repeated k and v 256 each, 8 tokens: 4 heads x 8 x 4 B of softmax
+    # q, repeated k and v 256 each, 8 tokens: 4 heads x 8 x 4 B of softmax, which both products save
     assert run(wide, 10, attention="eager", act=4, seq=8).kept == 3 * 256 + 128
 
 

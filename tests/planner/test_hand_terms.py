@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from planner.dtypes import quantized_bytes
 from planner.machines.machine import find_gpu, make_machine
 from planner.models.spec import ModelSpec, ModuleKind, ModuleSpec
+from planner.quant.schemes import quantized_bytes
 from planner.terms.adapters import lora, trained_parameters
 from planner.terms.counts import adapters, base_weights
 from planner.terms.gradients import gradient_width, gradients
@@ -127,8 +127,9 @@ def test_fused_experts_stay_16_bit_under_bitsandbytes_and_single_ones_do_not() -
     assert fused.largest_quantized == 4_096
     switches = {"kbit_upcast": "none", "linear_experts": True}
     single = base_weights(MIXTRAL, choices(MIXTRAL, **fields, switches=switches))
-    # gate_up 65,536: 32,768 + 4,096 + 64; down 32,768: 16,384 + 2,048 + 64 = 55,424 a layer
-    assert single.quantized == 3 * (7_168 + 36_928 + 18_496)
+    # four linears each, every one with its table: gate_up 16,384: 8,192 + 1,024 + 64 = 9,280;
+    # down 8,192: 4,096 + 512 + 64 = 4,672
+    assert single.quantized == 3 * (7_168 + 37_120 + 18_688)
     assert single.quantized_parameters == 3 * (12_288 + 98_304)
     assert single.largest_quantized == 16_384  # one expert's gate_up
 

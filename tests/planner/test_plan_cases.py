@@ -7,7 +7,7 @@ from planner.models.catalogue import catalogue_model
 from planner.plan import Plan, plan
 from planner.run.runfile import make_recipe
 from planner.terms.kv_cache import bytes_per_token, sequence_bytes
-from planner.units import GiB
+from planner.units import GiB, MiB
 
 ROOMY = make_machine(vram="4TiB")
 TRAINING = ("forward", "loss", "backward", "step")
@@ -77,6 +77,43 @@ def test_lora_step_with_outputs_dropped_or_kept(
     assert tensor_gib(result) - states / GiB == pytest.approx(first, rel=0.003)
 
 
+def test_eager_attention_on_a_t4() -> None:
+    # allocated on the card: 6,616 MiB
+    result = planned(
+        "tinyllama-1.1b",
+        method="lora",
+        framework="peft-loop",
+        dtype="fp16",
+        micro_batch_size=2,
+        context=2048,
+        attention="eager",
+        lora={"rank": 32, "targets": ("q_proj", "k_proj", "v_proj", "o_proj")},
+    )
+    assert result.peak_phase == "backward"
+    assert result.peak_bytes / MiB == pytest.approx(6616, rel=0.001)
+
+
+def test_held_outputs_are_16_bytes_a_logit_after_kbit_preparation() -> None:
+    kept = planned(
+        "tinyllama-1.1b",
+        method="qlora",
+        framework="peft-loop",
+        dtype="fp16",
+        context=512,
+        checkpointing="full",
+    )
+    logits = 512 * 32_000
+    found = {
+        phase.name: sum(term.bytes for term in phase.terms if term.name == "logits")
+        for phase in kept.phases
+    }
+    assert (found["loss"], found["backward"], found["step"]) == (
+        16 * logits,
+        4 * logits,
+        4 * logits,
+    )
+
+
 GRPO = {
     "task": "grpo",
     "method": "lora",
@@ -86,6 +123,7 @@ GRPO = {
     "dtype": "bf16",
     "beta": 0.0,
     "mixed_precision": "none",
+    "attention": "flash",  # no mask: the figures are of full rows
 }
 
 
@@ -212,7 +250,12 @@ def test_one_layer_keeps_what_was_counted(fields: dict[str, object], per_token: 
     # traced on CPU, in bytes per token and hidden unit; Llama-8B shapes
     model = catalogue_model("llama-3.1-8b")
     result = planned(
-        "llama-3.1-8b", framework="hf-trainer", context=2048, checkpointing="none", **fields
+        "llama-3.1-8b",
+        framework="hf-trainer",
+        micro_batch_size=1,  # no padding, so no mask
+        context=2048,
+        checkpointing="none",
+        **fields,
     )
     activations = next(t for t in result.phase("loss").terms if t.name == "activations")
     kept = {name: each for name, _, each in activations.args[0].acts.parts}
