@@ -39,7 +39,7 @@ def test_blocks_of_the_head_and_of_a_layer_are_both_held():
 def test_a_full_card_makes_the_allocator_give_blocks_back():
     free = made()
     assert free.verdict == "fits"
-    room = (free.peak_bytes + free.reserved_peak_bytes) / 2
+    room = (free.needed_bytes + free.reserved_peak_bytes) / 2
     tight = made(vram=f"{room / GiB:.3f}GiB")
     assert tight.peak_bytes == free.peak_bytes
     # what the card's allocator holds at last, more than what is alive and less than with room
