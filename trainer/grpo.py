@@ -52,7 +52,8 @@ def train_grpo(
     rewards = load_rewards(train.rewards, root=root)
     output = prepare_output(run, train, resume=resume)
 
-    ready = prepare(run, train, say=say)
+    ready = prepare(run, train, say=say, per_epoch=len(samples))
+    train = ready.train
     ready.save(output)
     on_ready(ready)
     policy, engine = ready.policy, ready.engine

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from planner.errors import UsageError, VramwiseError
 from planner.run.recipe import RunFile
 from trainer import checkpoint as checkpoints
@@ -106,6 +108,8 @@ class Session:
         self.first_step = self._done = self._saved_step = state["step"]
 
     def __enter__(self) -> "Session":
+        if not self.first_step:  # a resumed run has its generators' state from the checkpoint
+            torch.manual_seed(self._train.seed)
         self.log_file = MetricsLog(
             self.output, first_step=self.first_step, tensorboard=self._train.tensorboard
         )

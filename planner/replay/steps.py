@@ -180,7 +180,7 @@ class Run:
         self, length: int, tokens: int, grads: list[Chunk], *, accumulate: bool
     ) -> None:
         player, settings = self.player, self.once._replace(accumulate=accumulate)
-        reduces = self.r.placement.gradient_shards > 1
+        reduces = self.r.placement.gradient_shards > 1 or self.r.placement.offload.gradients
         units = Units(self.model, self.r, player) if self.sharded or reduces else None
         if units is not None:
             units.start()

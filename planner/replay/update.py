@@ -26,7 +26,7 @@ class Update:
 
     def step(self, grads: list[Chunk]) -> None:
         """Play one step; the gradients are freed after it (zero_grad sets them to None)."""
-        if not (self.r.optimizer_offload or self.kind.paged):
+        if not (self.r.placement.offload.states or self.kind.paged):
             if not self.started:
                 self._start()
             if self.kind.square_roots and not self.r.switches.step_scratch_bytes:

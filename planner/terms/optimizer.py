@@ -52,7 +52,7 @@ def optimizer(model: ModelSpec, r: Resolved) -> OptimizerCosts:
         f"{r.optimizer}: states as wide as the parameter; 8-bit ones with a scale for 256 elements",
     )
     nothing = Term("optimizer", 0)
-    if r.optimizer_offload or kind.paged:
+    if r.placement.offload.states or kind.paged:
         # paged states are managed memory: no part of torch's pool, evicted to the host when pressed
         return OptimizerCosts(nothing, term, nothing)
     # foreach AdamW holds sqrt(exp_avg_sq) of every parameter at once

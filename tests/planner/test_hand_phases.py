@@ -17,6 +17,7 @@ from planner.run.runfile import make_recipe
 from tests.planner.toys import (
     A_GPU,
     LLAMA,
+    PARAMETERS,
     TIED,
     TRAINING_CUBLAS,
     choices,
@@ -202,8 +203,15 @@ def test_dpo_scores_only_with_a_reference() -> None:
 
 def test_the_hosts_share() -> None:
     offloaded = planned(**{**TRAINED, "checkpointing": "offload"}, optimizer_offload=True)
-    assert host(offloaded) == {"activations": 2 * 2_048, "optimizer": 2 * WEIGHTS}
-    assert offloaded.host_peak_bytes == 4_096 + 2 * WEIGHTS
+    # by DeepSpeed: fp32 master and states, fp32 gradients, a 16-bit copy, the largest gradient
+    states, rest = 12 * PARAMETERS, 4 * PARAMETERS + 2 * PARAMETERS + 2 * 64_000
+    assert host(offloaded) == {
+        "activations": 2 * 2_048,
+        "optimizer": states,
+        "gradients": 4 * PARAMETERS,
+        "weights": 2 * PARAMETERS + 2 * 64_000,
+    }
+    assert offloaded.host_peak_bytes == 4_096 + states + rest
     assert "optimizer" not in terms(offloaded, "step")
     assert host(planned(**TRAINED)) == {}
 
@@ -212,7 +220,7 @@ def test_a_host_that_is_too_small_does_not_fit() -> None:
     recipe = make_recipe(
         framework="hf-trainer", context=16, micro_batch_size=1, optimizer_offload=True, **TRAINED
     )
-    need = 2 * WEIGHTS
+    need = 18 * PARAMETERS + 2 * 64_000
     for ram, fits in ((need, True), (need - 1, False)):
         machine = make_machine(vram="64GiB", host_ram=ram)
         assert plan(LLAMA, recipe, machine).fits is fits
@@ -222,7 +230,7 @@ def test_unified_memory_pays_for_what_the_host_holds() -> None:
     machine = make_machine("gb10")
     plain = planned(machine=machine, **TRAINED)
     moved = planned(machine=machine, **TRAINED, optimizer_offload=True)
-    assert plain.capacity_bytes - moved.capacity_bytes == 2 * WEIGHTS
+    assert plain.capacity_bytes - moved.capacity_bytes == 18 * PARAMETERS + 2 * 64_000
 
 
 def test_gradients_that_exist_when_the_last_layer_runs() -> None:

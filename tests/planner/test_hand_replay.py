@@ -79,7 +79,10 @@ def test_a_step_slice_by_slice() -> None:
     assert found == 4 * WEIGHTS + 200_704
 
 
-@pytest.mark.parametrize("fields", [{"optimizer_offload": True}, {"optimizer": "paged-adamw"}])
+@pytest.mark.parametrize(
+    "fields",
+    [{"optimizer_offload": True, "framework": "vramwise"}, {"optimizer": "paged-adamw"}],
+)
 def test_states_elsewhere(fields: dict[str, Any]) -> None:
     assert allocated(**fields) == 2 * WEIGHTS + STREAM
 

@@ -163,6 +163,7 @@ def test_latent_context_of_the_profile() -> None:
     found = profile(model, served(model, context=1_000, engine=engine))
     assert found.layers == 8 * 1_000 * 4 * 32 * 2
     # at most 65,536 tokens
+    model = replace(model, rope_scaled_position=100_000)
     found = profile(model, served(model, context=100_000, engine=engine))
     assert found.layers == 65_536 * 4 * 32 * 2
     halved = profile(model, served(model, 2, context=1_000, engine=engine))
