@@ -61,7 +61,7 @@ def test_collectives_need_memory_outside_torch():
     one, two = made(), made(gpus=2, sharding="ddp")
     outside = [p.device_used_bytes - p.reserved_peak_bytes for p in (one, two)]
     assert outside[0] == one.machine.context_bytes
-    assert outside[1] - outside[0] == 800 * 1024**2
+    assert outside[1] - outside[0] == 544 * 1024**2  # a pair with NVLink
 
 
 def test_steps_of_two_lengths_hold_blocks_of_both():
