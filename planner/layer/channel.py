@@ -148,9 +148,24 @@ def _experts(p: Program, x: Value, layer: LayerSpec, hidden: int, weights: Value
     weighted = tape.op((down, weights), wide, saves=(down, weights), scratch=wide)
     ordered = tape.op((weighted,), wide)
     tape.drop(weighted)
-    out = tape.op((ordered,), hidden * s.act)
+    out = _summed(p, ordered, wide, hidden)
     tape.drop(ordered, down, rows, *held)
     return out
+
+
+def _summed(p: Program, ordered: Value, wide: float, hidden: int) -> Value:
+    """Record the sum over a token's experts; autocast takes sums, and with them all rows, to fp32.
+
+    torch aten/src/ATen/autocast_mode.h, AT_FORALL_FP32_SET_OPT_DTYPE.
+    """
+    s, tape = p.s, p.tape
+    if not s.autocast or s.act == 4:
+        return tape.op((ordered,), hidden * s.act)
+    copies = tape.op((ordered,), wide * 4 / s.act)
+    copies.size = 0  # the sum hands its gradient on as an expanded view
+    total = tape.op((copies,), hidden * 4)
+    tape.drop(copies)
+    return p.cast(total, hidden * s.act)
 
 
 def _grouped(
