@@ -14,6 +14,7 @@ from planner.terms.embedding import backward_blocks
 from planner.terms.engine import VLLM, EngineCosts, Serving, engine_costs
 from planner.terms.generation import generating
 from planner.terms.gradients import gradient_width, gradients
+from planner.terms.host import host
 from planner.terms.logits import Logits, held_outputs, logits
 from planner.terms.optimizer import optimizer
 from planner.terms.overhead import workspace
@@ -98,19 +99,11 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         states.step.source or states.states.source,
     )
     phases.append(_phase("step", base, adapter, grads, step, outputs, left, space, resident))
-    host = []
-    if acts.host:
-        host.append(
-            Term(
-                "activations",
-                acts.host,
-                "offloaded checkpoint inputs, pinned",
-                (),
-                "checkpoint offload",
-            )
-        )
-    host += [term for term in (states.host, running.host) if term.bytes]
-    return Budget(tuple(phases), tuple(host), running.problem, running.serving)
+    inputs = Term(
+        "activations", acts.host, "offloaded checkpoint inputs, pinned", (), "checkpoint offload"
+    )
+    held_there = host(model, r, states.host, (inputs, running.host))
+    return Budget(tuple(phases), held_there, running.problem, running.serving)
 
 
 def _loss(r: Resolved, acts: Activations, head: Logits) -> tuple[int, Term, int]:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from planner.run.framework import planned_as
+from planner.terms.host import node_ranks
 from planner.units import format_bytes
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def verdict_line(plan: "Plan") -> str:
         f"{plan.verdict.upper()}: peak {format_bytes(plan.peak_bytes)} in {plan.peak_phase} "
         f"(likely {format_bytes(plan.low_bytes)} to {format_bytes(plan.high_bytes)}), "
         f"capacity {format_bytes(plan.capacity_bytes)} on {plan.machine.label}{_risk(plan)}"
+        + ("" if plan.host_fits else f"; {plan.why}")
     )
 
 
@@ -77,7 +79,9 @@ def text(plan: "Plan", levers: Sequence[Lever] = ()) -> str:
     for term in sorted(plan.phase(plan.peak_phase).terms, key=lambda item: -item.bytes):
         lines.append(f"  {term.name:<12}{format_bytes(term.bytes):>11}  {term.formula}")
     if plan.host_terms:
-        lines += ["", f"Host RAM: {format_bytes(plan.host_peak_bytes)}"]
+        ranks = node_ranks(r)
+        shared = f" on a node of {ranks} processes" if ranks > 1 else ""
+        lines += ["", f"Host RAM: needs {format_bytes(plan.host_peak_bytes)}{shared}"]
         for term in plan.host_terms:
             lines.append(f"  {term.name:<12}{format_bytes(term.bytes):>11}  {term.formula}")
     if levers:

@@ -109,12 +109,12 @@ class _Segment:
     def __init__(self, owner: CheckpointedLayers, start: Ticket) -> None:
         self._owner = owner
         self._start = start
-        self._layers: list[tuple[Forward, _RandomState]] = []
+        self._layers: list[tuple[Forward, RandomState]] = []
         self._inputs: dict[int, Tensor] = {}
 
     def join(self, bound: Forward, hidden_states: Tensor) -> "_SegmentInput":
         """Add the next layer, about to run; return the source of its input."""
-        self._layers.append((bound, _RandomState(hidden_states)))
+        self._layers.append((bound, RandomState(hidden_states)))
         return _SegmentInput(self, len(self._layers) - 1, hidden_states.requires_grad)
 
     def input_of(self, number: int) -> Tensor:
@@ -146,7 +146,7 @@ class _SegmentInput:
         return tensor if self._number == 0 else tensor.requires_grad_(self._requires_grad)
 
 
-class _RandomState:
+class RandomState:
     """The generators' state before a layer ran, so that its dropout repeats."""
 
     def __init__(self, hidden_states: Tensor) -> None:

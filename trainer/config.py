@@ -1,5 +1,6 @@
 """The `train:` section of run.yaml: what a run learns from, how it steps and where it writes."""
 
+import math
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,6 +12,7 @@ from planner.run.recipe import (
     EngineKind,
     Loss,
     Method,
+    OffloadSection,
     Recipe,
     Reference,
     RunFile,
@@ -44,6 +46,10 @@ class DatasetSection(Section):
     completion_column: str = "completion"
     messages_column: str = "messages"
     text_column: str = "text"
+    tools_column: str | None = "tools"
+    """What the model may call: a list of JSON schemas, or JSON that holds one."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Given to the chat template, such as {enable_thinking: false}; a row's own column goes before it."""
     chat: bool = False
     """Wrap string prompts into a user message, so that the chat template applies."""
     system_prompt: str | None = None
@@ -60,6 +66,11 @@ class RewardSection(Section):
     """A built-in (exact, numeric, format, length) or FILE.py:FUNCTION, which runs that file's code."""
     weight: float = 1.0
     options: dict[str, Any] = Field(default_factory=dict)
+    per_sample: bool = False
+    """Your own function judges each completion by itself: it is asked about one at a time, and one that
+    fails costs only itself. Built-in functions are always."""
+    timeout_s: Positive | None = None
+    """Of one call, after which its process is killed; None = 10 a completion, 300 where a call is on all."""
 
 
 class SamplingSection(Section):
@@ -99,6 +110,8 @@ class TrainSection(Section):
     dataset: DatasetSection
     rewards: tuple[RewardSection, ...] = ()
     steps: Steps = 100
+    epochs: Positive | None = None
+    """Passes over the data set, instead of steps."""
     lr: Positive = 1e-5
     lora_alpha: Positive | None = None
     """None = twice the rank: adapters act at a scale of 2."""
@@ -117,8 +130,14 @@ class TrainSection(Section):
     """GRPO: passes over one rollout."""
     sampling: SamplingSection = SamplingSection()
     loss: LossSection = LossSection()
-    loss_on: Literal["completion", "all"] = "completion"
-    """SFT: tokens that are trained on."""
+    loss_on: Literal["completion", "last", "all"] = "completion"
+    """SFT: every turn of the assistant (or the completion), its last turn alone, or every token."""
+    padding_free: bool | None = None
+    """Samples end to end, nothing padded; None = where attention is flash and the model allows it."""
+    neftune_alpha: Positive | None = None
+    """SFT: noise on the embeddings (5 to 15 are usual)."""
+    router_aux_loss_coef: Annotated[float, Field(ge=0)] | None = None
+    """SFT: weight of the loss that balances a mixture's experts; None = the model's own, 0 = none."""
     share_prefix: bool | None = None
     """GRPO: run a group's prompt once instead of G times; None = where the model allows it."""
     micro_batch_tokens: Steps | None = None
@@ -183,6 +202,25 @@ def refuse_four_bit(recipe: Recipe) -> None:
         )
 
 
+def check_warmup(train: TrainSection) -> None:
+    """Raise UsageError when the warm-up is as long as the run."""
+    if train.warmup_steps >= train.steps:
+        raise UsageError(
+            f"train.warmup_steps: {train.warmup_steps} is not allowed",
+            hint=f"below steps = {train.steps}",
+        )
+
+
+def with_epochs(train: TrainSection, *, per_epoch: int, per_step: int) -> TrainSection:
+    """Return the section with the steps that its epochs are; `per_epoch` prompts, samples or rows."""
+    if train.epochs is None:
+        return train
+    steps = max(1, math.ceil(train.epochs * per_epoch / per_step))
+    train = train.model_copy(update={"steps": steps, "epochs": None})
+    check_warmup(train)
+    return train
+
+
 def _check_together(run: RunFile, train: TrainSection) -> None:
     """Refuse choices that contradict each other, before any long work."""
     recipe = run.recipe
@@ -194,10 +232,12 @@ def _check_together(run: RunFile, train: TrainSection) -> None:
         )
     if recipe.task is Task.GRPO:
         refuse_four_bit(recipe)
-    if train.warmup_steps >= train.steps:
+    if train.epochs is None:
+        check_warmup(train)
+    elif "steps" in train.model_fields_set:
         raise UsageError(
-            f"train.warmup_steps: {train.warmup_steps} is not allowed",
-            hint=f"below steps = {train.steps}",
+            f"train.epochs: {train.epochs:g} and steps: {train.steps} contradict each other",
+            hint="give one of them",
         )
     if not all(0 <= beta < 1 for beta in train.adam_betas):
         raise UsageError(f"train.adam_betas: {train.adam_betas} is not allowed", hint="in [0, 1)")
@@ -211,6 +251,11 @@ def _check_together(run: RunFile, train: TrainSection) -> None:
             )
     refused = (
         ("sharding", recipe.sharding is not Sharding.NONE, "none: the trainer uses one device"),
+        (
+            "offload",
+            recipe.offload != OffloadSection(),
+            "out: the trainer offloads the optimizer (optimizer_offload) and layer inputs",
+        ),
         (
             "mixed_precision",
             recipe.mixed_precision not in (None, "none"),

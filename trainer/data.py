@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import MissingExtraError, UsageError, VramwiseError
+from trainer.chat import Chat, as_messages, read_tools
 from trainer.config import DatasetSection
 from trainer.tasks import gsm8k
 from trainer.tasks.arithmetic import ArithmeticTask
@@ -22,29 +23,35 @@ class Samples:
     """Raw samples (column -> value), each with at least the columns the task needs."""
 
     def __init__(
-        self, rows: Sequence[Mapping[str, Any]], *, source: str, convert: Any = dict
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        *,
+        source: str,
+        convert: Any = dict,
+        limit: int | None = None,
     ) -> None:
         self._rows = rows
+        self._limit = limit
         self._convert = convert
         self.source = source
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._rows) if self._limit is None else min(self._limit, len(self._rows))
 
     def __getitem__(self, index: int) -> Sample:
         return self._convert(self._rows[index])
 
 
 def load_samples(section: DatasetSection, *, root: Path) -> Samples:
-    """Return the samples that `section` names; relative paths count from `root`."""
-    name = section.name
+    """Return the samples that `section` names, the first `limit` of them; relative paths count from `root`."""
+    name, limit = section.name, section.limit
     path = Path(name).expanduser()
     path = path if path.is_absolute() else root / path
     if name == "arithmetic":
-        return Samples(ArithmeticTask(**section.options), source=name)  # type: ignore[arg-type]
+        return Samples(ArithmeticTask(**section.options), source=name, limit=limit)  # type: ignore[arg-type]
     if name.startswith(REASONING_GYM):
         task = ReasoningGymTask(name.removeprefix(REASONING_GYM), **section.options)
-        return Samples(task, source=name)  # type: ignore[arg-type]
+        return Samples(task, source=name, limit=limit)  # type: ignore[arg-type]
     if section.options:
         raise UsageError(
             f"train.dataset.options: {name!r} takes none", hint="only built-in tasks have options"
@@ -53,10 +60,11 @@ def load_samples(section: DatasetSection, *, root: Path) -> Samples:
         rows = _from_hub(
             gsm8k.HUB_ID, config=section.config or gsm8k.HUB_CONFIG, split=section.split
         )
-        return Samples(rows, source=name, convert=gsm8k.to_sample)
+        return Samples(rows, source=name, convert=gsm8k.to_sample, limit=limit)
     if path.suffix in FILE_LOADERS or path.exists():
-        return Samples(_from_path(path, split=section.split), source=str(name))
-    return Samples(_from_hub(name, config=section.config, split=section.split), source=name)
+        return Samples(_from_path(path, split=section.split), source=str(name), limit=limit)
+    rows = _from_hub(name, config=section.config, split=section.split)
+    return Samples(rows, source=name, limit=limit)
 
 
 def check_columns(samples: Samples, section: DatasetSection, *, task: str) -> None:
@@ -129,6 +137,8 @@ class Prompt:
     text: str
     sample: Sample
     conversational: bool
+    messages: list[dict[str, Any]] | None = None
+    """What the text was rendered from, the system prompt included; None = a plain prompt."""
 
 
 def tokenize_prompt(
@@ -137,6 +147,7 @@ def tokenize_prompt(
     """Return the prompt of `sample`; a prompt over `limit` tokens keeps its last ones."""
     prompt = sample[section.prompt_column]
     messages = _messages(prompt, section)
+    chat = Chat(tokenizer, section.chat_template_kwargs, _tools(sample, section))
     if messages is None:
         text = str(prompt)
         ids = tokenizer(text, add_special_tokens=True)["input_ids"]
@@ -145,81 +156,31 @@ def tokenize_prompt(
                 f"train.dataset: an empty {section.prompt_column}", hint="drop the row"
             )
     else:
-        text = render_chat(tokenizer, messages, generate=True)
+        text = chat.render(messages, generate=True)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     return Prompt(
         token_ids=tuple(ids[-limit:]),
         text=text,
         sample=sample,
         conversational=messages is not None,
+        messages=messages,
     )
 
 
-def tokenize_example(
-    sample: Sample, tokenizer: Any, section: DatasetSection, *, limit: int, loss_on: str
-) -> tuple[list[int], list[int]]:
-    """Return (token ids, 1 where the token is trained on) of one SFT sample, cut at `limit`.
-
-    Raises UsageError naming the row's text when nothing is left to train on.
-    """
-    eos = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
-    if section.messages_column in sample:
-        messages = sample[section.messages_column]
-        before = render_chat(tokenizer, messages[:-1], generate=True)
-        whole = render_chat(tokenizer, messages, generate=False)
-        # the template may not be a prefix of itself (it drops reasoning, say): then split is unknown
-        if not whole.startswith(before):
-            raise UsageError(
-                "train.dataset: the chat template does not keep earlier turns as they are"
-            )
-        prompt = tokenizer(before, add_special_tokens=False)["input_ids"]
-        answer = tokenizer(whole[len(before) :], add_special_tokens=False)["input_ids"]
-    elif section.prompt_column in sample and section.completion_column in sample:
-        first = tokenize_prompt(sample, tokenizer, section, limit=10**9)
-        prompt = list(first.token_ids)
-        completion = sample[section.completion_column]
-        if isinstance(completion, list):
-            completion = completion[-1]["content"]
-        answer = tokenizer(str(completion), add_special_tokens=False)["input_ids"]
-        answer = answer + eos if answer else answer
-    else:
-        prompt = []
-        answer = (
-            tokenizer(str(sample[section.text_column]), add_special_tokens=True)["input_ids"] + eos
-        )
-    if not answer:
-        raise UsageError(
-            f"train.dataset: empty completion in {str(sample)[:80]}", hint="drop the row"
-        )
-    trained = [1 if loss_on == "all" else 0] * len(prompt) + [1] * len(answer)
-    ids, trained = (prompt + answer)[:limit], trained[:limit]
-    # the first token is predicted from nothing
-    trained[0] = 0
-    return ids, trained
-
-
-def render_chat(tokenizer: Any, messages: list[dict[str, Any]], *, generate: bool) -> str:
-    """Return `messages` by the tokenizer's chat template."""
-    check_chat_template(tokenizer)
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
-
-
-def check_chat_template(tokenizer: Any) -> None:
-    """Raise UsageError when the base model cannot be talked to in messages."""
-    if not getattr(tokenizer, "chat_template", None):
-        raise UsageError(
-            "model: this base model has no chat template, but the data set holds messages",
-            hint="use an instruct model, or string prompts without dataset.chat",
-        )
-
-
 def _messages(prompt: Any, section: DatasetSection) -> list[dict[str, Any]] | None:
+    system = [{"role": "system", "content": section.system_prompt}] if section.system_prompt else []
     if isinstance(prompt, list | tuple):
-        return list(prompt)
+        messages = as_messages(prompt, what=section.prompt_column)
+        return (
+            messages if messages[:1] and messages[0]["role"] == "system" else [*system, *messages]
+        )
     if not section.chat and section.system_prompt is None:
         return None
-    system = [{"role": "system", "content": section.system_prompt}] if section.system_prompt else []
     return [*system, {"role": "user", "content": str(prompt)}]
+
+
+def _tools(sample: Sample, section: DatasetSection) -> list[Any] | None:
+    return read_tools(sample.get(section.tools_column)) if section.tools_column else None
 
 
 def _from_path(path: Path, *, split: str) -> Any:

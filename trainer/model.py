@@ -18,6 +18,7 @@ from planner.families import model_spec_from_config
 from planner.models.lora_targets import peft_targets
 from planner.run.recipe import Attention, EngineKind, LoraSection, Method, Recipe
 from trainer.devices import run_device
+from trainer.neftune import EmbeddingNoise
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ATTENTION = {
@@ -51,6 +52,8 @@ class Policy:
     dtype: torch.dtype
     device: torch.device
     """A GPU with its index: torch.device("cuda") equals no tensor's device."""
+    noise: EmbeddingNoise | None = None
+    """NEFTune's, in training mode; None: embeddings as they are."""
 
     @property
     def base(self) -> Any:
@@ -73,9 +76,23 @@ class Policy:
 
     def hidden(self, input_ids: Tensor, **inputs: Any) -> Tensor:
         """Return the last hidden states [B, T, H] of the backbone; the head does not run."""
-        return self.base.base_model(
-            input_ids=input_ids, use_cache=False, **inputs
-        ).last_hidden_state
+        hidden: Tensor = self.backbone(input_ids, **inputs).last_hidden_state
+        return hidden
+
+    def backbone(self, input_ids: Tensor, **inputs: Any) -> Any:
+        """Return what the model without its head returns."""
+        return self.base.base_model(input_ids=input_ids, use_cache=False, **inputs)
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Be in training mode inside, where dropout drops; rollouts and scores are outside of it."""
+        self.model.train()
+        try:
+            yield
+        finally:
+            self.model.eval()
+            if self.method is Method.QLORA:
+                keep_differentiable(self.model)
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
         """Return the named parameters that the optimizer steps."""
@@ -101,6 +118,7 @@ def load_policy(
     device: str | None = None,
     seed: int = 0,
     lora_alpha: float | None = None,
+    neftune_alpha: float | None = None,
 ) -> Policy:
     """Return the policy of `recipe` over the base model at `source` (folder or hub id).
 
@@ -118,7 +136,7 @@ def load_policy(
         model = _add_adapters(
             model, recipe.lora, dtype=dtype, device=place, seed=seed, alpha=lora_alpha
         )
-    # dropout would make the ratio of new and old log-probabilities noise
+    # `Policy.training` is where dropout drops: what samples and scores is the model without it
     model.eval()
     if recipe.method is Method.QLORA:
         keep_differentiable(model)
@@ -130,6 +148,7 @@ def load_policy(
         revision=revision,
         dtype=dtype,
         device=place,
+        noise=EmbeddingNoise(model, neftune_alpha) if neftune_alpha else None,
     )
 
 

@@ -15,17 +15,20 @@ from planner.models.hub import find_model
 from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
 from planner.run.recipe import Attention, Checkpointing, Method, Recipe, RunFile, Task
+from planner.run.resolve import resolve
 from planner.terms.activations import MLP_TILE_TOKENS
 from planner.units import format_bytes, parse_bytes
 from profiler.recording import Recording
+from trainer.apart import check_apart
 from trainer.batching import Layout
 from trainer.checkpointing import checkpoint_layers, decoder_layers
-from trainer.config import TrainSection
+from trainer.config import TrainSection, with_epochs
 from trainer.devices import check_driver, check_dtype, limited, occupied, run_device, this_machine
 from trainer.engines import make_engine
 from trainer.engines.protocol import Engine
 from trainer.engines.vllm_settings import settle_engine
 from trainer.model import Policy, load_policy
+from trainer.packing import keeps_apart, refuse_mixing
 from trainer.phase_memory import PhaseMemory
 from trainer.rehearsal import rehearse
 from trainer.say import Say, silent
@@ -43,6 +46,8 @@ class Preflight:
 
     recipe: Recipe
     """With every default filled in."""
+    train: TrainSection
+    """With its number of steps."""
     plan: Plan
     policy: Policy
     stepper: Stepper
@@ -85,8 +90,19 @@ class Preflight:
         return {phase.name: phase.peak_bytes for phase in phases}
 
 
-def prepare(run: RunFile, train: TrainSection, *, say: Say = silent) -> Preflight:
-    """Plan, load and rehearse the run. Raises VramwiseError with advice when it cannot fit."""
+def longest_sequence(run: RunFile) -> int:
+    """Return the tokens of the longest sequence that a run file allows."""
+    spec = find_model(run.model, revision=run.revision)
+    return resolve(spec, settled(run.recipe), Machine(vram_bytes=1)).seq_tokens
+
+
+def prepare(
+    run: RunFile, train: TrainSection, *, say: Say = silent, per_epoch: int = 1
+) -> Preflight:
+    """Plan, load and rehearse the run. Raises VramwiseError with advice when it cannot fit.
+
+    `per_epoch`: prompts (SFT: samples or packed rows) of the data set, which epochs are counted in.
+    """
     spec = find_model(run.model, revision=run.revision)
     unused = check_driver()
     check_dtype(run.recipe, run_device())
@@ -95,13 +111,16 @@ def prepare(run: RunFile, train: TrainSection, *, say: Say = silent) -> Prefligh
     for note in filter(None, (unused, held)):
         say(note)
     wanted = settle_engine(settled(run.recipe))
+    layout, asked = choose_layout(spec, wanted, train)
     recipe, planned = solve(spec, wanted, machine, train, held=held)
+    train = with_epochs(train, per_epoch=per_epoch, per_step=_prompts_per_step(recipe, train))
     policy = load_policy(
         run.model,
         recipe=recipe,
         revision=run.revision,
         seed=train.seed,
         lora_alpha=train.lora_alpha,
+        neftune_alpha=train.neftune_alpha,
     )
     # before anything else is allocated: vllm-shared brings the policy's weights with it
     engine = None
@@ -109,6 +128,8 @@ def prepare(run: RunFile, train: TrainSection, *, say: Say = silent) -> Prefligh
         engine = make_engine(policy, recipe=recipe, plan=planned)
         engine.release()
     apply_memory_choices(policy, recipe, must_tile=bool(run.recipe.tiled_mlp), say=say)
+    if asked:
+        check_apart(policy, asked=asked)
     memory = PhaseMemory(policy.device)
     budget = _token_budget(recipe, planned, train)
     stepper = Stepper(
@@ -125,11 +146,12 @@ def prepare(run: RunFile, train: TrainSection, *, say: Say = silent) -> Prefligh
         )
     ready = Preflight(
         recipe=recipe,
+        train=train,
         plan=planned,
         policy=policy,
         stepper=stepper,
         memory=memory,
-        layout=_layout(recipe),
+        layout=layout,
         shape={
             "temperature": train.sampling.temperature,
             "top_k": train.sampling.top_k,
@@ -268,10 +290,22 @@ def _prompts_per_step(recipe: Recipe, train: TrainSection) -> int:
     return rows if recipe.task is Task.SFT else max(1, rows // (recipe.num_generations or 8))
 
 
-def _layout(recipe: Recipe) -> Layout:
-    """Packed needs kernels that tell sequences apart; otherwise rows of similar length."""
-    packed = recipe.packing if recipe.packing is not None else recipe.attention is Attention.FLASH
-    return Layout.PACKED if packed else Layout.SORTED
+def choose_layout(spec: ModelSpec, recipe: Recipe, train: TrainSection) -> tuple[Layout, str]:
+    """Return how sequences lie in memory, and the field that asked for several of them in a row.
+
+    Without padding by itself where flash attention keeps samples apart; a row of one sample each
+    otherwise. Raises UnsupportedError where a model's layers cannot keep them apart.
+    """
+    flash = recipe.attention is Attention.FLASH
+    if recipe.packing:
+        refuse_mixing(spec, asked="recipe.packing")
+        rows = not flash and recipe.task is Task.SFT
+        return (Layout.ROWS if rows else Layout.PACKED), "recipe.packing"
+    if train.padding_free:
+        refuse_mixing(spec, asked="train.padding_free")
+        return Layout.PACKED, "train.padding_free"
+    by_itself = flash and recipe.packing is None and train.padding_free is None
+    return (Layout.PACKED if by_itself and keeps_apart(spec) else Layout.SORTED), ""
 
 
 def _device(train: TrainSection, policy: Policy) -> Any:

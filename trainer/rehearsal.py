@@ -64,14 +64,15 @@ def _rehearse_once(ready: "Preflight", train: TrainSection) -> Recording:
             batch = make(ready)
             if batch is None:
                 continue
-            with live.phase("forward"):
-                hidden = hidden_rows(policy, batch)
-            with live.phase("loss"):
-                scored = log_probs(policy, batch, hidden, entropy=True, **ready.shape)
-                share = sft_loss(scored.logp, num_tokens=len(batch.targets))
-            del hidden, scored
-            with live.phase("backward"):
-                share.backward()
+            with policy.training():
+                with live.phase("forward"):
+                    hidden = hidden_rows(policy, batch)
+                with live.phase("loss"):
+                    scored = log_probs(policy, batch, hidden, entropy=True, **ready.shape)
+                    share = sft_loss(scored.logp, num_tokens=len(batch.targets))
+                del hidden, scored
+                with live.phase("backward"):
+                    share.backward()
             del share, batch
             optimizer.zero_grad(set_to_none=True)
     return live.recording
@@ -96,7 +97,7 @@ def _worst_batch(ready: "Preflight") -> MicroBatch:
         token_ids=(ready.policy.tokenizer.eos_token_id or 0,) * length,
         scored=(False,) * (length - scored) + (True,) * scored,
     )
-    batch = collate([sequence] * count, range(count), layout=ready.layout)
+    batch = collate([sequence] * count, range(count), layout=ready.layout, row_tokens=length)
     return batch.to(ready.policy.device)
 
 

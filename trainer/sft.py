@@ -5,6 +5,7 @@ The loss is the mean over all trained tokens of the optimizer step, whatever the
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -13,12 +14,26 @@ from torch import Tensor
 from planner.run.recipe import RunFile
 from trainer.batching import MicroBatch, ScoredSequence, collate, micro_batches
 from trainer.config import TrainSection
-from trainer.data import Order, Samples, check_columns, load_samples, tokenize_example
+from trainer.data import Order, check_columns, load_samples
 from trainer.losses import sft_loss
-from trainer.preflight import Preflight, prepare
+from trainer.model import load_tokenizer
+from trainer.packing import PackedOrder
+from trainer.preflight import Preflight, longest_sequence, prepare
+from trainer.router_loss import balance_loss, router_coefficient
 from trainer.say import Say, silent
-from trainer.scoring import hidden_rows, log_probs
-from trainer.session import Result, Session, prepare_output
+from trainer.scoring import hidden_and_routers, log_probs
+from trainer.session import Result, Session, check_output, run_folder
+from trainer.sft_data import Examples, read_examples
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a micro-batch says about itself."""
+
+    probability: float
+    """Sum over its trained tokens."""
+    balance: float = 0.0
+    """Its part of the experts' auxiliary loss, before the coefficient."""
 
 
 def train_sft(
@@ -27,39 +42,73 @@ def train_sft(
     """Fine-tune as the run file says; return how it ended. Raises VramwiseError."""
     samples = load_samples(train.dataset, root=root)
     check_columns(samples, train.dataset, task="sft")
-    output = prepare_output(run, train, resume=resume)
-    ready = prepare(run, train, say=say)
-    ready.save(output)
-    order = Order(size=len(samples), seed=train.seed, shuffle=train.dataset.shuffle)
+    # every row once, before any weight is loaded
+    examples = read_examples(
+        samples,
+        load_tokenizer(run.model, revision=run.revision),
+        train.dataset,
+        limit=longest_sequence(run),
+        loss_on=train.loss_on,
+    )
+    say(examples.summary())
+    for number in range(min(train.print_completions, len(examples))):
+        say(f"example {number + 1}, the loss is on what is in brackets: {examples.text_of(number)}")
+    order, per_epoch = make_order(examples, run, train)
+    check_output(train, resume=resume)
+    ready = prepare(run, train, say=say, per_epoch=per_epoch)
+    with run_folder(run, train, resume=resume) as output:
+        ready.save(output)
+        return _train(ready.train, examples, order, ready, output=output, resume=resume)
+
+
+def _train(
+    train: TrainSection,
+    examples: Examples,
+    order: Order,
+    ready: Preflight,
+    *,
+    output: Path,
+    resume: bool,
+) -> Result:
     session = Session(train, output=output, policy=ready.policy, stepper=ready.stepper, order=order)
     if resume:
         session.resume()
+    coefficient = router_coefficient(ready.policy.base.config, train.router_aux_loss_coef)
     with session, ready.device:
         for step in session.steps():
             started = time.perf_counter()
-            batch = next_batch(samples, order, ready=ready, train=train)
+            batch = next_batch(examples, order, ready=ready)
             num_tokens = sum(sum(sequence.scored) for sequence in batch)
             update = ready.stepper.run(
                 step,
                 micro_batches=partial(split, batch, ready=ready),
-                loss=partial(loss, ready=ready, num_tokens=num_tokens),
+                loss=partial(
+                    loss,
+                    ready=ready,
+                    num_tokens=num_tokens,
+                    all_tokens=sum(len(sequence.token_ids) for sequence in batch),
+                    coefficient=coefficient,
+                ),
                 longest=max(len(sequence.token_ids) for sequence in batch),
             )
-            correct = sum(update.stats)
             seconds = time.perf_counter() - started
             logged = {
                 "loss": update.loss,
-                "mean_probability": correct / max(1, num_tokens),
+                "mean_probability": sum(s.probability for s in update.stats) / max(1, num_tokens),
                 "grad_norm": update.grad_norm,
                 "lr": update.lr,
+                "epoch": order.epoch,
                 "tokens": num_tokens,
                 "train_tokens": update.num_tokens,
+                "sequences": len(batch),
                 "micro_batches": len(update.stats),
                 "budget_tokens": ready.stepper.budget.tokens,
                 **ready.memory.take(ready.planned_bytes),
                 "seconds": seconds,
                 "tokens_per_second": update.num_tokens / seconds,
             }
+            if coefficient:
+                logged["aux_loss"] = sum(share.balance for share in update.stats)
             if update.skipped:
                 session.skip(step, "the loss or a gradient is NaN or infinite", logged)
                 continue
@@ -68,25 +117,18 @@ def train_sft(
     return session.result()
 
 
-def next_batch(
-    samples: Samples, order: Order, *, ready: Preflight, train: TrainSection
-) -> list[ScoredSequence]:
+def make_order(examples: Examples, run: RunFile, train: TrainSection) -> tuple[Order, int]:
+    """Return the order of samples, or of packed rows of them, and how many an epoch has."""
+    shape = {"size": len(examples), "seed": train.seed, "shuffle": train.dataset.shuffle}
+    if not run.recipe.packing:
+        return Order(**shape), len(examples)
+    packed = PackedOrder(**shape, lengths=examples.lengths, row_tokens=examples.limit)
+    return packed, packed.rows
+
+
+def next_batch(examples: Examples, order: Order, *, ready: Preflight) -> list[ScoredSequence]:
     """Return the sequences of one optimizer step, each cut at the recipe's length."""
-    limit = ready.prompt_tokens + ready.completion_tokens
-    sequences = []
-    for index in order.take(ready.prompts_per_step):
-        ids, trained = tokenize_example(
-            samples[index],
-            ready.policy.tokenizer,
-            train.dataset,
-            limit=limit,
-            loss_on=train.loss_on,
-        )
-        if len(ids) > 1 and any(trained):
-            scored = tuple(bool(flag) for flag in trained)
-            sequences.append(ScoredSequence(token_ids=tuple(ids), scored=scored))
-    # a batch whose every completion was cut away: go on to the next samples
-    return sequences or next_batch(samples, order, ready=ready, train=train)
+    return [examples[index] for index in order.take(ready.prompts_per_step)]
 
 
 def split(
@@ -95,16 +137,35 @@ def split(
     """Yield micro-batches of at most `budget_tokens` tokens, each on the device when it is asked for."""
     lengths = [len(sequence.token_ids) for sequence in batch]
     pad = ready.policy.tokenizer.pad_token_id or 0
-    picks = micro_batches(lengths, budget_tokens=budget_tokens, layout=ready.layout)
+    row = ready.prompt_tokens + ready.completion_tokens
+    picks = micro_batches(lengths, budget_tokens=budget_tokens, layout=ready.layout, row_tokens=row)
     for pick in picks:
-        yield collate(batch, pick, layout=ready.layout, pad_id=pad).to(ready.policy.device)
+        made = collate(batch, pick, layout=ready.layout, pad_id=pad, row_tokens=row)
+        yield made.to(ready.policy.device)
 
 
-def loss(batch: MicroBatch, *, ready: Preflight, num_tokens: int) -> tuple[Tensor, float]:
-    """Return (this micro-batch's share of the loss, the sum of its tokens' probabilities)."""
+def loss(
+    batch: MicroBatch,
+    *,
+    ready: Preflight,
+    num_tokens: int,
+    all_tokens: int = 0,
+    coefficient: float = 0.0,
+) -> tuple[Tensor, Share]:
+    """Return (this micro-batch's share of the loss, what it says about itself).
+
+    `num_tokens` are trained on in the whole step, `all_tokens` run. The experts' auxiliary loss is the
+    mean over micro-batches, each weighted by its tokens.
+    """
     with ready.memory("forward"):
-        hidden = hidden_rows(ready.policy, batch)
+        hidden, routers = hidden_and_routers(ready.policy, batch, routers=bool(coefficient))
     with ready.memory("loss"):
         # sampling settings don't apply: the loss is the model's own cross-entropy
         logp = log_probs(ready.policy, batch, hidden, chunk_rows=ready.recipe.loss_chunk_rows).logp
-        return sft_loss(logp, num_tokens=num_tokens), logp.detach().exp().sum().item()
+        share = sft_loss(logp, num_tokens=num_tokens)
+        probability = logp.detach().exp().sum().item()
+        if not coefficient:
+            return share, Share(probability)
+        real = int(batch.cu_seqlens[-1])
+        balance = balance_loss(routers, ready.policy.base.config, batch) * (real / all_tokens)
+        return share + coefficient * balance, Share(probability, float(balance.detach()))

@@ -100,6 +100,7 @@ class Stepper:
         self.optimizer = optimizer
         self.budget = budget
         self.scale = LossScale() if policy.dtype == torch.float16 else NO_SCALE
+        self._policy = policy
         self._parameters = [parameter for _, parameter in policy.trainable()]
         self._train = train
         self._memory = memory
@@ -136,7 +137,8 @@ class Stepper:
         """Return the update, or None when memory ran out: then no frame holds its tensors."""
         try:
             while True:
-                update = self._accumulate(step, micro_batches, loss)
+                with self._policy.training():
+                    update = self._accumulate(step, micro_batches, loss)
                 # fp16 overflow: the scale is halved by now, and the step is done again
                 overflow = update.skipped and update.scale > 1 and math.isfinite(update.loss)
                 if not overflow:

@@ -10,13 +10,14 @@ is the same up to the order of sums in the weight gradients.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from planner.errors import UsageError
-from trainer.checkpointing import decoder_layers
+from trainer.checkpointing import RandomState, decoder_layers
 
 MLP_NAMES = ("mlp", "feed_forward", "ffn")
 NORM_NAMES = ("norm", "ln_1", "ln_2", "ln_f")
@@ -24,19 +25,25 @@ Forward = Callable[[Tensor], Tensor]
 
 
 def tiled_forward(
-    forward: Forward, x: Tensor, tile_tokens: int, *, trained: tuple[Tensor, ...] = ()
+    forward: Forward,
+    x: Tensor,
+    tile_tokens: int,
+    *,
+    trained: tuple[Tensor, ...] = (),
+    random: bool = False,
 ) -> Tensor:
     """Return forward(x) for a token-wise forward; x [..., H], tiles of `tile_tokens` rows.
 
     `trained` are the parameters inside `forward` that get gradients. For no more tokens than one
-    tile it is a plain call. Not for a forward that draws random numbers (dropout).
+    tile it is a plain call. A tile's second
+    forward draws the random numbers of its first, so dropout drops the same.
     """
     rows = x.reshape(-1, x.shape[-1])
     if rows.shape[0] <= tile_tokens:
         return forward(x)
     if torch.is_grad_enabled() and (rows.requires_grad or trained):
         kept = _Keep.apply(rows, *trained)  # type: ignore[no-untyped-call]
-        result = _Tiles.apply(kept, kept.grad_fn, forward, tile_tokens, *trained)  # type: ignore[no-untyped-call]
+        result = _Tiles.apply(kept, kept.grad_fn, forward, tile_tokens, random, *trained)  # type: ignore[no-untyped-call]
     else:
         result = _in_tiles(forward, rows, tile_tokens)
     return result.reshape(*x.shape[:-1], -1)
@@ -76,13 +83,25 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, keeper: Any, forward: Forward, tile_tokens: int, *trained: Tensor
+        ctx: Any,
+        rows: Tensor,
+        keeper: Any,
+        forward: Forward,
+        tile_tokens: int,
+        random: bool,
+        *trained: Tensor,
     ) -> Tensor:
         """Return forward(rows); remember where its input will be."""
         ctx.keeper, ctx.call, ctx.tile_tokens, ctx.trained = keeper, forward, tile_tokens, trained
         device = rows.device.type
         ctx.autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        return _in_tiles(forward, rows, tile_tokens)
+        ctx.states = []
+
+        def noted(tile: Tensor) -> Tensor:
+            ctx.states.append(RandomState(tile))
+            return forward(tile)
+
+        return _in_tiles(noted if random else forward, rows, tile_tokens)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -93,9 +112,10 @@ class _Tiles(torch.autograd.Function):
         grad_rows = torch.empty_like(rows)
         sums: list[Tensor] = []
         enabled, dtype = ctx.autocast
-        for start in range(0, rows.shape[0], ctx.tile_tokens):
+        for number, start in enumerate(range(0, rows.shape[0], ctx.tile_tokens)):
             tile = slice(start, start + ctx.tile_tokens)
-            with torch.enable_grad(), torch.autocast(rows.device.type, dtype, enabled):
+            again = ctx.states[number].restored() if ctx.states else nullcontext()
+            with again, torch.enable_grad(), torch.autocast(rows.device.type, dtype, enabled):
                 leaf = rows[tile].detach().requires_grad_()
                 output = ctx.call(leaf.unsqueeze(0)).squeeze(0)
             found = torch.autograd.grad(
@@ -109,7 +129,7 @@ class _Tiles(torch.autograd.Function):
             else:
                 sums = list(found[1:])
             del found
-        return grad_rows, None, None, None, *sums
+        return grad_rows, None, None, None, None, *sums
 
 
 def tile_layers(model: nn.Module, *, tile_tokens: int, must: bool = True) -> None:
@@ -170,11 +190,11 @@ def tile_norms(parents: Sequence[nn.Module], *, tile_tokens: int) -> int:
 
 def _tiled(module: nn.Module, forward: Callable[..., Tensor], tile_tokens: int) -> Forward:
     def tiled(hidden_states: Tensor, *others: Any, **named: Any) -> Tensor:
-        # more than one input may not be token-wise; a second forward would drop other values
-        if others or named or (module.training and any(_drops(part) for part in module.modules())):
+        if others or named:  # more than one input may not be token-wise
             return forward(hidden_states, *others, **named)
         trained = tuple(parameter for parameter in module.parameters() if parameter.requires_grad)
-        return tiled_forward(forward, hidden_states, tile_tokens, trained=trained)
+        random = module.training and any(_drops(part) for part in module.modules())
+        return tiled_forward(forward, hidden_states, tile_tokens, trained=trained, random=random)
 
     return tiled
 

@@ -152,6 +152,9 @@ def run_of(row: Row) -> Run:
         context=length or model.max_position,
         engine=EngineSection(**{key: value for key, value in section.items() if value is not None}),
     )
+    if model.longest and recipe.context and recipe.context > model.longest:
+        # the log ran: its command scaled the positions (--hf-overrides, --rope-scaling)
+        model = replace(model, rope_scaled_position=recipe.context)
     return Run(model, recipe, _machine(row), tuple(left), _others(row, recipe, left))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from planner.errors import MissingExtraError, UnknownNameError, UnsupportedError, UsageError
 from planner.families.fields import ConfigFields
+from planner.families.rope import is_yarn, scaled_positions
 from planner.models.quantization import TEXT_ONLY, quantization_name
 from planner.models.spec import ModelSpec
 
@@ -92,12 +93,15 @@ def model_spec_from_config(
     fields = ConfigFields(config, model_type)
     spec = build_text(fields) if model_type in _MODULE_OF else _build_outside(config, model_type)
     quantization = _quantization_config(fields)
+    scaled = scaled_positions(fields.config, spec.max_position)
     return replace(
         spec,
         name=name or spec.name,
         source=source,
         architecture=_architecture(fields) or spec.architecture,
         checkpoint_dtype=_dtype(fields),
+        rope_scaled_position=scaled,
+        yarn=is_yarn(fields.config),
         quantization_config=quantization,
         checkpoint_quantization=quantization_name(
             quantization, experts=str(config.get("expert_dtype", ""))

@@ -27,6 +27,7 @@ from planner.importers.launch import (
     from_accelerate,
     from_deepspeed,
     from_words,
+    offload_fields,
     read_launch_file,
 )
 from planner.importers.loading import flatten, load_json, load_yaml, notebook_source, read_text
@@ -104,6 +105,7 @@ def launch_document(path: Path) -> dict[str, Any]:
     document: dict[str, Any] = {"recipe": {key: value for key, value in recipe.items() if value}}
     if launch.optimizer_offload:
         document["recipe"]["optimizer_offload"] = True
+    document["recipe"].update(offload_fields(launch))
     if launch.gpus:
         document["machine"] = {"gpus": launch.gpus}
     return document

@@ -21,6 +21,8 @@ class Launch:
     gpus: int | None = None
     optimizer_offload: bool = False
     parameter_offload: bool = False
+    offload_device: str = "cpu"
+    pinned: bool | None = None
     mixed_precision: str | None = None
     checkpointing: bool = False
     origin: str = ""
@@ -39,6 +41,8 @@ def from_deepspeed(document: dict[str, Any], *, origin: str = "DeepSpeed JSON") 
             "",
         )
 
+    sections = [zero.get(key) for key in ("offload_optimizer", "offload_param")]
+    asked = [section for section in sections if isinstance(section, dict)]
     precision = None
     for name in ("bf16", "fp16"):
         section = document.get(name)
@@ -48,9 +52,16 @@ def from_deepspeed(document: dict[str, Any], *, origin: str = "DeepSpeed JSON") 
         sharding=_stage(stage),
         optimizer_offload=offloads("offload_optimizer") or as_bool(zero.get("cpu_offload")) is True,
         parameter_offload=offloads("offload_param"),
+        offload_device=_device(*(section.get("device") for section in asked)),
+        pinned=any(as_bool(section.get("pin_memory")) for section in asked) if asked else None,
         mixed_precision=precision,
         origin=origin,
     )
+
+
+def _device(*named: Any) -> str:
+    """Return nvme if one of the devices is."""
+    return "nvme" if "nvme" in [str(name).lower() for name in named] else "cpu"
 
 
 def _stage(stage: int) -> Sharding:
@@ -75,6 +86,9 @@ def from_accelerate(document: dict[str, Any]) -> Launch:
             optimizer_offload=str(section.get("offload_optimizer_device", "none")).lower()
             != "none",
             parameter_offload=str(section.get("offload_param_device", "none")).lower() != "none",
+            offload_device=_device(
+                section.get("offload_optimizer_device"), section.get("offload_param_device")
+            ),
         )
     if kind == "FSDP":
         section = document.get("fsdp_config") or {}
@@ -165,15 +179,28 @@ def apply_launch(settings: Settings, recipe: dict[str, Any], launch: Launch) -> 
     if launch.optimizer_offload:
         recipe["optimizer_offload"] = True
         settings.effect("the optimizer is offloaded to host memory")
-    if launch.parameter_offload:
-        settings.effect(
-            "parameters are offloaded to host memory between uses: the plan counts them on the GPU, an upper bound"
-        )
+    recipe.update(offload_fields(launch))
+    if recipe.get("offload"):
+        settings.effect("weights, or what the config names, are offloaded between uses")
     if launch.mixed_precision and not recipe.get("mixed_precision"):
         recipe["mixed_precision"] = launch.mixed_precision
     if launch.checkpointing:
         recipe["checkpointing"] = "full"
     return launch.gpus
+
+
+def offload_fields(launch: Launch) -> dict[str, Any]:
+    """Return the recipe's `offload` section, empty where nothing is offloaded."""
+    moved = launch.parameter_offload and launch.sharding in (Sharding.ZERO3, Sharding.FSDP)
+    if not moved and not launch.optimizer_offload:
+        return {}
+    fields = {
+        "parameters": moved,
+        "device": launch.offload_device if launch.sharding is Sharding.ZERO3 else "cpu",
+        "pinned": launch.pinned,
+    }
+    told = {key: value for key, value in fields.items() if value not in (False, None, "cpu")}
+    return {"offload": told} if told else {}
 
 
 def visible_devices(environment: dict[str, str]) -> int | None:

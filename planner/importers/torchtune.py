@@ -133,6 +133,8 @@ def _gpus(settings: Settings, recipe: dict[str, Any], text: str) -> int | None:
     if settings.flag("fsdp_cpu_offload"):
         settings.effect("fsdp_cpu_offload keeps parameters and optimizer in host memory")
         recipe["optimizer_offload"] = True
+        if recipe.get("sharding") is Sharding.FSDP:
+            recipe["offload"] = {"parameters": True}
     return gpus
 
 

@@ -201,6 +201,11 @@ class ModelSpec:
     tied: bool
     """lm_head shares the input embedding."""
     max_position: int
+    """max_position_embeddings as the config says; 0 = none."""
+    rope_scaled_position: int = 0
+    """Positions with the config's rope scaling; 0 = it changes nothing."""
+    yarn: bool = False
+    """The scaling is YaRN's, which vLLM takes as counted into max_position already."""
     layers: tuple[LayerSpec, ...]
     """Distinct layer kinds, each with a count."""
     layer_order: tuple[int, ...]
@@ -239,6 +244,16 @@ class ModelSpec:
     def num_layers(self) -> int:
         """Decoder layers."""
         return len(self.layer_order)
+
+    @property
+    def longest(self) -> int:
+        """Positions the model was made for, its rope scaling counted in; 0 = no limit is known."""
+        return self.rope_scaled_position or self.max_position
+
+    @property
+    def learned_positions(self) -> bool:
+        """True when every position has a row of a table: beyond it there is nothing (GPT-2, OPT)."""
+        return any("pos" in module.name or module.leaf == "wpe" for module in self.embeddings)
 
     @cached_property
     def parameters(self) -> int:

@@ -97,7 +97,9 @@ class Units:
             cast = self.player.take(wide, REDUCE)
             self.player.give(reduced)
             reduced = cast
-        if reduced is not None:
+        if reduced is not None and self.r.placement.offload.gradients:
+            self.player.give(reduced)  # its copy is on the host
+        elif reduced is not None:
             grads.append(reduced)
 
     @property

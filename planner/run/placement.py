@@ -31,6 +31,19 @@ DIVIDES: Mapping[Sharding, Divided] = {
 }
 
 
+class Offload(NamedTuple):
+    """What is in host memory between uses."""
+
+    by: str
+    """Whose code puts it there: zero (stages 1 and 2), zero3, fsdp, own; "" = nothing is."""
+    weights: bool
+    gradients: bool
+    states: bool
+
+
+NOTHING = Offload("", weights=False, gradients=False, states=False)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
     """Shares of one rank. A divisor of 1 means the whole."""
@@ -54,11 +67,13 @@ class Placement:
     input and the input's gradient until the backward ends."""
     loads_whole: bool
     """Every rank has the whole model in memory before it is divided."""
+    offload: Offload
+    """What waits in host memory."""
 
     @property
     def gathers(self) -> bool:
-        """True when weights are divided and made whole unit by unit."""
-        return self.weight_shards > 1
+        """True when weights are elsewhere in part and made whole unit by unit."""
+        return self.weight_shards > 1 or self.offload.weights
 
 
 @cache
@@ -70,6 +85,7 @@ def place(
     quantized: bool,
     autocast: bool,
     loads_whole: bool,
+    offload: Offload = NOTHING,
 ) -> Placement:
     """Return what each of `ranks` holds.
 
@@ -85,9 +101,35 @@ def place(
         gradient_shards=ranks if divided.gradients and not trained_outside else 1,
         state_shards=ranks if divided.states and not trained_outside else 1,
         gradient_copies=2 if sharding is Sharding.DDP and several else 1,
-        reduces=several and sharding is not Sharding.NONE,
-        gathered_layers=1 if divided.weights and several else 0,
+        reduces=(several and sharding is not Sharding.NONE) or offload.gradients,
+        gathered_layers=1 if divided.weights and (several or offload.weights) else 0,
         fp32_shards=fsdp and several and autocast,
         holds_frozen_inputs=fsdp and several and method is not Method.FULL,
         loads_whole=fsdp and several and loads_whole,
+        offload=offload,
     )
+
+
+ZERO = (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3)
+
+
+@cache
+def offloaded(
+    sharding: Sharding, *, optimizer: bool, parameters: bool, quantized: bool, by: str
+) -> Offload:
+    """Return what a run keeps on the host.
+
+    `optimizer`, `parameters`: what the recipe asks for; `by`: whose code keeps states there when no
+    engine divides them. FSDP offloads a shard with its gradient and states, all or nothing
+    (CPUOffload(offload_params=True), CPUOffloadPolicy); DeepSpeed moves reduced gradients to the
+    host with the optimizer from stage 2 on (stage_1_and_2.py, stage3.py).
+    """
+    if sharding is Sharding.FSDP and parameters:
+        # adapters on a quantised base stay outside FSDP, with their gradients and states
+        return Offload("fsdp", weights=True, gradients=not quantized, states=not quantized)
+    if optimizer or parameters:
+        deepspeed = sharding in ZERO or by == "deepspeed"
+        engine = ("zero3" if sharding is Sharding.ZERO3 else "zero") if deepspeed else by
+        moves = deepspeed and optimizer and sharding is not Sharding.ZERO1
+        return Offload(engine, weights=parameters, gradients=moves, states=optimizer)
+    return NOTHING

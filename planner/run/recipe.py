@@ -4,7 +4,7 @@ A field left at None means "whatever the framework does"; planner.run.framework 
 """
 
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -153,6 +153,18 @@ class EngineSection(Section):
     """A rollout that takes longer is aborted."""
 
 
+class OffloadSection(Section):
+    """What waits in host memory or on a disk beside `optimizer_offload`, and how."""
+
+    parameters: bool = False
+    """Weights too, between uses: FSDP's cpu_offload (with gradients and states) or offload_param."""
+    device: Literal["cpu", "nvme"] = "cpu"
+    """nvme: DeepSpeed swaps the offloaded to a disk through buffers in host memory (stage 3)."""
+    pinned: bool | None = None
+    """Buffers are page-locked, each rounded up to a power of two. Default: FSDP's are, DeepSpeed's
+    are where its config says pin_memory."""
+
+
 class Recipe(Section):
     """Every choice that moves a byte. None = the framework's default."""
 
@@ -177,6 +189,7 @@ class Recipe(Section):
 
     optimizer: Optimizer | None = None
     optimizer_offload: bool = False
+    offload: OffloadSection = OffloadSection()
     optimizer_in_backward: bool = False
     """Each parameter is stepped as soon as its gradient exists (torchtune's optimizer_in_bwd)."""
 

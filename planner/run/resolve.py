@@ -13,13 +13,15 @@ from planner.run.engine_choices import choose, engine_fields, engine_kind
 from planner.run.framework import fallback_note, pick
 from planner.run.framework_files import Framework
 from planner.run.logits_law import LogitsLaw
-from planner.run.placement import Placement, place
+from planner.run.placement import Placement, offloaded, place
+from planner.run.positions import context_notes
 from planner.run.recipe import (
     Attention,
     Checkpointing,
     EngineKind,
     Loss,
     Method,
+    OffloadSection,
     Optimizer,
     Recipe,
     Reference,
@@ -59,6 +61,7 @@ class Resolved:
     lora_dropout: float
     optimizer: Optimizer
     optimizer_offload: bool
+    offload: OffloadSection
     optimizer_in_backward: bool
     sequences: int
     """Sequences in one forward pass (DPO: chosen and rejected)."""
@@ -119,6 +122,13 @@ class Resolved:
             quantized=bool(self.quantization),
             autocast=bool(self.autocast),
             loads_whole=self.switches.fsdp_loads_full,
+            offload=offloaded(
+                self.sharding,
+                optimizer=self.optimizer_offload,
+                parameters=self.offload.parameters,
+                quantized=bool(self.quantization),
+                by=self.switches.offloads_by,
+            ),
         )
 
     @property
@@ -160,6 +170,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     sequences = _sequences(recipe, framework, defaults, generations, notes)
     loss = Loss(choose(recipe.loss, defaults, "loss", "full"))
     engine = engine_kind(recipe, defaults)
+    notes.extend(context_notes(model, prompt + completion, engine))
     beta = choose(recipe.beta, defaults, "beta", 0.1 if task is Task.DPO else 0.0)
     if recipe.engine.expert_parallel and not any(layer.mlp.num_experts for layer in model.layers):
         notes.append("expert_parallel moves nothing: the model has no experts")
@@ -187,6 +198,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         **_lora_fields(recipe, switches, quantization, dtype),
         optimizer=Optimizer(choose(recipe.optimizer, defaults, "optimizer", "adamw")),
         optimizer_offload=recipe.optimizer_offload,
+        offload=_offload(recipe, trains),
         optimizer_in_backward=recipe.optimizer_in_backward,
         sequences=sequences,
         grad_accum=recipe.gradient_accumulation,
@@ -255,6 +267,23 @@ def _kernel_notes(model: ModelSpec) -> list[str]:
         "code keeps several times the activations, and this plan is too low"
         for packages in sorted(assumed - {""}, reverse=True)
     ]
+
+
+def _offload(recipe: Recipe, trains: bool) -> OffloadSection:
+    """Return what is offloaded; raises UsageError for what no engine does."""
+    asked, sharding = recipe.offload, recipe.sharding
+    if not trains:
+        return OffloadSection()
+    if asked.parameters and sharding not in (Sharding.ZERO3, Sharding.FSDP):
+        raise UsageError(
+            f"offload.parameters: {sharding.value} does not offload weights", hint="zero3 or fsdp"
+        )
+    moved = recipe.optimizer_offload or asked.parameters
+    if asked.device == "nvme" and moved and sharding is not Sharding.ZERO3:
+        raise UsageError(
+            f"offload.device: {sharding.value} does not swap to nvme", hint="zero3, or cpu"
+        )
+    return asked
 
 
 def _master(recipe: Recipe, switches: Switches, dtype: str) -> bool:

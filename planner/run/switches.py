@@ -37,6 +37,9 @@ class Switches(Section):
     """With `master_weights`: also when all of a bf16 model is trained (else it rounds stochastically)."""
     fp32_optimizer_state: Flag = False
     """States are fp32 whatever the parameter's dtype; torch makes them as wide as the parameter."""
+    offloads_by: Literal["own", "deepspeed"] = "own"
+    """Whose code keeps optimizer states on the host: the framework's own, or DeepSpeed, the only way
+    of those built on transformers' Trainer."""
     step_scratch_bytes: Annotated[int, Field(ge=0, strict=True)] = 0
     """The step works slice by slice in this many bytes; 0: all tensors at once, as torch's foreach."""
     embeddings_32bit_state: Flag = False
@@ -49,6 +52,8 @@ class Switches(Section):
     all: embeddings, head and norms (peft prepare_model_for_kbit_training); norms: only those
     (TRL until 0.13 casts the rest back, peft_module_casting_to_bf16).
     """
+    gptq_touches_every_gpu: Flag = False
+    """A GPTQ base is loaded by device_map "auto", which makes every process a context on every GPU."""
     linear_experts: Flag = False
     """Each expert is a linear of its own, which bitsandbytes quantises; fused ones stay 16-bit."""
     quantized_head: Flag = False

@@ -36,7 +36,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[["Resolved"], bool], str], ...] = 
         "no adapters are trained",
     ),
     (
-        ("optimizer", "optimizer_offload", "optimizer_in_backward", "master_weights", "gradient_dtype",
+        ("optimizer", "optimizer_offload", "offload.parameters", "offload.device", "offload.pinned", "optimizer_in_backward", "master_weights", "gradient_dtype",
          "gradient_accumulation", "checkpointing", "loss", "loss_chunk_rows", "tiled_mlp", "beta",
          "reference", "mixed_precision"),
         lambda r: r.trains,
@@ -62,6 +62,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[["Resolved"], bool], str], ...] = 
         "no vLLM engine runs",
     ),
     (("engine.offline",), lambda r: r.task is Task.SERVE, "only serving has other defaults in LLM()"),
+    (("offload.device", "offload.pinned"), lambda r: r.placement.offload.by in ("zero", "zero3", "fsdp"), "no engine offloads"),
     (("sharding",), lambda r: r.gpus > 1, "there is one GPU"),
 )  # fmt: skip
 

@@ -51,6 +51,8 @@ class Adapters:
     """Parameters on the fused experts of one layer (the largest)."""
     saved: int
     """Parameters of modules_to_save."""
+    largest: int
+    """Parameters of the largest tensor."""
 
 
 _STORE: dict[tuple[int, object], tuple[ModelSpec, object]] = {}
@@ -135,4 +137,5 @@ def _adapters(model: ModelSpec, resolved: Resolved) -> Adapters:
         leaves=frozenset(leaves),
         experts=max(experts, default=0),
         saved=counts.saved_parameters,
+        largest=max((size for module in counts.adapted for size in module.tensors), default=0),
     )

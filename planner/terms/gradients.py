@@ -1,10 +1,13 @@
 """gradients: one per trained parameter, alive from backward to the step (always with accumulation)."""
 
+from math import prod
+
 from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
 from planner.run.recipe import Method
 from planner.run.resolve import Resolved
 from planner.terms.adapters import trained_parameters
+from planner.terms.counts import adapters
 from planner.terms.term import Term
 from planner.terms.weights import trained_width
 
@@ -25,6 +28,8 @@ def gradients(model: ModelSpec, r: Resolved) -> Term:
     count, width = trained_parameters(model, r), gradient_width(r)
     if r.optimizer_in_backward and r.method is Method.FULL:
         return _largest(model, r, width)
+    if r.placement.offload.gradients:
+        return _passing(model, r, width)
     shards, copies = r.placement.gradient_shards, r.placement.gradient_copies
     size = -(-count * width * copies // shards)
     return Term(
@@ -34,6 +39,41 @@ def gradients(model: ModelSpec, r: Resolved) -> Term:
         (count, width, copies, shards),
         "autograd: the parameter's dtype",
     )
+
+
+def _passing(model: ModelSpec, r: Resolved, width: int) -> Term:
+    """Return gradients on their way to the host: what is reduced at once.
+
+    FSDP: one unit's shard. DeepSpeed: its bucket, hidden x hidden elements where the config says
+    "auto" (transformers/integrations/deepspeed.py), and one gradient that is larger.
+    """
+    if r.placement.offload.by == "fsdp":
+        unit = max(layer.parameters for layer in model.layers)
+        unit = unit if r.method is Method.FULL else trained_parameters(model, r)
+        size = -(-unit * width // r.placement.gradient_shards)
+        return Term("gradients", size, "{0:,} B of one unit, on the way to the host", (size,), FSDP)
+    bucket = min(model.hidden * model.hidden, trained_parameters(model, r))
+    single = largest_trained(model, r)
+    return Term(
+        "gradients",
+        (bucket + single) * width,
+        "bucket {0:,} + largest {1:,} elements x {2} B, the others on the host",
+        (bucket, single, width),
+        "DeepSpeed stage3.py: IPGBucketZ3; stage_1_and_2.py: temp_grad_buffer_for_gpu_offload",
+    )
+
+
+FSDP = "torch.distributed.fsdp _flat_param.py: the sharded gradient is copied into _cpu_grad"
+
+
+def largest_trained(model: ModelSpec, r: Resolved) -> int:
+    """Return elements of the largest tensor with a gradient."""
+    if r.method is not Method.FULL:
+        return adapters(model, r).largest
+    modules = [*model.embeddings, *model.final, *(m for each in model.layers for m in each.modules)]
+    if model.head is not None:
+        modules.append(model.head)
+    return max((prod(shape) for module in modules for shape in module.shapes), default=0)
 
 
 def _largest(model: ModelSpec, r: Resolved, width: int) -> Term:

@@ -31,14 +31,14 @@ def weights(model: ModelSpec, r: Resolved) -> Term:
             "{0:,} parameters x {1} B / {2} shard(s)",
             (model.parameters, width, shards),
         )
+    if r.placement.offload.weights:
+        size, template, args = 0, "on the host between uses: {0:,} B a rank", (size,)
     if r.reference is Reference.SEPARATE and r.trains:
         reference = -(-model.parameters * element_bytes(r.dtype) // shards)
         return Term(
             "weights",
             size + reference,
-            template + " + reference copy {5:,} B"
-            if base.quantized
-            else template + " + reference copy {3:,} B",
+            f"{template} + reference copy {{{len(args)}:,}} B",
             (*args, reference),
             "config.json, module by module",
         )
@@ -60,11 +60,15 @@ def gathered(model: ModelSpec, r: Resolved, layers: int) -> Term:
         each = largest * base.quantized // max(1, base.quantized_parameters)
     else:
         each = largest * width
+    # an offloaded shard is copied to the device before it is gathered
+    copied = max(root, layers * each) // r.placement.weight_shards
+    copied = copied if r.placement.offload.weights and r.placement.weight_shards > 1 else 0
     return Term(
         "weights",
-        root + layers * each,
-        "gathered: embeddings and head {0:,} B + {1} layer(s) x {2:,} B",
-        (root, layers, each),
+        root + layers * each + copied,
+        "gathered: embeddings and head {0:,} B + {1} layer(s) x {2:,} B"
+        + (" + the shard from the host {3:,} B" if copied else ""),
+        (root, layers, each, copied),
         "FSDP FULL_SHARD / ZeRO-3: the root unit stays gathered from forward to backward",
     )
 

@@ -10,9 +10,22 @@ import pytest
 
 from planner.machines.machine import make_machine
 from planner.models.spec import ModelSpec
+from planner.phases import budget
 from planner.plan import plan
+from planner.run.logits_law import LogitsLaw
 from planner.run.runfile import make_recipe
-from tests.planner.toys import LLAMA, TIED, TRAINING_CUBLAS, gpus, host, planned, terms
+from tests.planner.toys import (
+    A_GPU,
+    LLAMA,
+    PARAMETERS,
+    TIED,
+    TRAINING_CUBLAS,
+    choices,
+    gpus,
+    host,
+    planned,
+    terms,
+)
 
 WEIGHTS = 478_080
 LORA = 98_304
@@ -190,8 +203,15 @@ def test_dpo_scores_only_with_a_reference() -> None:
 
 def test_the_hosts_share() -> None:
     offloaded = planned(**{**TRAINED, "checkpointing": "offload"}, optimizer_offload=True)
-    assert host(offloaded) == {"activations": 2 * 2_048, "optimizer": 2 * WEIGHTS}
-    assert offloaded.host_peak_bytes == 4_096 + 2 * WEIGHTS
+    # by DeepSpeed: fp32 master and states, fp32 gradients, a 16-bit copy, the largest gradient
+    states, rest = 12 * PARAMETERS, 4 * PARAMETERS + 2 * PARAMETERS + 2 * 64_000
+    assert host(offloaded) == {
+        "activations": 2 * 2_048,
+        "optimizer": states,
+        "gradients": 4 * PARAMETERS,
+        "weights": 2 * PARAMETERS + 2 * 64_000,
+    }
+    assert offloaded.host_peak_bytes == 4_096 + states + rest
     assert "optimizer" not in terms(offloaded, "step")
     assert host(planned(**TRAINED)) == {}
 
@@ -200,7 +220,7 @@ def test_a_host_that_is_too_small_does_not_fit() -> None:
     recipe = make_recipe(
         framework="hf-trainer", context=16, micro_batch_size=1, optimizer_offload=True, **TRAINED
     )
-    need = 2 * WEIGHTS
+    need = 18 * PARAMETERS + 2 * 64_000
     for ram, fits in ((need, True), (need - 1, False)):
         machine = make_machine(vram="64GiB", host_ram=ram)
         assert plan(LLAMA, recipe, machine).fits is fits
@@ -210,7 +230,7 @@ def test_unified_memory_pays_for_what_the_host_holds() -> None:
     machine = make_machine("gb10")
     plain = planned(machine=machine, **TRAINED)
     moved = planned(machine=machine, **TRAINED, optimizer_offload=True)
-    assert plain.capacity_bytes - moved.capacity_bytes == 2 * WEIGHTS
+    assert plain.capacity_bytes - moved.capacity_bytes == 18 * PARAMETERS + 2 * 64_000
 
 
 def test_gradients_that_exist_when_the_last_layer_runs() -> None:
@@ -219,3 +239,35 @@ def test_gradients_that_exist_when_the_last_layer_runs() -> None:
     found = terms(result, "backward")
     # tokens so many that a layer's largest moment wins: no weight gradient of its own but down's
     assert found["gradients"] == 2 * 64_064 + 16_384
+
+
+def test_adapters_gradients_come_layer_by_layer() -> None:
+    # the largest moment is the first layer's: two of three layers have theirs, of 24,576 x 4 B
+    assert terms(planned(**ADAPTED), "backward")["gradients"] == 2 * 98_304 // 3
+
+
+def test_autocasts_casts_are_there_in_the_losss_forward() -> None:
+    law = LogitsLaw(kind="full", forward=(("a", "fp32"), ("b", "fp32")), backward=(("a", "fp32"),))
+    r = choices(
+        method="full", checkpointing="full", dtype="fp32", mixed_precision="bf16", context=64
+    )
+    phases = budget(LLAMA, replace(r, law=law), A_GPU).phases
+    loss = next(phase for phase in phases if phase.name == "loss")
+    held = {term.name: term.bytes for term in loss.terms}
+    # 64 positions x 16 in fp32 twice, three inputs of 256 a token; the norm's fp32 input, 4, its result and
+    # output; 16-bit casts of 110,592 weights
+    assert held["activations"] == 2 * 64 * 64 + (3 * 256 + 772) * 64 + 2 * 110_592
+
+
+def test_a_plan_above_the_card_is_certain() -> None:
+    small = planned(machine=make_machine(vram="0.525GiB"), **TRAINED)
+    assert small.peak_bytes > small.capacity_bytes
+    assert small.risk.p_oom == 1.0
+
+
+def test_a_search_leaves_a_tenth_for_fragments() -> None:
+    result = planned(**TRAINED)
+    spread = result._spread("allocated").quantile(1 - result.risk_allowed)
+    enough = int(result.peak_bytes * 1.1 * spread) + 1
+    assert replace(result, capacity_bytes=enough).has_room
+    assert not replace(result, capacity_bytes=enough - 2).has_room

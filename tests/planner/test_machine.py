@@ -23,6 +23,15 @@ from planner.units import GiB, MiB, format_bytes, parse_bytes
         ("Tesla T4", "t4"),
         ("mi300x", "mi300x"),
         ("dgx spark", "gb10-dgx-spark"),
+        ("A800", "a800-sxm4-80gb"),
+        ("NVIDIA H800", "h800-sxm"),
+        ("L20", "l20"),
+        ("RTX 4090 D", "rtx-4090-d"),
+        ("4090D", "rtx-4090-d"),
+        ("5090D", "rtx-5090-d"),
+        ("Titan RTX", "titan-rtx"),
+        ("H20-141GB", "h20-141gb"),
+        ("h20", "h20"),
     ],
 )
 def test_names_people_type_find_the_card(typed, gpu_id):

@@ -13,8 +13,26 @@ from planner.run.recipe import Method, Recipe, Task
 
 
 def test_the_catalogue_has_all_models() -> None:
-    assert len(catalogue_names()) == 183
-    assert len(set(catalogue_names())) == 183
+    assert len(catalogue_names()) == 209
+    assert len(set(catalogue_names())) == 209
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("Qwen/Qwen3-Coder-30B-A3B-Instruct", 30_532_122_624),
+        ("Qwen/Qwen2-VL-7B-Instruct", 8_291_375_616),
+        ("Qwen/Qwen2.5-VL-72B-Instruct", 73_410_777_344),
+        ("Qwen/Qwen3-VL-30B-A3B-Instruct", 31_070_754_032),
+        ("google/gemma-3-12b-it", 12_187_325_040),
+        ("Qwen/Qwen1.5-32B-Chat", 32_512_218_112),
+        ("codellama/CodeLlama-13b-hf", 13_016_028_160),
+        ("moonshotai/Kimi-Linear-48B-A3B-Instruct", 49_122_681_728),
+    ],
+)
+def test_names_people_use_are_here_offline(name: str, parameters: int) -> None:
+    """Totals of the Hub's safetensors headers."""
+    assert find_model(name, offline=True).parameters == parameters
 
 
 @pytest.mark.parametrize("name", catalogue_names())

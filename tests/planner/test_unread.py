@@ -17,7 +17,7 @@ GRPO: dict[str, Any] = {"task": "grpo", "framework": "trl-1.9"}
 FULL: dict[str, Any] = {"method": "full", "framework": "hf-trainer", "dtype": "bf16"}
 VLLM: dict[str, Any] = {"task": "grpo", "engine": {"kind": "vllm-push"}}
 SERVE: dict[str, Any] = {"task": "serve"}
-TWO_CARDS = ("sharding",)
+TWO_CARDS = ("sharding", "offload.parameters", "offload.device", "offload.pinned")
 EXPERTS, OF_EXPERTS = "qwen3-30b-a3b", ("engine.expert_parallel",)
 
 CASES: dict[str, tuple[dict[str, Any], Any]] = {
@@ -33,6 +33,9 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "gradient_dtype": (FULL, "fp32"),
     "optimizer": (FULL, "sgd"),
     "optimizer_offload": (FULL, True),
+    "offload.parameters": ({**FULL, "sharding": "zero3"}, True),
+    "offload.device": ({**FULL, "sharding": "zero3", "optimizer_offload": True}, "nvme"),
+    "offload.pinned": ({**FULL, "sharding": "zero3", "optimizer_offload": True}, True),
     "optimizer_in_backward": (FULL, True),
     "micro_batch_size": ({}, 4),
     "gradient_accumulation": (FULL, 4),
@@ -89,6 +92,9 @@ UNREAD: dict[str, tuple[dict[str, Any], Any]] = {
     },
     "optimizer": (SERVE, "sgd"),
     "optimizer_offload": (SERVE, True),
+    "offload.parameters": (SERVE, True),
+    "offload.device": (FULL, "nvme"),
+    "offload.pinned": ({**FULL, "framework": "vramwise", "optimizer_offload": True}, True),
     "master_weights": (SERVE, True),
     "gradient_accumulation": (SERVE, 4),
     "checkpointing": (SERVE, "full"),

@@ -4,15 +4,10 @@ import sys
 import pytest
 
 from planner.errors import MissingExtraError, UnknownNameError, UsageError
+from trainer.chat import check_chat_template
 from trainer.config import DatasetSection
-from trainer.data import (
-    Order,
-    check_chat_template,
-    check_columns,
-    load_samples,
-    tokenize_example,
-    tokenize_prompt,
-)
+from trainer.data import Order, check_columns, load_samples, tokenize_prompt
+from trainer.sft_data import tokenize_example
 from trainer.small_model import small_tokenizer
 from trainer.tasks import gsm8k
 from trainer.tasks.arithmetic import ArithmeticTask
@@ -191,7 +186,8 @@ def test_messages_need_a_chat_template():
 
 def trained_text(sample, *, loss_on="completion", limit=99):
     tokenizer = small_tokenizer(chat=True)
-    ids, trained = tokenize_example(sample, tokenizer, SECTION, limit=limit, loss_on=loss_on)
+    ids, trained = tokenize_example(sample, tokenizer, SECTION, loss_on=loss_on)
+    ids, trained = ids[:limit], trained[:limit]
     assert len(ids) == len(trained)
     return tokenizer.decode([token for token, flag in zip(ids, trained, strict=True) if flag])
 

@@ -59,13 +59,17 @@ def test_loss_and_gradient_are_those_of_transformers(sft, train_run_of, tmp_path
     from trainer.data import Order, load_samples
     from trainer.preflight import prepare
     from trainer.sft import loss, next_batch, split
+    from trainer.sft_data import read_examples
 
     run, train = parse_run(
         sft(recipe={"method": "full"}, train={"loss_on": loss_on}), root=tmp_path
     )
     ready = prepare(run, train)
     samples = load_samples(train.dataset, root=tmp_path)
-    batch = next_batch(samples, Order(size=100, seed=0), ready=ready, train=train)
+    examples = read_examples(
+        samples, ready.policy.tokenizer, train.dataset, limit=64, loss_on=loss_on
+    )
+    batch = next_batch(examples, Order(size=100, seed=0), ready=ready)
     num_tokens = sum(sum(sequence.scored) for sequence in batch)
     total = 0.0
     for part in split(batch, 64, ready=ready):

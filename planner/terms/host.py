@@ -1,0 +1,216 @@
+"""Host memory of a node: what engines keep there of weights, gradients and states, buffer by buffer.
+
+DeepSpeed at 007cca6 (runtime/zero/stage3.py) and 02aa38c (stage_1_and_2.py), the 0.18 line; torch 2.13
+(distributed/fsdp/_flat_param.py, _fully_shard/_fsdp_param.py). Every rank is a process of its own and
+has its own buffers.
+"""
+
+from collections.abc import Iterator
+
+from planner.dtypes import element_bytes
+from planner.models.spec import ModelSpec
+from planner.run.recipe import Method
+from planner.run.resolve import Resolved
+from planner.terms.activations import pinned
+from planner.terms.adapters import trained_parameters
+from planner.terms.counts import base_weights
+from planner.terms.gradients import gradient_width, largest_trained
+from planner.terms.optimizer_kinds import KINDS
+from planner.terms.term import Term
+from planner.terms.weights import trained_width
+
+GPUS_PER_NODE = 8
+"""Ranks of a node where there are more: boards of DGX and HGX machines."""
+FP32 = 4
+SUB_GROUP = 10**9
+"""DeepSpeed sub_group_size: elements of one flat group (runtime/zero/config.py)."""
+SWAP_BUFFERS = 4
+"""offload_optimizer.buffer_count: parameter, gradient and two states (offload_config.py)."""
+PARAMETER_BUFFERS, PARAMETER_BUFFER = 5, 10**8
+"""offload_param.buffer_count and buffer_size, in elements (offload_config.py)."""
+MAX_IN_CPU = 10**9
+"""offload_param.max_in_cpu: elements that stay in host memory beside the disk (offload_config.py)."""
+STAGE3 = "DeepSpeed stage3.py: _create_fp32_partitions, initialize_optimizer_states, _setup_for_real_optimizer"
+STAGE2 = (
+    "DeepSpeed stage_1_and_2.py: __init__, initialize_optimizer_states, accumulated_grads_in_cpu"
+)
+FSDP = "torch.distributed.fsdp _flat_param.py: _local_shard and _cpu_grad, pinned"
+
+
+def node_ranks(r: Resolved) -> int:
+    """Return the processes that share one host."""
+    return min(r.gpus, GPUS_PER_NODE)
+
+
+def host(model: ModelSpec, r: Resolved, states: Term, others: tuple[Term, ...]) -> tuple[Term, ...]:
+    """Return what one node's host memory holds.
+
+    `states`: of an optimizer that keeps its own there; `others`: further terms of one rank.
+    """
+    engine = r.placement.offload.by
+    if engine in ("zero", "zero3"):
+        found = (*others, *_deepspeed(model, r))
+    elif engine == "fsdp":
+        found = (*others, *_fsdp(model, r, states))
+    else:
+        found = (*others, states)
+    ranks = node_ranks(r)
+    return tuple(_of_node(term, ranks) for term in found if term.bytes)
+
+
+def _of_node(term: Term, ranks: int) -> Term:
+    if ranks == 1:
+        return term
+    template = "{0} ranks on the node x {1:,} B: {2}"
+    args = (ranks, term.bytes, term.formula)
+    return Term(term.name, ranks * term.bytes, template, args, term.source)
+
+
+def _buffer(size: int, r: Resolved) -> int:
+    """Return the bytes of a buffer, page-locked or not."""
+    return pinned(size, r) if r.offload.pinned else size
+
+
+def _groups(elements: int) -> Iterator[int]:
+    """Yield the elements of each flat group of stage 3."""
+    while elements > 0:
+        yield min(SUB_GROUP, elements)
+        elements -= SUB_GROUP
+
+
+def _deepspeed(model: ModelSpec, r: Resolved) -> Iterator[Term]:
+    trained = trained_parameters(model, r)
+    part = -(-trained // r.placement.state_shards)
+    width = gradient_width(r) if r.method is not Method.FULL else element_bytes(r.dtype)
+    stage3 = r.placement.offload.by == "zero3"
+    if r.placement.offload.states and r.offload.device == "nvme":
+        yield from _swapped(r, part, width)
+    elif r.placement.offload.states:
+        yield _states(r, part, stage3=stage3)
+        yield _gradients(r, part, width, stage3=stage3)
+        if not stage3:
+            one = largest_trained(model, r)
+            size = _buffer(width * part, r) + _buffer(width * one, r)
+            yield Term(
+                "weights",
+                size,
+                "16-bit copy of the shard {0:,} x {1} B + the largest gradient {2:,} x {1} B",
+                (part, width, one),
+                STAGE2,
+            )
+    if r.placement.offload.weights:
+        yield _parameters(model, r, part)
+
+
+def _states(r: Resolved, part: int, *, stage3: bool) -> Term:
+    """Return the fp32 master and DeepSpeedCPUAdam's fp32 states of one rank."""
+    count = KINDS[r.optimizer].states
+    master = FP32 * part if stage3 else _buffer(FP32 * part, r)
+    return Term(
+        "optimizer",
+        master + FP32 * count * part,
+        "{0:,} parameters of the shard: fp32 master {1:,} B + {2} fp32 state(s) x {3} B",
+        (part, master, count, FP32),
+        STAGE3 if stage3 else STAGE2,
+    )
+
+
+def _gradients(r: Resolved, part: int, width: int, *, stage3: bool) -> Term:
+    """Return the fp32 gradients that the step reads, and those as they arrive."""
+    if stage3:
+        wide = sum(_buffer(FP32 * group, r) for group in _groups(part))
+        arriving = _buffer(width * part, r)
+    else:
+        wide = _buffer(FP32 * part, r)
+        arriving = width * part if r.grad_accum > 1 else 0  # accumulated_grads_in_cpu
+    return Term(
+        "gradients",
+        wide + arriving,
+        "{0:,} parameters of the shard: fp32 {1:,} B + as they arrive {2:,} B",
+        (part, wide, arriving),
+        STAGE3 if stage3 else STAGE2,
+    )
+
+
+def _swapped(r: Resolved, part: int, width: int) -> Iterator[Term]:
+    """Yield the buffers through which a step's states come from the disk and go back."""
+    group = min(SUB_GROUP, part)
+    buffers = SWAP_BUFFERS * pinned(FP32 * group, r)
+    disk = FP32 * part * (2 + KINDS[r.optimizer].states)
+    yield Term(
+        "optimizer",
+        buffers,
+        "{0} pinned swap buffers of {1:,} elements x {2} B; on the disk {3:,} B a rank",
+        (SWAP_BUFFERS, group, FP32, disk),
+        "DeepSpeed swap_tensor/optimizer_utils.py: SwapBufferManager; offload_config.py",
+    )
+    yield Term(
+        "gradients",
+        FP32 * group + _buffer(width * part, r),
+        "fp32 of one group {0:,} x {1} B + as they arrive {2:,} x {3} B",
+        (group, FP32, part, width),
+        STAGE3,
+    )
+
+
+def _parameters(model: ModelSpec, r: Resolved, part: int) -> Term:
+    """Return one rank's share of the weights as they are computed with."""
+    width = element_bytes(r.dtype)
+    size = -(-base_weights(model, r).total // r.placement.weight_shards)
+    if r.offload.device == "nvme":
+        kept = width * min(MAX_IN_CPU, part)
+        pool = PARAMETER_BUFFERS * pinned(width * PARAMETER_BUFFER, r)
+        return Term(
+            "weights",
+            min(size, kept) + pool,
+            "{0:,} B stay + {1} pinned buffers of {2:,} elements; the others on the disk",
+            (min(size, kept), PARAMETER_BUFFERS, PARAMETER_BUFFER),
+            "DeepSpeed offload_config.py: max_in_cpu, buffer_count, buffer_size",
+        )
+    return Term(
+        "weights",
+        pinned(size, r) if r.offload.pinned is not False else size,
+        "the shard of {0:,} B, pinned",
+        (size,),
+        "DeepSpeed stage3.py: _create_param_groups_fp16_flat_cpu_memory",
+    )
+
+
+def _fsdp(model: ModelSpec, r: Resolved, states: Term) -> Iterator[Term]:
+    """Yield a rank's flat shards, their gradients and the states of an optimizer on the host."""
+    full = r.method is Method.FULL
+    width = trained_width(r) if full else element_bytes(r.dtype)
+    base = base_weights(model, r)
+    total = base.total if base.quantized else model.parameters * width
+    shards = [_shard(total, part, model, r) for part in _units(model)]
+    yield Term(
+        "weights",
+        sum(shards),
+        "{0} flat shards of {1:,} B over {2} rank(s), pinned: each a power of two",
+        (len(shards), total, r.placement.weight_shards),
+        FSDP,
+    )
+    if full:
+        yield Term(
+            "gradients",
+            sum(
+                _shard(model.parameters * gradient_width(r), part, model, r)
+                for part in _units(model)
+            ),
+            "{0:,} parameters x {1} B over {2} rank(s), pinned as the weights",
+            (model.parameters, gradient_width(r), r.placement.gradient_shards),
+            FSDP,
+        )
+    yield states
+
+
+def _units(model: ModelSpec) -> Iterator[int]:
+    """Yield the parameters of each flat unit: every layer, and what is outside."""
+    order = [model.layers[index].parameters for index in model.layer_order]
+    yield max(0, model.parameters - sum(order))
+    yield from order
+
+
+def _shard(total: int, parameters: int, model: ModelSpec, r: Resolved) -> int:
+    size = -(-total * parameters // (model.parameters * r.placement.weight_shards))
+    return pinned(size, r) if r.offload.pinned is not False else size
