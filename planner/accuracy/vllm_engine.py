@@ -163,6 +163,8 @@ def _checkpoint(model: ModelSpec, row: Row, text: str, scheme: str) -> ModelSpec
     if not scheme or "online" in row["quantization"] or "--quantization" in text:
         return model
     lists = next((known for name, known in _LISTS if re.search(name, text.lower())), {})
+    if "gguf" in row["quantization"]:
+        return model  # a file of its own kind, without a quantization_config: all linears alike
     if model.checkpoint_quantization and not lists:
         return model
     return replace(
