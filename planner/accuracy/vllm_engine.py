@@ -30,9 +30,9 @@ _EXPERTS_ONLY: dict[str, object] = {
         "self_attn",
         "shared_expert",
         "router",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
+        "feed_forward.gate_proj",
+        "feed_forward.up_proj",
+        "feed_forward.down_proj",
     ]
 }
 _LISTS: tuple[tuple[str, Mapping[str, object]], ...] = (
