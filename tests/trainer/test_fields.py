@@ -39,6 +39,7 @@ def no(value, task="sft", **base):
     )
 
 
+OWN_REWARD = {"train.rewards": [{"name": "own.py:own"}]}
 HALVES = {"recipe.context": ..., "recipe.prompt_length": 7, "recipe.completion_length": 3}
 FIELDS: dict[str, Case] = {
     "recipe.task": no("dpo"),
@@ -122,8 +123,8 @@ FIELDS: dict[str, Case] = {
     "train.rewards.name": Case("exact", "grpo"),
     "train.rewards.weight": Case(2.0, "grpo"),
     "train.rewards.options": Case({"pattern": "[a-z].*"}, "grpo"),
-    "train.rewards.per_sample": Case(True, "grpo"),
-    "train.rewards.timeout_s": Case(1e-9, "grpo"),
+    "train.rewards.per_sample": Case(True, "grpo", base=OWN_REWARD),
+    "train.rewards.timeout_s": Case(7.0, "grpo", base=OWN_REWARD),
     "train.steps": Case(2),
     "train.epochs": Case(2, without=("train.steps",)),
     "train.lr": Case(0.1),
@@ -195,10 +196,13 @@ def test_every_field_has_a_case():
 
 def put(made, name, value):
     *path, last = name.split(".")
+    if name == "train.rewards":
+        made["train"]["rewards"] = value
+        return
     if path[:2] == ["train", "rewards"]:
         made["train"]["rewards"] = [made["train"]["rewards"][0] | {last: value}]
         if name.endswith("name"):
-            made["train"]["rewards"][0].pop("options")
+            made["train"]["rewards"][0].pop("options", None)
         return
     for part in path:
         made = made.setdefault(part, {})
@@ -215,7 +219,7 @@ def run_of(document, tmp_path):
     def make(name, case, *, changed):
         recipe = {"task": case.task, "context": 24, "micro_batch_size": 4, "lora": {"rank": 4}}
         if case.task == "grpo":
-            recipe |= {"context": 30, "completion_length": 6, "prompt_length": 24}
+            recipe |= {"context": 46, "completion_length": 6, "prompt_length": 40}
         made = document(recipe=recipe, train={"steps": 1, "save_every": 0})
         if case.task == "sft":
             for key in ("num_generations", "prompt_length", "completion_length"):
@@ -240,6 +244,10 @@ def run_of(document, tmp_path):
     ]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
     (tmp_path / "other.jsonl").write_text("\n".join(lines[3:]), encoding="utf-8")
+    (tmp_path / "own.py").write_text(
+        "def own(completions, **columns):\n    return [float(len(completions))] * len(completions)\n",
+        encoding="utf-8",
+    )
     return make
 
 
@@ -300,6 +308,14 @@ def observe(monkeypatch, tmp_path):
         monkeypatch.setattr(module, "prepare", noting_prepare)
     monkeypatch.setattr(trainer.preflight, "checkpoint_layers", noting_layers)
     monkeypatch.setattr(trainer.scoring, "logprob_head", noting_head)
+    load = trainer.grpo.load_rewards
+
+    def noting_rewards(*args, **named):
+        made = load(*args, **named)
+        seen["rewards"] = [(reward.per_sample, reward.limit_s) for reward in made]
+        return made
+
+    monkeypatch.setattr(trainer.grpo, "load_rewards", noting_rewards)
 
     def run(made):
         seen.clear()
