@@ -223,21 +223,20 @@ def verdicts_left_out(result: Accuracy) -> list[tuple[str, Verdicts]]:
     rows = [row for item in result.scored if (row := ratio_of(item)) is not None]
     found = []
     judged = result.verdicts.rows
-    for source in sorted({row.source for row in judged}):
+    for source in sorted({verdict.source for verdict in judged}):
         others = [row for row in rows if row.source != source]
         if not any(row.quantity == "allocated" for row in others):
             continue  # nothing else was measured
         spreads: dict[tuple[str, str], Distribution] = {}
         own = []
-        for row in judged:
-            if row.source != source:
+        for verdict in judged:
+            if verdict.source != source:
                 continue
-            r = row.plan.resolved
+            plan, r = verdict.plan, verdict.plan.resolved
             key = kind_of(r), r.framework.family
             if key not in spreads:
                 spreads[key] = choose(others, "allocated", *key)
-            risk = row.plan.risk_over(spreads[key])
-            own.append(row._replace(verdict=row.plan.verdict_of(risk)))
+            own.append(verdict._replace(verdict=plan.verdict_of(plan.risk_over(spreads[key]))))
         found.append((source, Verdicts(tuple(own))))
     return found
 

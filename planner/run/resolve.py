@@ -215,7 +215,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         ),
         checkpoint_every=recipe.checkpoint_every,
         keep_layers=recipe.offload_keep_layers,
-        attention=Attention(choose(recipe.attention, defaults, "attention", "sdpa")),
+        attention=_attention(model, recipe, defaults, notes),
         loss=loss,
         law=_law(framework, task, loss, autocast),
         loss_chunk_rows=recipe.loss_chunk_rows or 0,
@@ -240,6 +240,22 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     )
     ignored = unread(recipe, resolved)
     return replace(resolved, assumptions=(*notes, *ignored)) if ignored else resolved
+
+
+NO_SDPA = frozenset({"gpt_oss", "deepseek_v4"})
+"""Families that transformers runs in eager attention when SDPA is asked for (_supports_sdpa = False)."""
+
+
+def _attention(
+    model: ModelSpec, recipe: Recipe, defaults: dict[str, Any], notes: list[str]
+) -> Attention:
+    """Return the attention that runs."""
+    asked = Attention(choose(recipe.attention, defaults, "attention", "sdpa"))
+    trains = recipe.task is not Task.SERVE
+    if asked is Attention.SDPA and trains and model.model_type in NO_SDPA:
+        notes.append(f"transformers has no SDPA for {model.model_type}: planned in eager attention")
+        return Attention.EAGER
+    return asked
 
 
 OWN_LINEAR = frozenset({"falcon"})
