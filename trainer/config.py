@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from planner.errors import UsageError
+from planner.run.engine_choices import four_bit_refusal
 from planner.run.recipe import (
-    EngineKind,
     Method,
     Recipe,
     RunFile,
@@ -206,13 +206,10 @@ def parse_run(document: dict[str, Any], *, root: Path) -> tuple[RunFile, TrainSe
 
 def refuse_four_bit(recipe: Recipe) -> None:
     """Raise UsageError for QLoRA through an engine that would serve the base as it was before."""
-    if recipe.method is Method.QLORA and recipe.engine.kind in (
-        EngineKind.VLLM_SHARED,
-        EngineKind.VLLM_PUSH,
-    ):
+    refused = four_bit_refusal(recipe.engine.kind, recipe.method)
+    if refused:
         raise UsageError(
-            f"recipe.engine.kind: {recipe.engine.kind} cannot generate with a 4-bit policy: vLLM "
-            "(0.31 to 0.33) has no bitsandbytes layers, so it would serve other weights than are trained",
+            refused,
             hint="engine kind transformers (the 4-bit policy itself generates), or method: lora",
         )
 

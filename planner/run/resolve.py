@@ -9,7 +9,7 @@ from planner.machines.machine import Machine
 from planner.mixers.registry import mixer_of
 from planner.models.spec import ModelSpec
 from planner.run.base_scheme import base_scheme
-from planner.run.engine_choices import choose, engine_fields, engine_kind
+from planner.run.engine_choices import choose, engine_fields, engine_kind, four_bit_refusal
 from planner.run.framework import fallback_note, pick
 from planner.run.framework_files import Framework
 from planner.run.logits_law import LogitsLaw
@@ -173,6 +173,9 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     loss = Loss(choose(recipe.loss, defaults, "loss", "full"))
     engine = engine_kind(recipe, defaults)
     notes.extend(context_notes(model, prompt + completion, engine))
+    if task is Task.GRPO and not switches.generates_quantized:
+        refused = four_bit_refusal(engine, recipe.method)
+        notes.extend([f"{framework.title} refuses this run: {refused}"] if refused else [])
     beta = choose(recipe.beta, defaults, "beta", 0.1 if task is Task.DPO else 0.0)
     if recipe.engine.expert_parallel and not any(layer.mlp.num_experts for layer in model.layers):
         notes.append("expert_parallel moves nothing: the model has no experts")
