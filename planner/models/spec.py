@@ -10,6 +10,8 @@ from enum import StrEnum
 from functools import cached_property
 from math import prod
 
+from planner.models.vision_spec import VisionSpec
+
 
 class ModuleKind(StrEnum):
     """What sort of module holds the parameters; decides LoRA and quantisation."""
@@ -216,6 +218,8 @@ class ModelSpec:
     """lm_head as a module of its own; None only if the model has no head. Counted once if tied."""
     towers: tuple[ModuleSpec, ...] = ()
     """Vision/audio towers and projectors, flat."""
+    vision: VisionSpec | None = None
+    """The tower as images meet it; None: no tower, or one whose images are not planned."""
     extra: tuple[ModuleSpec, ...] = ()
     """In the checkpoint but not loaded by AutoModelForCausalLM: MTP blocks."""
     norm: str = "rmsnorm"
