@@ -253,6 +253,11 @@ class ModelSpec:
         return self.rope_scaled_position or self.max_position
 
     @property
+    def multimodal(self) -> bool:
+        """True when images or sounds can come in, whether their towers are known or not."""
+        return bool(self.towers) or self.architecture.endswith("ForConditionalGeneration")
+
+    @property
     def learned_positions(self) -> bool:
         """True when every position has a row of a table: beyond it there is nothing (GPT-2, OPT)."""
         return any("pos" in module.name or module.leaf == "wpe" for module in self.embeddings)

@@ -3,9 +3,41 @@
 from typing import Any
 
 from planner.errors import UnsupportedError, UsageError
+from planner.models.images import Cutting, cut_image, cut_tokens, cut_video, parse_size
 from planner.models.spec import ModelSpec
 from planner.run.recipe import Recipe, Task
-from planner.vision.images import parse_size
+
+DEFAULT_IMAGE = (1024, 1024)
+"""The size where none is given, and the one that a note about images left out counts."""
+
+
+def cuttings(model: ModelSpec, fields: dict[str, Any]) -> tuple[tuple[Cutting, int], ...]:
+    """Return what one sample holds: cuts, and how many there are of each."""
+    vision, found = model.vision, []
+    assert vision is not None
+    width, height = fields["image_size"] or DEFAULT_IMAGE
+    if fields["images"]:
+        tokens = fields["image_tokens"]
+        one = cut_tokens(vision, tokens) if tokens else cut_image(vision, width, height)
+        found.append((one, fields["images"]))
+    if fields["videos"]:
+        found.append((cut_video(vision, width, height, fields["video_frames"]), fields["videos"]))
+    return tuple(found)
+
+
+def image_notes(model: ModelSpec, fields: dict[str, Any], length: int) -> list[str]:
+    """Return what the images take of a sample; raises UsageError where they leave no room."""
+    if not (fields["images"] or fields["videos"]):
+        return []
+    cuts = cuttings(model, fields)
+    tokens = sum(one.tokens * count for one, count in cuts)
+    if tokens >= length:
+        raise UsageError(
+            f"context: the images alone are {tokens:,} tokens, the sample has {length:,}",
+            hint="a longer context, fewer images, or a smaller image_size",
+        )
+    said = "; ".join(f"{count} x {one.said}: {one.tokens:,} tokens each" for one, count in cuts)
+    return [f"{tokens:,} of the sample's {length:,} tokens are images ({said})"]
 
 
 def image_fields(model: ModelSpec, recipe: Recipe) -> dict[str, Any]:
@@ -25,7 +57,7 @@ def image_fields(model: ModelSpec, recipe: Recipe) -> dict[str, Any]:
         raise UsageError("video_frames: there are no videos", hint="--videos 1")
     if given:
         name = model.name or model.model_type
-        if not model.towers:
+        if not model.multimodal:
             raise UsageError(f"images: {name} takes none", hint="leave images and videos out")
         if model.vision is None:
             raise UnsupportedError(

@@ -12,7 +12,7 @@ from planner.run.base_scheme import base_scheme
 from planner.run.engine_choices import choose, engine_fields, engine_kind
 from planner.run.framework import fallback_note, pick
 from planner.run.framework_files import Framework
-from planner.run.image_fields import image_fields
+from planner.run.image_fields import image_fields, image_notes
 from planner.run.logits_law import LogitsLaw
 from planner.run.placement import Placement, offloaded, place
 from planner.run.positions import context_notes
@@ -176,6 +176,8 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     sequences = _sequences(recipe, framework, defaults, generations, notes)
     loss = Loss(choose(recipe.loss, defaults, "loss", "full"))
     engine = engine_kind(recipe, defaults)
+    pictures = image_fields(model, recipe)
+    notes.extend(image_notes(model, pictures, prompt + completion))
     notes.extend(context_notes(model, prompt + completion, engine))
     beta = choose(recipe.beta, defaults, "beta", 0.1 if task is Task.DPO else 0.0)
     if recipe.engine.expert_parallel and not any(layer.mlp.num_experts for layer in model.layers):
@@ -211,7 +213,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         prompt_tokens=prompt,
         completion_tokens=completion,
         num_generations=generations,
-        **image_fields(model, recipe),
+        **pictures,
         packing=bool(recipe.packing),
         padded=trains and _padded(recipe, switches, sequences),
         checkpointing=Checkpointing(

@@ -1,21 +1,23 @@
 """vision: pixels, the tower's activations, its features, and what a cross-attending text keeps of them."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from planner.dtypes import element_bytes
+from planner.models.images import cut_image
 from planner.models.lora_targets import lora_counts
 from planner.models.spec import MixerKind, ModelSpec
 from planner.models.vision_spec import VisionSpec
+from planner.run.image_fields import DEFAULT_IMAGE, cuttings
 from planner.run.recipe import Checkpointing, Method
 from planner.run.resolve import Resolved
+from planner.terms.activations import activations
 from planner.terms.term import Term
-from planner.vision.images import Cutting, cut_image, cut_tokens, cut_video
-from planner.vision.tower import tower_activations
+from planner.terms.tower import tower_activations
+from planner.units import format_bytes
 
 PIXEL_BYTES = 4
 """Processors hand over fp32; the Trainer moves them to the GPU as they are."""
-DEFAULT_IMAGE = (1024, 1024)
-"""What a note about images left out counts."""
 
 
 class Vision(NamedTuple):
@@ -28,23 +30,6 @@ class Vision(NamedTuple):
 
 
 NONE = Vision(*(Term("vision", 0) for _ in range(4)))
-
-
-def cuttings(vision: VisionSpec, r: Resolved) -> tuple[tuple[Cutting, int], ...]:
-    """Return what one sample holds: cuts, and how many there are of each."""
-    found = []
-    size = r.image_size or DEFAULT_IMAGE
-    if r.images:
-        one = cut_tokens(vision, r.image_tokens) if r.image_tokens else cut_image(vision, *size)
-        found.append((one, r.images))
-    if r.videos:
-        found.append((cut_video(vision, *size, r.video_frames), r.videos))
-    return tuple(found)
-
-
-def vision_tokens(vision: VisionSpec, r: Resolved) -> int:
-    """Return the positions that a sample's images take in the text."""
-    return sum(one.tokens * count for one, count in cuttings(vision, r))
 
 
 def is_trained(model: ModelSpec, r: Resolved) -> bool:
@@ -64,7 +49,8 @@ def vision(model: ModelSpec, r: Resolved, text_forward: int) -> Vision:
     tower = model.vision
     if tower is None or not (r.images or r.videos):
         return NONE
-    cuts = cuttings(tower, r)
+    fields = ("images", "image_size", "image_tokens", "videos", "video_frames")
+    cuts = cuttings(model, {name: getattr(r, name) for name in fields})
     trained = is_trained(model, r)
     act = element_bytes(r.compute_dtype)
     pixels = PIXEL_BYTES * r.sequences * sum(one.pixels * count for one, count in cuts)
@@ -116,3 +102,25 @@ def _cross(model: ModelSpec, r: Resolved, patches: int, act: int) -> int:
     mixer = layers[0].mixer
     count = sum(layer.count for layer in layers) if r.checkpointing is Checkpointing.NONE else 1
     return count * 2 * patches * mixer.num_kv_heads * mixer.head_dim * act
+
+
+def left_out(model: ModelSpec, r: Resolved) -> str:
+    """Return what to say of a multimodal model's plan without images; "" where there is nothing."""
+    if not model.multimodal or not r.trains or r.images or r.videos:
+        return ""
+    tower = model.vision
+    if tower is None:
+        return (
+            f"images, video and audio: none are planned for {model.model_type}; its towers' weights are "
+            "counted, their activations are not"
+        )
+    width, height = DEFAULT_IMAGE
+    one = cut_image(tower, width, height)
+    with_one = replace(r, images=1, image_size=DEFAULT_IMAGE)
+    added = vision(model, with_one, activations(model, r, r.tokens).forward)
+    most = max(term.bytes for term in (added.forward, added.loss, added.backward))
+    return (
+        f"images: none are given (--images, --image-size); one of {width} x {height} a sample is "
+        f"{one.patches:,} patches, {one.tokens:,} of the context's tokens, and adds up to "
+        f"{format_bytes(most)}"
+    )

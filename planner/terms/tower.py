@@ -3,10 +3,19 @@
 from dataclasses import replace
 from functools import lru_cache
 
+from planner.dtypes import element_bytes
 from planner.families.blocks import gated_mlp, linear, norm
-from planner.models.spec import LayerSpec, MixerKind, MixerSpec, MlpKind, MlpSpec, ModelSpec
-from planner.models.vision_spec import VisionSpec
-from planner.run.recipe import Method
+from planner.models.spec import (
+    LayerSpec,
+    MixerKind,
+    MixerSpec,
+    MlpKind,
+    MlpSpec,
+    ModelSpec,
+    ModuleSpec,
+)
+from planner.models.vision_spec import Cut, VisionSpec
+from planner.run.recipe import Attention, Checkpointing, Method
 from planner.run.resolve import Resolved
 from planner.terms.activations import Activations, activations
 
@@ -15,6 +24,7 @@ from planner.terms.activations import Activations, activations
 def tower_model(vision: VisionSpec) -> ModelSpec:
     """Return the tower's blocks under the names that the layers' programs know."""
     hidden, bias = vision.hidden, vision.bias
+    ins: tuple[ModuleSpec, ...]
     if vision.fused_qkv:
         ins = (linear("self_attn.qkv_proj", hidden, 3 * hidden, bias=True),)
     else:
@@ -83,4 +93,28 @@ def tower_activations(
         padded=False,
         tiled_mlp=False,
     )
-    return activations(tower_model(vision), own, images * patches)
+    found = activations(tower_model(vision), own, images * patches)
+    if vision.cut is not Cut.NATIVE or r.attention is Attention.FLASH or not trained:
+        return found
+    return _joined(
+        found,
+        vision.depth,
+        images * patches * vision.hidden * element_bytes(own.compute_dtype),
+        own,
+    )
+
+
+def _joined(found: Activations, depth: int, one: int, r: Resolved) -> Activations:
+    """Add the joined outputs: without flash's variable lengths Qwen-VL attends image by image (window
+    by window) and concatenates, and the output projection saves the copy."""
+    each = r.checkpointing is Checkpointing.NONE
+    kept = depth * one if each else 0
+    here = kept if each else one
+    return found._replace(
+        kept=found.kept + kept,
+        forward=found.forward + here,
+        backward=tuple(
+            moment._replace(activations=moment.activations + (here if number < 2 else one))
+            for number, moment in enumerate(found.backward)
+        ),
+    )

@@ -1,1 +1,0 @@
-"""Images in a run: how processors cut them, and what the tower keeps of them."""
