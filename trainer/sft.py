@@ -22,7 +22,7 @@ from trainer.preflight import Preflight, longest_sequence, prepare
 from trainer.router_loss import balance_loss, router_coefficient
 from trainer.say import Say, silent
 from trainer.scoring import hidden_and_routers, log_probs
-from trainer.session import Result, Session, prepare_output
+from trainer.session import Result, Session, check_output, run_folder
 from trainer.sft_data import Examples, read_examples
 
 
@@ -54,10 +54,22 @@ def train_sft(
     for number in range(min(train.print_completions, len(examples))):
         say(f"example {number + 1}, the loss is on what is in brackets: {examples.text_of(number)}")
     order, per_epoch = make_order(examples, run, train)
-    output = prepare_output(run, train, resume=resume)
+    check_output(train, resume=resume)
     ready = prepare(run, train, say=say, per_epoch=per_epoch)
-    train = ready.train
-    ready.save(output)
+    with run_folder(run, train, resume=resume) as output:
+        ready.save(output)
+        return _train(ready.train, examples, order, ready, output=output, resume=resume)
+
+
+def _train(
+    train: TrainSection,
+    examples: Examples,
+    order: Order,
+    ready: Preflight,
+    *,
+    output: Path,
+    resume: bool,
+) -> Result:
     session = Session(train, output=output, policy=ready.policy, stepper=ready.stepper, order=order)
     if resume:
         session.resume()

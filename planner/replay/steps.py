@@ -20,6 +20,7 @@ from planner.replay.update import Update
 from planner.run.recipe import Checkpointing, EngineKind, Method, Reference, Task
 from planner.run.resolve import Resolved
 from planner.terms.activations import masks, op_settings
+from planner.terms.embedding import backward_blocks
 from planner.terms.gradients import gradient_width
 from planner.terms.weights import weights
 from planner.units import MiB
@@ -224,6 +225,8 @@ class Run:
         player, width = self.player, gradient_width(self.r)
         for module in self.model.embeddings:
             chunk = player.take(module.parameters * width)
+            # beyond a few thousand tokens CUDA sorts them: its temporaries come and go
+            player.passing(*backward_blocks(tokens, self.model.vocab, self.model.hidden))
             view = self.model.tied and self.r.law.kind == "full"
             if view and module is self.model.embeddings[0]:
                 # a linear's gradient for the head is a view: torch adds the two in a third buffer
