@@ -208,12 +208,11 @@ def _earlier_grads(model: ModelSpec, r: Resolved, total: int, layers_left: int) 
     done = model.num_layers - layers_left
     if r.method is not Method.FULL:
         return total * done // model.num_layers
-    layers = sum(layer.count * layer.parameters for layer in model.layers)
     above = sum(module.parameters for module in model.final)
     if model.head is not None:
         above += model.head.parameters
-    share = (layers * done / model.num_layers + above) / max(1, model.parameters)
-    return min(total, int(total * share))
+    above += sum(model.layers[index].parameters for index in model.layer_order[layers_left:])
+    return min(total, total * above // max(1, model.parameters))
 
 
 def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, int]:

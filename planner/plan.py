@@ -67,8 +67,17 @@ class Plan:
 
     @property
     def low_bytes(self) -> int:
-        """torch's pool is larger than this in 95% of runs like this one."""
-        return int(self.reserved.on_card * self._spread("reserved").quantile(TAIL))
+        """torch's pool is larger than this in 95% of runs like this one, and never below what stands."""
+        likely = int(self.reserved.on_card * self._spread("reserved").quantile(TAIL))
+        return max(likely, self._standing_bytes)
+
+    @property
+    def _standing_bytes(self) -> int:
+        """Return the tensors that a run has for certain at its peak: counted, not measured."""
+        counted = ("weights", "adapters", "optimizer", "kv_cache")
+        return max(
+            sum(term.bytes for term in phase.terms if term.name in counted) for phase in self.phases
+        )
 
     @property
     def high_bytes(self) -> int:

@@ -157,6 +157,8 @@ class MlpSpec:
     shared_intermediate: int = 0
     """Total width of the always-on shared experts."""
     expert_gated: bool = True
+    routing_fp32: bool = False
+    """The router's weights stay fp32, and what they multiply becomes fp32 (DeepSeek, GLM-4.5, Mixtral)."""
     fused_gate_up: bool = False
     """gate and up come from one linear (Phi-3, GLM-4); of a mixture: in its shared expert."""
 

@@ -110,6 +110,10 @@ class Switches(Section):
     # rollout and start
     raise_batch_to_generations: Flag = False
     """GRPO's micro-batch is raised to a multiple of the generations."""
+    generates_quantized: Flag = True
+    """vLLM inside the trainer's process generates with a 4-bit policy."""
+    drops_renewed_weights: Flag = False
+    """A pushed copy whose weights all come anew gives them back asleep (level 2), not into host memory."""
     generates_whole_batch: Flag = False
     """All sequences of a step are generated at once, those of gradient accumulation too."""
     fsdp_loads_full: Flag = False
