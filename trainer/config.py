@@ -275,6 +275,8 @@ def _check_together(run: RunFile, train: TrainSection) -> None:
         ),
         ("loss", recipe.loss is Loss.FULL, "chunked: the trainer never makes full logits"),
         ("compile", recipe.compile, "false"),
+        ("images", recipe.images > 0, "0: the trainer trains on text alone"),
+        ("videos", recipe.videos > 0, "0: the trainer trains on text alone"),
         (
             "reference",
             recipe.reference not in (None, Reference.NONE, Reference.ADAPTER_OFF),
