@@ -15,6 +15,7 @@ from planner.run.recipe import Recipe, Task
 from planner.run.resolve import Resolved, resolve
 from planner.terms.engine import VLLM, Serving
 from planner.terms.term import Term
+from planner.terms.vision import left_out
 from planner.units import format_bytes
 
 SCHEMA_VERSION = 1
@@ -310,6 +311,8 @@ def _not_modeled(model: ModelSpec, r: Resolved) -> tuple[str, ...]:
             "vision or audio encoder: vLLM's profile runs it on the largest inputs and caches what it "
             "makes; only its weights are counted (one log's peak was six times the text's)"
         )
+    if missing := left_out(model, r):
+        notes.append(missing)
     if r.compile:
         notes.append(
             "compile: the plan is the eager run's; torch.compile fuses operations and keeps less "

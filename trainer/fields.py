@@ -119,6 +119,8 @@ def _recipe(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
         ("algorithm", (recipe.algorithm or algorithms[0]).lower() not in algorithms, ", ".join(dict.fromkeys(algorithms))),
         ("quantization", recipe.method is not Method.QLORA and recipe.quantization not in (None, "none"), f"none with method {recipe.method}, or method qlora (nf4 or fp4)"),
         ("offload", recipe.offload != OffloadSection(), "nothing: the trainer offloads layer inputs, and states by optimizer_offload"),
+        ("images", recipe.images > 0, "0: the trainer trains on text alone"),
+        ("videos", recipe.videos > 0, "0: the trainer trains on text alone"),
         ("sharding", recipe.sharding is not Sharding.NONE, "none: the trainer uses one device"),
         ("mixed_precision", recipe.mixed_precision not in (None, "none"), "none: set dtype instead"),
         ("gradient_dtype", recipe.gradient_dtype not in (None, trained), f"{trained}: a gradient has its weight's dtype"),

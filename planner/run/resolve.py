@@ -12,6 +12,7 @@ from planner.run.base_scheme import base_scheme
 from planner.run.engine_choices import choose, engine_fields, engine_kind, four_bit_refusal
 from planner.run.framework import fallback_note, pick
 from planner.run.framework_files import Framework
+from planner.run.image_fields import image_fields, image_notes
 from planner.run.logits_law import LogitsLaw
 from planner.run.placement import Placement, offloaded, place
 from planner.run.positions import context_notes
@@ -69,6 +70,11 @@ class Resolved:
     prompt_tokens: int
     completion_tokens: int
     num_generations: int
+    images: int
+    image_size: tuple[int, int] | None
+    image_tokens: int
+    videos: int
+    video_frames: int
     packing: bool
     padded: bool
     """A mask goes to attention, so SDPA's keys and values are repeated for all query heads."""
@@ -172,6 +178,8 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     sequences = _sequences(recipe, framework, defaults, generations, notes)
     loss = Loss(choose(recipe.loss, defaults, "loss", "full"))
     engine = engine_kind(recipe, defaults)
+    pictures = image_fields(model, recipe)
+    notes.extend(image_notes(model, pictures, prompt + completion))
     notes.extend(context_notes(model, prompt + completion, engine))
     if task is Task.GRPO and not switches.generates_quantized:
         refused = four_bit_refusal(engine, recipe.method)
@@ -210,6 +218,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         prompt_tokens=prompt,
         completion_tokens=completion,
         num_generations=generations,
+        **pictures,
         packing=bool(recipe.packing),
         padded=trains and _padded(recipe, switches, sequences),
         checkpointing=Checkpointing(

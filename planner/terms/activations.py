@@ -15,7 +15,18 @@ from planner.terms.gradients import gradient_width
 from planner.terms.weights import trained_width
 
 NO_ROPE = frozenset(
-    {"gpt2", "opt", "bloom", "gpt_bigcode", "gpt_neo", "mpt", "jamba", "nemotron_h", "mamba2"}
+    {
+        "gpt2",
+        "opt",
+        "bloom",
+        "gpt_bigcode",
+        "gpt_neo",
+        "mpt",
+        "jamba",
+        "nemotron_h",
+        "mamba2",
+        "vision_tower",
+    }
 )
 """Families with learned or ALiBi positions, or none at all."""
 UNDECLARED_GROUPS = frozenset({"falcon"})

@@ -18,9 +18,19 @@ FULL: dict[str, Any] = {"method": "full", "framework": "hf-trainer", "dtype": "b
 VLLM: dict[str, Any] = {"task": "grpo", "engine": {"kind": "vllm-push"}}
 SERVE: dict[str, Any] = {"task": "serve"}
 TWO_CARDS = ("sharding", "offload.parameters", "offload.device", "offload.pinned")
+SEEN, OF_IMAGES = (
+    "qwen2.5-vl-3b",
+    ("images", "image_size", "image_tokens", "videos", "video_frames"),
+)
+LONG: dict[str, Any] = {**FULL, "context": 8192}
 EXPERTS, OF_EXPERTS = "qwen3-30b-a3b", ("engine.expert_parallel",)
 
 CASES: dict[str, tuple[dict[str, Any], Any]] = {
+    "images": (LONG, 1),
+    "image_size": ({**LONG, "images": 1}, "512x512"),
+    "image_tokens": ({**LONG, "images": 1}, 64),
+    "videos": ({**LONG, "video_frames": 4, "videos": 1}, 2),
+    "video_frames": ({**LONG, "video_frames": 4, "videos": 1}, 8),
     "task": ({}, "grpo"),
     "algorithm": ({**FULL, "task": "dpo"}, "orpo"),
     "method": ({}, "full"),
@@ -162,6 +172,7 @@ def test_a_field_moves_the_plan_or_is_named_in_it(field: str) -> None:
     base, value = CASES[field]
     gpus = 2 if field in TWO_CARDS else 1
     model = catalogue_model(EXPERTS) if field in OF_EXPERTS else MODEL
+    model = catalogue_model(SEEN) if field in OF_IMAGES else model
     before, after = (
         planned(fields, gpus=gpus, model=model) for fields in (base, changed(base, field, value))
     )
