@@ -5,7 +5,7 @@ from math import prod
 from planner.layer.program import Program
 from planner.layer.tape import Value
 from planner.mixers.mixer import Linears
-from planner.models.spec import LayerSpec, MixerSpec
+from planner.models.spec import LayerSpec, MixerSpec, ModuleSpec
 
 
 def recurrent(p: Program, x: Value, layer: LayerSpec, linears: Linears, width: int) -> Value:
@@ -15,16 +15,41 @@ def recurrent(p: Program, x: Value, layer: LayerSpec, linears: Linears, width: i
     """
     tape = p.tape
     inner = (layer.mixer.inner_dim or x.size / width) * p.s.act
-    parts = tuple(p.linear(x, module, width) for module in linears.ins[:2])
+    parts, inside = _projections(p, x, linears.ins, width)
     mixed = tape.op(parts, inner, saves=parts, scratch=sum(part.size for part in parts))
     tape.drop(*parts)
-    scanned = tape.op((mixed,), inner, saves=(mixed,), scratch=inner)
-    tape.drop(mixed)
+    steps = tuple(p.linear(mixed, module, p.s.act) for module in inside)
+    scanned = tape.op((mixed, *steps), inner, saves=(mixed, *steps), scratch=inner)
+    tape.drop(mixed, *steps)
     if linears.out is None:
         return scanned
     out = p.linear(scanned, linears.out, p.s.act)
     tape.drop(scanned)
     return out
+
+
+def _projections(
+    p: Program, x: Value, ins: list[ModuleSpec], width: int
+) -> tuple[tuple[Value, ...], list[ModuleSpec]]:
+    """Record what reads the stream, or such a projection's result (the second half of a low-rank gate).
+
+    Also return what reads the convolution's result: Mamba-1's x_proj. Its dt_proj, which reads a part
+    of that, works inside the scan.
+    """
+    streamed = x.size / width
+    results: dict[int, Value] = {}
+    inside: list[ModuleSpec] = []
+    for number, module in enumerate(ins):
+        if module.in_features == streamed:
+            results[number] = p.linear(x, module, width)
+            continue
+        first = next((n for n in results if ins[n].out_features == module.in_features), None)
+        if first is not None:
+            results[number] = p.linear(results[first], module, p.s.act)
+            p.tape.drop(results.pop(first))
+        elif not inside:
+            inside.append(module)
+    return tuple(results.values()), inside
 
 
 def running_and_block_end(mixer: MixerSpec) -> int:

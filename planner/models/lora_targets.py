@@ -54,6 +54,12 @@ class AdaptedModule:
     """Elements of A, B and, with DoRA, the magnitude, of one module."""
 
     @property
+    def factored(self) -> tuple[int, ...]:
+        """Rows and columns of its matrices, each with an element of Adafactor's; DoRA's vector whole."""
+        sides = (self.rank, self.in_features, self.out_features, self.rank)
+        return (*sides, *self.tensors[2:])
+
+    @property
     def parameters(self) -> int:
         """Adapter parameters of all `count` modules."""
         return self.count * sum(self.tensors)

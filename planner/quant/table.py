@@ -15,6 +15,9 @@ from planner.quant.sites import layer_sites, other_names, outside_sites
 from planner.quant.training import Training
 
 BITSANDBYTES = ("nf4", "fp4", "int8")
+EXPERTS_ONLY = "mxfp4"
+"""Packs experts, and leaves linears and the head in 16 bit: transformers integrations/mxfp4.py
+(replace_with_mxfp4_linear), vLLM 0.32 quantization/mxfp4.py (get_quant_method)."""
 BOILERPLATE = frozenset(
     "lm_head multi_modal_projector merger modality_projection out_proj kv_proj embed_tokens "  # noqa: SIM905
     "model.embed_tokens visual vision_tower vision_model audio_tower".split()
@@ -116,13 +119,15 @@ def scheme_table(
 def _chosen(
     model: ModelSpec, scheme: Scheme | None, linear_experts: bool, quantized_head: bool
 ) -> Table:
-    """Return the table of a scheme for all linears of the layers, and maybe the head."""
+    """Return the table of a scheme for all linears or experts of the layers, and maybe the head."""
 
     def of(module: ModuleSpec) -> Scheme | None:
         if scheme is None or module.kind not in (*LINEARS, ModuleKind.EXPERTS):
             return None
         if module.kind is ModuleKind.EXPERTS and scheme.name in BITSANDBYTES:
             return scheme if linear_experts else None  # bitsandbytes replaces nn.Linear only
+        if module.kind is not ModuleKind.EXPERTS and scheme.name == EXPERTS_ONLY:
+            return None
         return scheme
 
     kinds = tuple({module.name: of(module) for module in layer.modules} for layer in model.layers)
@@ -136,9 +141,12 @@ def _chosen(
         parts.append(Part(module, None, module.count, None))
     if model.head is not None and not model.tied:
         wanted = quantized_head or (scheme is not None and scheme.name in GGUF_BYTES)
-        outside[model.head.name] = scheme if wanted else None
+        outside[model.head.name] = of(model.head) if wanted else None
         parts.append(Part(model.head, outside[model.head.name], 1, None))
-    return Table(tuple(parts), tuple(kinds[index] for index in model.layer_order), outside)
+    by_layer = tuple(kinds[index] for index in model.layer_order)
+    packs = any(part.scheme for part in parts)
+    notes = () if packs or scheme is None else (f"{scheme.name} packs nothing in this model",)
+    return Table(tuple(parts), by_layer, outside, notes=notes)
 
 
 def _published(model: ModelSpec, scheme: str, *, linear_experts: bool) -> Table:

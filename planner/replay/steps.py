@@ -14,7 +14,7 @@ from planner.replay.layers import Layers
 from planner.replay.norm import norm_events
 from planner.replay.player import DeviceFullError, Player
 from planner.replay.rollout import play_rollout
-from planner.replay.tensors import loaded, trained
+from planner.replay.tensors import factored, loaded, trained
 from planner.replay.units import Units
 from planner.replay.update import Update
 from planner.run.recipe import Checkpointing, EngineKind, Method, Reference, Task
@@ -22,6 +22,7 @@ from planner.run.resolve import Resolved
 from planner.terms.activations import masks, op_settings
 from planner.terms.embedding import backward_blocks
 from planner.terms.gradients import gradient_width
+from planner.terms.optimizer_kinds import KINDS
 from planner.terms.weights import weights
 from planner.units import MiB
 
@@ -79,7 +80,7 @@ class Run:
         self.player = player
         self.sharded = r.placement.gathers
         self.trained = self._trained() if r.trains else []
-        self.update = Update(r, self.trained, player)
+        self.update = Update(r, self.trained, player, self._factored())
         self.outputs: Chunk | None = None
         self.once = op_settings(model, r)._replace(accumulate=False)
 
@@ -90,6 +91,13 @@ class Run:
             return self._shards(-(-self.model.parameters // r.placement.state_shards))
         ranks = r.placement.state_shards
         return [-(-size // ranks) for size in trained(self.model, r)]
+
+    def _factored(self) -> list[int]:
+        """Return the elements of each statistic of a factored optimizer on this rank."""
+        if not (self.r.trains and KINDS[self.r.optimizer].factored):
+            return []
+        ranks = self.r.placement.state_shards
+        return [-(-size // ranks) for size in factored(self.model, self.r)]
 
     def load(self, workspace_bytes: int, resident_bytes: int) -> None:
         """Load the base, tensor by tensor, then adapters and what the first product needs."""

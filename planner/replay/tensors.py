@@ -5,7 +5,7 @@ from math import prod
 from typing import NamedTuple
 
 from planner.dtypes import element_bytes
-from planner.models.lora_targets import lora_counts
+from planner.models.lora_targets import LoraCounts, lora_counts
 from planner.models.spec import ModelSpec, ModuleKind, ModuleSpec
 from planner.quant.schemes import Scheme
 from planner.quant.table import BITSANDBYTES, packed_bytes, scheme_table, tensors
@@ -86,13 +86,7 @@ def trained(model: ModelSpec, r: Resolved) -> list[int]:
             for shape in module.shapes
             for _ in range(module.count)
         ]
-    counts = lora_counts(
-        model,
-        r.lora_targets,
-        rank=r.lora_rank,
-        dora=r.dora,
-        modules_to_save=r.modules_to_save,
-    )
+    counts = _lora(model, r)
     by_layer: dict[int, list[int]] = {}
     outside: list[int] = []
     for module in counts.adapted:
@@ -105,3 +99,34 @@ def trained(model: ModelSpec, r: Resolved) -> list[int]:
     if counts.saved_parameters:
         outside.append(counts.saved_parameters)
     return sizes + outside
+
+
+def factored(model: ModelSpec, r: Resolved) -> list[int]:
+    """Return the elements of every statistic that Adafactor keeps: a matrix's rows, then its columns."""
+    found: list[int] = []
+    if r.method is Method.FULL:
+        for module in modules_in_order(model):
+            if module.kind is not ModuleKind.BUFFER:
+                for shape in module.shapes:
+                    found += module.count * _statistics(shape)
+        return found
+    for adapted in _lora(model, r).adapted:
+        found += adapted.count * list(adapted.factored)
+    return found
+
+
+def _statistics(shape: tuple[int, ...]) -> list[int]:
+    if len(shape) < 2:
+        return [prod(shape)]
+    stacked = prod(shape[:-2])
+    return [stacked * shape[-2], stacked * shape[-1]]
+
+
+def _lora(model: ModelSpec, r: Resolved) -> LoraCounts:
+    return lora_counts(
+        model,
+        r.lora_targets,
+        rank=r.lora_rank,
+        dora=r.dora,
+        modules_to_save=r.modules_to_save,
+    )

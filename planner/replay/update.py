@@ -14,8 +14,12 @@ from planner.terms.weights import trained_width
 class Update:
     """The optimizer of one run."""
 
-    def __init__(self, r: Resolved, trained: list[int], player: Player) -> None:
+    def __init__(
+        self, r: Resolved, trained: list[int], player: Player, factored: list[int]
+    ) -> None:
         self.r = r
+        self.factored = factored
+        """Elements of Adafactor's statistics; empty for another optimizer."""
         self.trained = trained
         self.player = player
         self.started = False
@@ -40,6 +44,7 @@ class Update:
     def _start(self) -> None:
         for size in self.trained:
             self.player.take_all(self._states(size))
+        self.player.take_all(4 * size for size in self.factored)
 
     def _states(self, size: int) -> list[int]:
         count = self.kind.states

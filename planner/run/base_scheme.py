@@ -27,7 +27,7 @@ def base_scheme(
         scheme = _of_checkpoint(model, recipe, framework, published, notes)
     else:
         scheme = "nf4" if recipe.method is Method.QLORA else ""
-    if scheme and is_published(model, scheme):
+    if scheme:
         notes.extend(scheme_table(model, scheme).notes)
     return scheme
 

@@ -46,6 +46,8 @@ class Adapters:
     small: int
     """Parameters in tensors below 4096 elements: 8-bit optimizers keep them in 32 bit."""
     modules: int
+    factored: int
+    """Elements of their matrices' rows and columns: Adafactor's statistics."""
     leaves: frozenset[str]
     experts: int
     """Parameters on the fused experts of one layer (the largest)."""
@@ -134,6 +136,7 @@ def _adapters(model: ModelSpec, resolved: Resolved) -> Adapters:
         parameters=counts.parameters,
         small=small,
         modules=modules,
+        factored=sum(module.count * sum(module.factored) for module in counts.adapted),
         leaves=frozenset(leaves),
         experts=max(experts, default=0),
         saved=counts.saved_parameters,

@@ -95,8 +95,7 @@ def _small(model: ModelSpec, r: Resolved) -> int:
 def _factored(model: ModelSpec, r: Resolved) -> int:
     """Adafactor: a row and a column statistic in fp32 for every matrix."""
     if r.method is not Method.FULL:
-        counts = adapters(model, r)
-        return 4 * (counts.parameters // max(r.lora_rank, 1) + counts.modules * 2 * r.lora_rank)
+        return 4 * adapters(model, r).factored
     total = 0
     for module, times in _modules(model):
         for shape in module.shapes:

@@ -14,7 +14,7 @@ from planner.layer.costs import checkpointed_costs, kept_costs, no_grad_costs
 from planner.layer.program import OpSettings
 from planner.layer.tape import Point, largest
 from planner.models.spec import LayerSpec, ModelSpec
-from planner.terms.activations import activations, op_settings, pinned
+from planner.terms.activations import activations, masks, op_settings, pinned
 from tests.planner.toys import CONFIG, LLAMA, MIXED, MIXTRAL, choices, gpus
 
 ALL = frozenset("q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split())  # noqa: SIM905
@@ -355,6 +355,33 @@ def test_an_embeddings_dropout_keeps_a_mask() -> None:
     assert found.kept == table + 64 * T + 2 * 128 * T
     plain = of(dropped, method="full", checkpointing="none")
     assert plain.kept == table + 64 * T + 2 * 3744 * T
+
+
+def test_masks_of_the_models_forward() -> None:
+    eager = of(method="full", checkpointing="none", attention="eager")
+    bare = choices(method="full", checkpointing="none", attention="eager")
+    # [16, 16] in 16 bit; an eager layer without a graph 1,152 or more a token
+    settings = op_settings(LLAMA, bare)
+    assert masks(LLAMA, bare, settings) == 512
+    graph = largest(no_grad_costs(LAYER, 64, settings), T).at(T)
+    assert eager.no_grad == ROTARY + graph + 512
+    # SDPA's is boolean, and there where rows are padded
+    padded = replace(choices(method="full", checkpointing="none"), padded=True)
+    found = activations(LLAMA, padded, T)
+    assert masks(LLAMA, padded, op_settings(LLAMA, padded)) == 256
+    graph = largest(no_grad_costs(LAYER, 64, op_settings(LLAMA, padded)), T).at(T)
+    assert found.no_grad == ROTARY + graph + 256
+    assert found.forward == found.kept + (900 + 128) * T + 256
+
+
+def test_what_outlives_a_step_with_its_outputs() -> None:
+    held = {"keeps_outputs": True, "frozen_embedding_leaf": True, "reentrant": False}
+    lora = {"method": "lora", "checkpointing": "full", "lora": {"rank": 8}}
+    # a leaf of 128 a token and its gradient; a reentrant checkpoint's positions too
+    assert of(switches=held, **lora).outliving == 2 * 128 * T
+    assert of(switches={**held, "reentrant": True}, **lora).outliving == 2 * 128 * T + ROTARY
+    assert of(switches={**held, "keeps_outputs": False}, **lora).outliving == 0
+    assert of(switches={**held, "frozen_embedding_leaf": False}, **lora).outliving == 0
 
 
 def test_settings_follow_the_recipe() -> None:

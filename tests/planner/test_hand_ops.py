@@ -281,6 +281,29 @@ def test_several_sequences_are_copied_for_the_product() -> None:
     assert (more.kept, more.forward) == (one.kept, one.forward + 128)
 
 
+def test_several_sequences_of_ungrouped_heads_copy_keys_and_values_too() -> None:
+    def alike(p: Program, x: Value) -> Value:
+        q, k, v = (p.tape.op((x,), Q) for _ in range(3))
+        return p.sdpa(q, k, v, 4, 16, 2)
+
+    one, more = (run(alike, 10, attention="eager", seq=8, batched=b) for b in (False, True))
+    # q, k, v, the softmax 128 and its 16 bits 64 are kept, copies instead of the first q, k and v
+    assert one.kept == more.kept == 3 * Q + 192
+    assert more.forward == one.forward + 3 * Q
+
+
+def test_values_narrower_than_keys() -> None:
+    def narrow(p: Program, x: Value, width: int = 2) -> Value:
+        q, k, v = (p.tape.op((x,), size * width) for size in (64, 32, 16))
+        return p.sdpa(q, k, v, 4, 8, width)
+
+    # values of 8 on two heads, 16 x 2 B, are repeated to 64; softmax 128 and 64
+    assert run(narrow, 10, attention="eager", seq=8).kept == Q + Q + 64 + 192
+    # fp32 by SDPA's math kernel: query and key 256, softmax 128, values 128
+    wide = run(lambda p, x: narrow(p, x, 4), 10, act=4, seq=8)
+    assert wide.kept == 256 + 256 + 128 + 128
+
+
 def test_gemmas_cap_keeps_the_tanh_and_a_sink_a_softmax_of_its_own() -> None:
     plain = run(attend, 10, attention="eager", seq=8).kept
     assert run(attend, 10, attention="eager", seq=8, score_cap=True).kept == plain + 64

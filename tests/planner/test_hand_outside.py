@@ -5,6 +5,7 @@ import pytest
 from planner.allocator.pool import Chunk
 from planner.machines.communicators import communicator
 from planner.machines.machine import make_machine
+from planner.machines.vllm_overheads import communicators, constant
 from planner.replay.player import Player
 from planner.replay.steps import Run
 from planner.reserved import outside_bytes
@@ -24,6 +25,16 @@ from tests.planner.toys import LLAMA, choices
 )
 def test_a_communicator_by_links(card: str, ranks: int, size: int) -> None:
     assert communicator(make_machine(card), ranks).typical == size
+
+
+@pytest.mark.parametrize(
+    ("card", "links"), [("v100-sxm2-32gb", True), ("a100-80gb", True), ("rtx-3090", False)]
+)
+def test_boards_of_300_gb_a_second_are_linked(card: str, links: bool) -> None:
+    # V100's links have 300 GB/s; a pair of RTX 3090 112.5
+    name = "communicators_nvlink_bytes" if links else "communicators_pcie_bytes"
+    assert communicators(make_machine(card), 2) == constant(name)
+    assert (communicator(make_machine(card), 4).typical == 688 * MiB) is links
 
 
 @pytest.mark.parametrize(("quantization", "contexts"), [("gptq-4bit", 4), ("nf4", 1)])

@@ -202,6 +202,21 @@ def test_dpo_scores_only_with_a_reference() -> None:
     assert "score" not in [p.name for p in without.phases]
 
 
+def test_what_outlives_a_step_is_there_in_the_next_forward() -> None:
+    held = {"keeps_outputs": True, "frozen_embedding_leaf": True, "reentrant": False}
+    holding, bare = (
+        {
+            phase.name: {term.name: term.bytes for term in phase.terms}
+            for phase in budget(LLAMA, choices(switches=switches, **ADAPTED), A_GPU).phases
+        }
+        for switches in (held, {**held, "keeps_outputs": False})
+    )
+    # the embeddings' output made a leaf, 2,048, and its gradient
+    assert holding["forward"]["activations"] - bare["forward"]["activations"] == 2 * 2_048
+    assert holding["step"]["activations"] == 2 * 2_048
+    assert "activations" not in bare["step"]
+
+
 def test_the_hosts_share() -> None:
     offloaded = planned(**{**TRAINED, "checkpointing": "offload"}, optimizer_offload=True)
     # by DeepSpeed: fp32 master and states, fp32 gradients, a 16-bit copy, the largest gradient

@@ -25,10 +25,11 @@ from planner.replay.head import in_order
 from planner.replay.layers import Layers
 from planner.replay.player import Blocks, Player
 from planner.replay.steps import Run, replay_run
-from planner.replay.tensors import loaded, trained
+from planner.replay.tensors import factored, loaded, trained
 from planner.replay.units import Units
 from planner.run.logits_law import LogitsLaw
 from planner.terms.activations import op_settings
+from planner.terms.optimizer import optimizer
 from planner.units import MiB
 from tests.planner.toys import CONFIG, LLAMA, MIXTRAL, TIED, choices, gpus
 
@@ -69,6 +70,36 @@ def test_eight_bit_states() -> None:
     states = 2 * 2 * 65_024 + 3 * layer + 2 * 512
     found = allocated(optimizer="adamw-8bit", switches={"embeddings_32bit_state": False})
     assert found == 2 * WEIGHTS + states + STREAM
+
+
+def test_adafactors_rows_and_columns() -> None:
+    # fp32: vocabularies 4,000 (4,096) + 256 (512); norms 256 (512); a layer's q and o 256 + 256, k and v
+    # 128 + 256, gate and up 512 + 256, down 256 + 512: 512 each
+    states = 2 * (4_096 + 512) + 7 * 512 + 3 * 7 * 2 * 512
+    assert allocated(optimizer="adafactor") == 2 * WEIGHTS + states + STREAM
+    # a stack of experts: each has its own
+    r = choices(MIXTRAL, method="full", optimizer="adafactor")
+    assert 4 * sum(factored(MIXTRAL, r)) == optimizer(MIXTRAL, r).states.bytes
+    # adapters of a stack are two matrices of 4 x 8 ranks (gate and up: 8 x 8); magnitudes are vectors
+    r = choices(MIXTRAL, method="lora", optimizer="adafactor", lora={"rank": 8})
+    # q, k, v, o and the router, 16 ranks each: 448 and 68 sides; down, gate and up
+    layer = 5 * 16 + 448 + 68 + (2 * 32 + 192) + (2 * 64 + 320)
+    assert 4 * sum(factored(MIXTRAL, r)) == 4 * 3 * layer
+    assert optimizer(MIXTRAL, r).states.bytes == 4 * 3 * layer
+    dora = {"rank": 8, "targets": ("q_proj",), "dora": True}
+    r = choices(method="lora", optimizer="adafactor", lora=dora)
+    assert factored(LLAMA, r) == 3 * [8, 64, 64, 8, 64]
+
+
+def test_a_scaled_embedding_is_a_copy() -> None:
+    scaled = replace(LLAMA, embedding_scale_copy=True)
+    r = choices(scaled, context=8)
+    run = Run(scaled, r, Player())
+    chunk = run._embed(8, run.once)
+    # both at once, then the copy alone
+    device = run.player.device
+    assert (device.peak_allocated_bytes, device.allocated_bytes) == (2 * STREAM, STREAM)
+    assert chunk.size == STREAM
 
 
 def test_a_step_slice_by_slice() -> None:
@@ -215,6 +246,8 @@ def test_a_law_in_order() -> None:
         ("", "outputs", 4, False),
     )
     assert backward == (("", "g", 4, False), ("g", "narrow", 2, False), ("float", "", 0, False))
+    # outputs are fp32 where autocast computed in 16 bit
+    assert in_order(law, 2, False)[0][-1].each == in_order(law, 4, True)[0][-1].each == 0
     wide = in_order(law, 4, False)
     assert [step.each for step in (*wide[0], *wide[1])] == [4, 0, 0, 4, 0, 0]
 

@@ -10,6 +10,7 @@ import pytest
 from planner.machines.machine import find_gpu, make_machine
 from planner.models.spec import ModelSpec, ModuleKind, ModuleSpec
 from planner.quant.schemes import quantized_bytes
+from planner.quant.table import scheme_table, stored_bytes
 from planner.terms.adapters import lora, trained_parameters
 from planner.terms.counts import adapters, base_weights
 from planner.terms.gradients import gradient_width, gradients
@@ -295,6 +296,18 @@ def test_tensors_of_4095_elements_are_small_and_of_4096_are_not() -> None:
 def _with_modules(modules: tuple[ModuleSpec, ...]) -> ModelSpec:
     one = replace(LLAMA.layers[0], count=1, modules=modules)
     return replace(LLAMA, layers=(one,), layer_order=(0,))
+
+
+def test_mxfp4_packs_experts_alone() -> None:
+    # 3 x 98,304 expert weights at 4 bits and a byte for 32; q, k, v, o 12,288, router 256 and norms 128 a layer
+    # and the rest 128,064 in 16 bit
+    table = scheme_table(MIXTRAL, "mxfp4", quantized_head=True)
+    rest = 3 * (12_288 + 256 + 128) + 128_064
+    assert stored_bytes(MIXTRAL, table, 2) == 3 * (49_152 + 3_072) + 2 * rest
+    assert table.notes == ()
+    dense = scheme_table(LLAMA, "mxfp4", quantized_head=True)
+    assert stored_bytes(LLAMA, dense, 2) == 2 * PARAMETERS
+    assert dense.notes == ("mxfp4 packs nothing in this model",)
 
 
 def test_adafactor_of_a_stack_of_matrices() -> None:

@@ -138,11 +138,11 @@ def test_a_mixtral_layer() -> None:
     mixture = [
         8, 16, 80, 8,  # router's logits, softmax in fp32, ids and order, weights
         256, 1024, 512, 512,  # rows, gate and up, silu, product
-        256, 256, 256, 128,  # down, weighted, in the tokens' order, summed
+        256, 512, 512, 256, 128,  # down, weighted and in the tokens' order in fp32, summed, in 16 bit
     ]  # fmt: skip
     assert forward == [*NORM, *attention, 128, *NORM, *mixture, 128]
-    assert backward[:12] == [
-        256, 256,  # the sum's, the order's
+    assert backward[:13] == [
+        256, 512, 512,  # the sum's in fp32, a token's experts', the order's
         256, 8, -256,  # down's and the weights', a product
         512,  # the product through down
         512, 512,  # silu's and up's
@@ -221,6 +221,43 @@ def test_a_linear_attention_layer() -> None:
     run_layer(Program(tape, FULL), x, linear, 64)
     # q and k 2 x 16 each, v and z 4 x 16 each: 192 columns; b and a 4 each; inner 64
     assert tape.sizes[1:14] == [*NORM, 384, 16, 128, 128, 128, 128]
+
+
+def test_every_projection_of_a_delta_net_counts() -> None:
+    # Qwen3.5: q, k, v 128 columns, z 64, b and a 4 each; inner 64
+    dense = {
+        "model_type": "qwen3_5_text", "head_dim": 16, "num_hidden_layers": 4,
+        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
+    }  # fmt: skip
+    assert mixer_of(MixerKind.LINEAR, **dense) == [256, 128, 8, 8, 128, 128, 128, 128]
+    # Kimi: q, k, v 64 each; the decay 16 and from it 64; b 4; the gate 16 and from it 64
+    lists = {"full_attn_layers": [4], "kda_layers": [1, 2, 3]}
+    kimi = {
+        "model_type": "kimi_linear", "num_hidden_layers": 4, "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "num_experts": 4,
+        "num_experts_per_token": 2, "moe_intermediate_size": 128, "first_k_dense_replace": 1,
+        "linear_attn_config": {"num_heads": 4, "head_dim": 16, **lists},
+    }  # fmt: skip
+    gates = [32, 128, 8, 32, 128]
+    assert mixer_of(MixerKind.LINEAR, **kimi) == [128] * 3 + gates + [128] * 4
+
+
+def test_mamba_1s_second_projection_reads_the_convolution() -> None:
+    config = {"model_type": "mamba", "state_size": 16, "conv_kernel": 4, "expand": 2,
+              "time_step_rank": 4}  # fmt: skip
+    # in 2 x 128, convolution 128, x_proj 4 + 2 x 16, scan 128; dt_proj is inside the scan
+    assert mixer_of(MixerKind.MAMBA, **config) == [512, 256, 72, 256, 128, 128]
+
+
+def mixer_of(kind: MixerKind, **config: Any) -> list[float]:
+    """Return what the first layer of a kind allocates from its norm to the stream's sum."""
+    model = model_spec_from_config({**CONFIG, **config})
+    layer = next(layer for layer in model.layers if layer.mixer.kind is kind)
+    tape = Written()
+    run_layer(Program(tape, FULL), tape.value(128), layer, 64)
+    sizes = tape.sizes[1 + len(NORM) :]
+    return sizes[: sizes.index(256, 1)] if 256 in sizes[1:] and kind is MixerKind.LINEAR else sizes
 
 
 def test_adapters_in_order() -> None:

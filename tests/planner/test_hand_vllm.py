@@ -257,6 +257,24 @@ def test_mxfp4_experts_are_padded_to_64() -> None:
         assert whole - without == 3 * (49_152 // 2 + 49_152 // 32)
 
 
+def test_mxfp4_experts_biases_are_16_bit() -> None:
+    layer = MIXTRAL.layers[0]
+    biased = tuple(
+        replace(module, shapes=(*module.shapes, (4, 256), (4, 64)))
+        if module.kind is ModuleKind.EXPERTS
+        else module
+        for module in layer.modules
+    )
+    model = replace(MIXTRAL, layers=(replace(layer, modules=biased),))
+    # gate and up 256 and down 64 of each of 4 experts in 3 layers; an expert's 32 of four ranks are 64 again
+    for ranks, rows in ((1, 256), (4, 2 * 64)):
+        bare, found = (
+            vllm_weights(each, served(each, ranks, quantization="mxfp4")).modules
+            for each in (MIXTRAL, model)
+        )
+        assert found - bare == 3 * 4 * (rows + 64) * 2
+
+
 def test_several_heads_and_parameters_of_their_own() -> None:
     assert LLAMA.head is not None
     twice = replace(LLAMA, head=replace(LLAMA.head, count=2))

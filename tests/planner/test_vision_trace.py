@@ -77,6 +77,10 @@ def siglip() -> tuple[dict[str, Any], Any, Any]:
 TOWERS = {"qwen2_vl": qwen2, "qwen2_5_vl": qwen2_5, "qwen3_vl": qwen3, "gemma3": siglip}
 
 
+FAST = "gemma3"
+"""Traced in every run; the others with the slow tests."""
+
+
 def traced(tower: Any, inputs: Any) -> int:
     """Return bytes of the storages that autograd saved, parameters apart."""
     tower = tower.to(torch.bfloat16).train()
@@ -108,7 +112,10 @@ def traced(tower: Any, inputs: Any) -> int:
     return sizes[1] - sizes[0]
 
 
-@pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.parametrize(
+    "name",
+    [name if name == FAST else pytest.param(name, marks=pytest.mark.slow) for name in TOWERS],
+)
 def test_kept_by_the_blocks(name: str) -> None:
     config, tower, inputs = TOWERS[name]()
     model = model_spec_from_config(config, name=name)
