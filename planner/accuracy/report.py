@@ -6,8 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from planner.accuracy.calibrate import ratio_of
-from planner.accuracy.score import Accuracy, Scored, Statistics, Uncovered
-from planner.risk import TAIL, choose
+from planner.accuracy.score import SPILLED, Accuracy, Scored, Statistics, Uncovered, Verdicts
+from planner.risk import MIN_ROWS, TAIL, Distribution, choose, kind_of
 
 SCHEMA_VERSION = 1
 WORST_ROWS = 15
@@ -59,6 +59,7 @@ def only_source(result: Accuracy, text: str) -> Accuracy:
         not_covered=refused,
         elsewhere=[item for item in result.elsewhere if wanted in item.source.lower()],
         runs={key: row for key, row in result.runs.items() if wanted in row.source.lower()},
+        spilled={k: row for k, row in result.spilled.items() if wanted in row.source.lower()},
     )
 
 
@@ -73,6 +74,12 @@ def to_json(result: Accuracy, *, tier: str = "analytic", rows: bool = False) -> 
         "planned": sum(item.prediction.planned for item in result.scored),
         "interval_coverage": result.interval_coverage,
         "verdicts": result.verdicts.to_dict(),
+        "verdicts_left_out": {
+            source: verdicts.to_dict() for source, verdicts in verdicts_left_out(result)
+        },
+        "verdicts_not_judged": [
+            {"id": row.id, "reason": row.reason} for row in result.spilled.values()
+        ],
         "left_out": [
             {"quantity": q, "source": s, "n": n, "interval_coverage": c, "interval_width": w}
             for q, s, n, c, w in left_out(result)
@@ -151,6 +158,7 @@ def to_markdown(result: Accuracy) -> str:
         "## Verdicts",
         "",
         *_verdict_table(result),
+        *_left_out_table(result),
         "",
         "## By quantity",
         "",
@@ -196,8 +204,8 @@ def left_out(result: Accuracy) -> list[tuple[str, str, int, float, float]]:
     for quantity in dict.fromkeys(row.quantity for row in rows):
         for source in sorted({row.source for row in rows if row.quantity == quantity}):
             others = [row for row in rows if row.source != source]
-            if not any(row.quantity == quantity for row in others):
-                continue  # no other source has such a figure
+            if sum(row.quantity == quantity for row in others) < MIN_ROWS:
+                continue  # the other sources have too few such figures to judge by
             inside, widths = 0, []
             own = [row for row in rows if row.source == source and row.quantity == quantity]
             for row in own:
@@ -207,6 +215,53 @@ def left_out(result: Accuracy) -> list[tuple[str, str, int, float, float]]:
                 widths.append(high - low)
             found.append((quantity, source, len(own), inside / len(own), max(widths)))
     return found
+
+
+def verdicts_left_out(result: Accuracy) -> list[tuple[str, Verdicts]]:
+    """Return each source's runs with their verdicts by the ratios of all other sources."""
+    rows = [row for item in result.scored if (row := ratio_of(item)) is not None]
+    found = []
+    judged = result.verdicts.rows
+    for source in sorted({row.source for row in judged}):
+        others = [row for row in rows if row.source != source]
+        if not any(row.quantity == "allocated" for row in others):
+            continue  # nothing else was measured
+        spreads: dict[tuple[str, str], Distribution] = {}
+        own = []
+        for row in judged:
+            if row.source != source:
+                continue
+            r = row.plan.resolved
+            key = kind_of(r), r.framework.family
+            if key not in spreads:
+                spreads[key] = choose(others, "allocated", *key)
+            risk = row.plan.risk_over(spreads[key])
+            own.append(row._replace(verdict=row.plan.verdict_of(risk)))
+        found.append((source, Verdicts(tuple(own))))
+    return found
+
+
+def _left_out_table(result: Accuracy) -> list[str]:
+    """Return the verdicts of each source by the others, and their sums."""
+    table = verdicts_left_out(result)
+    if not table:
+        return []
+    lines = [
+        "",
+        "Each source's runs judged by the ratios of all other sources:",
+        "",
+        "| source | ran | called does not fit | called tight | out of memory | called fits |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    sums = Verdicts(tuple(row for _, verdicts in table for row in verdicts.rows))
+    for source, verdicts in (*table, ("**all**", sums)):
+        counts = verdicts.to_dict()
+        names = ("ran", "ran_called_no", "ran_called_tight", "oom", "oom_called_fits")
+        lines.append(f"| {source} | {' | '.join(str(counts[name]) for name in names)} |")
+    if result.spilled:
+        named = ", ".join(row.id for row in result.spilled.values())
+        lines += ["", f"Not judged, {SPILLED}: {named}."]
+    return lines
 
 
 def _verdict_table(result: Accuracy) -> list[str]:

@@ -52,6 +52,8 @@ class Switches(Section):
     all: embeddings, head and norms (peft prepare_model_for_kbit_training); norms: only those
     (TRL until 0.13 casts the rest back, peft_module_casting_to_bf16).
     """
+    gptq_touches_every_gpu: Flag = False
+    """A GPTQ base is loaded by device_map "auto", which makes every process a context on every GPU."""
     linear_experts: Flag = False
     """Each expert is a linear of its own, which bitsandbytes quantises; fused ones stay 16-bit."""
     quantized_head: Flag = False

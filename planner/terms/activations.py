@@ -396,7 +396,7 @@ def pinned(size: int, r: Resolved) -> int:
     """
     if r.switches.exact_host_slab:
         return size
-    return 1 << (size - 1).bit_length() if size > 1 else size
+    return 1 << (size - 1).bit_length() if size else 0
 
 
 def dequantized(model: ModelSpec, r: Resolved) -> int:
