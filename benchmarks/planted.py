@@ -96,6 +96,7 @@ EXPLAINED: dict[str, str] = {
     "planner/doctor/state.py: found = _held(context, ranks=1, **wide): 1 x0": "the same",
     "planner/replay/norm.py: @lru_cache(maxsize=1024): 1024 x0": "decides speed, no byte",
     "planner/replay/norm.py: @lru_cache(maxsize=1024): 1024 x1.5": "decides speed, no byte",
+    "planner/replay/steps.py: STEPS = 2: 2 x1.5": "a third step meets what the second one met",
     "planner/reserved.py: _KEPT = 4096: 4096 x0": "decides speed, no byte",
     "planner/reserved.py: _KEPT = 4096: 4096 x1.5": "decides speed, no byte",
 }

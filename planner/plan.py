@@ -15,6 +15,7 @@ from planner.run.recipe import Recipe, Task
 from planner.run.resolve import Resolved, resolve
 from planner.terms.engine import VLLM, Serving
 from planner.terms.term import Term
+from planner.terms.vision import left_out
 from planner.units import format_bytes
 
 SCHEMA_VERSION = 1
@@ -66,8 +67,17 @@ class Plan:
 
     @property
     def low_bytes(self) -> int:
-        """torch's pool is larger than this in 95% of runs like this one."""
-        return int(self.reserved.on_card * self._spread("reserved").quantile(TAIL))
+        """torch's pool is larger than this in 95% of runs like this one, and never below what stands."""
+        likely = int(self.reserved.on_card * self._spread("reserved").quantile(TAIL))
+        return max(likely, self._standing_bytes)
+
+    @property
+    def _standing_bytes(self) -> int:
+        """Return the tensors that a run has for certain at its peak: counted, not measured."""
+        counted = ("weights", "adapters", "optimizer", "kv_cache")
+        return max(
+            sum(term.bytes for term in phase.terms if term.name in counted) for phase in self.phases
+        )
 
     @property
     def high_bytes(self) -> int:
@@ -301,6 +311,8 @@ def _not_modeled(model: ModelSpec, r: Resolved) -> tuple[str, ...]:
             "vision or audio encoder: vLLM's profile runs it on the largest inputs and caches what it "
             "makes; only its weights are counted (one log's peak was six times the text's)"
         )
+    if missing := left_out(model, r):
+        notes.append(missing)
     if r.compile:
         notes.append(
             "compile: the plan is the eager run's; torch.compile fuses operations and keeps less "

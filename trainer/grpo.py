@@ -19,11 +19,13 @@ from planner.errors import VramwiseError
 from planner.run.recipe import RunFile
 from trainer.advantages import Scale, group_advantages
 from trainer.config import TrainSection
-from trainer.data import Order, Samples, check_columns, load_samples, tokenize_prompt
+from trainer.data import Order, check_columns, load_samples
 from trainer.engines.protocol import Engine, SamplingSettings
 from trainer.grpo_report import rollout_metrics, show_completions, step_line
+from trainer.model import load_tokenizer
 from trainer.policy_update import learn
-from trainer.preflight import Preflight, prepare
+from trainer.preflight import Preflight, longest_prompt, prepare
+from trainer.prompt_data import Prompts, read_prompts
 from trainer.reward_pool import Interrupted
 from trainer.rewards import Rewards, check_reward_columns, load_rewards, score
 from trainer.rollout import Rollout, sample, sampling_settings
@@ -52,18 +54,28 @@ def train_grpo(
     check_columns(samples, train.dataset, task="grpo")
     check_reward_columns(train.rewards, list(samples[0]))
     check_output(train, resume=resume)
+    prompts = read_prompts(
+        samples,
+        load_tokenizer(run.model, revision=run.revision),
+        train.dataset,
+        limit=longest_prompt(run),
+        rewards=train.rewards,
+    )
+    say(prompts.summary())
+    if train.loss.type == "gspo" and train.loss.epsilon is None:
+        say("gspo clips at {:g} and {:g}, as its paper does".format(*train.loss.clip))
     with closing(load_rewards(train.rewards, root=root)) as rewards:
         ready = prepare(run, train, say=say, per_epoch=len(samples))
         with run_folder(run, train, resume=resume) as output:
             ready.save(output)
             rewards.pool.output.to(output / REWARDS_LOG)
             on_ready(ready)
-            return _train(ready.train, samples, rewards, ready, output=output, resume=resume)
+            return _train(ready.train, prompts, rewards, ready, output=output, resume=resume)
 
 
 def _train(
     train: TrainSection,
-    samples: Samples,
+    prompts: Prompts,
     rewards: Rewards,
     ready: Preflight,
     *,
@@ -72,7 +84,7 @@ def _train(
 ) -> Result:
     policy, engine = ready.policy, ready.engine
     assert engine is not None
-    order = Order(size=len(samples), seed=train.seed, shuffle=train.dataset.shuffle)
+    order = Order(size=len(prompts), seed=train.seed, shuffle=train.dataset.shuffle)
     session = Session(train, output=output, policy=policy, stepper=ready.stepper, order=order)
     if resume:
         session.resume()
@@ -82,7 +94,7 @@ def _train(
         num_generations=ready.num_generations,
         max_new_tokens=ready.completion_tokens,
     )
-    grpo = Grpo(train, samples, order, rewards, ready, engine, settings, session)
+    grpo = Grpo(train, prompts, order, rewards, ready, engine, settings, session)
     with session, ready.device, closing(engine):
         for step in session.steps():
             grpo.step(step)
@@ -94,7 +106,7 @@ class Grpo:
     """The pieces of a run, and its step."""
 
     train: TrainSection
-    samples: Samples
+    prompts: Prompts
     order: Order
     rewards: Rewards
     ready: Preflight
@@ -158,19 +170,14 @@ class Grpo:
         return {
             "global_step": step,
             "max_steps": self.train.steps,
-            "epoch": rows / max(1, len(self.samples)),
+            "epoch": rows / max(1, len(self.prompts)),
         }
 
     def roll_out(self, step: int) -> Rollout:
         """Return completions of the next prompts under the weights as they are now."""
         place = self.order.state()
+        prompts = self.prompts.take(self.order, self.ready.prompts_per_step)
         tokenizer = self.ready.policy.tokenizer
-        prompts = [
-            tokenize_prompt(
-                self.samples[index], tokenizer, self.train.dataset, limit=self.ready.prompt_tokens
-            )
-            for index in self.order.take(self.ready.prompts_per_step)
-        ]
         # seeded by the step: a resumed run draws what the first one would have drawn
         seeded = replace(self.settings, seed=self.train.seed + SEED_STRIDE * (step + 1))
         with self.ready.memory("rollout"):

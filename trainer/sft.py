@@ -40,6 +40,8 @@ def train_sft(
     run: RunFile, train: TrainSection, *, root: Path, resume: bool = False, say: Say = silent
 ) -> Result:
     """Fine-tune as the run file says; return how it ended. Raises VramwiseError."""
+    from transformers import AutoConfig
+
     samples = load_samples(train.dataset, root=root)
     check_columns(samples, train.dataset, task="sft")
     # every row once, before any weight is loaded
@@ -54,11 +56,21 @@ def train_sft(
     for number in range(min(train.print_completions, len(examples))):
         say(f"example {number + 1}, the loss is on what is in brackets: {examples.text_of(number)}")
     order, per_epoch = make_order(examples, run, train)
+    config = AutoConfig.from_pretrained(run.model, revision=run.revision)
+    coefficient = router_coefficient(config, train.router_aux_loss_coef)
     check_output(train, resume=resume)
     ready = prepare(run, train, say=say, per_epoch=per_epoch)
     with run_folder(run, train, resume=resume) as output:
         ready.save(output)
-        return _train(ready.train, examples, order, ready, output=output, resume=resume)
+        return _train(
+            ready.train,
+            examples,
+            order,
+            ready,
+            output=output,
+            resume=resume,
+            coefficient=coefficient,
+        )
 
 
 def _train(
@@ -69,11 +81,11 @@ def _train(
     *,
     output: Path,
     resume: bool,
+    coefficient: float,
 ) -> Result:
     session = Session(train, output=output, policy=ready.policy, stepper=ready.stepper, order=order)
     if resume:
         session.resume()
-    coefficient = router_coefficient(ready.policy.base.config, train.router_aux_loss_coef)
     with session, ready.device:
         for step in session.steps():
             started = time.perf_counter()

@@ -310,3 +310,7 @@ def test_one_rank_of_transformers_holds_all() -> None:
     (weights,) = found.phase("load").terms
     assert weights.bytes == 478_080
     assert "ranks" not in weights.formula
+
+
+def test_no_more_sequences_than_are_generated() -> None:
+    assert terms(grpo("vllm-push", max_num_seqs=100), "rollout")["kv_cache"] == 8 * SEQUENCE

@@ -437,3 +437,9 @@ def test_the_parts_of_what_is_kept_add_up() -> None:
 
 def test_nothing_is_the_largest_of_no_points() -> None:
     assert largest((), MANY) == Point(0, 0, 0)
+
+
+def test_a_checkpointed_losss_copy_lacks_the_norms_output() -> None:
+    found = of(method="full", checkpointing="full")
+    # the final norm's 516 a token without its output of 128
+    assert found.loss_copied == found.kept + 388 * T

@@ -12,6 +12,7 @@ from planner.machines.machine import make_machine
 from planner.models.spec import ModelSpec
 from planner.phases import budget
 from planner.plan import plan
+from planner.reserved import Reserved
 from planner.run.logits_law import LogitsLaw
 from planner.run.runfile import make_recipe
 from tests.planner.toys import (
@@ -271,3 +272,17 @@ def test_a_search_leaves_a_tenth_for_fragments() -> None:
     enough = int(result.peak_bytes * 1.1 * spread) + 1
     assert replace(result, capacity_bytes=enough).has_room
     assert not replace(result, capacity_bytes=enough - 2).has_room
+
+
+def test_the_lower_end_holds_what_is_there_for_certain() -> None:
+    fields = {"task": "grpo", "num_generations": 512, "completion_length": 2_000, "prompt_length": 48,
+              "context": None, "engine": {"kind": "transformers"}}  # fmt: skip
+    result = planned(**ADAPTED, **fields)
+    # 512 sequences x 2,048 tokens x 384 B of cache stand beside weights, adapters and their states
+    certain = WEIGHTS + LORA + 2 * LORA + 512 * 2_048 * 384
+    assert result._standing_bytes == certain
+    assert certain <= result.low_bytes <= result.reserved_peak_bytes
+    # an allocator that holds nothing beside it: the spread alone would say 95% of what is there
+    result.__dict__["reserved"] = Reserved(certain, certain, certain)
+    assert result._spread("reserved").quantile(0.05) < 1
+    assert result.low_bytes == certain

@@ -436,3 +436,15 @@ def test_adafactor_has_rows_and_columns_of_every_matrix() -> None:
         for each in (LLAMA, model)
     ]
     assert sizes[1] - sizes[0] == 3 * 4 * 4 * (256 + 64)
+
+
+def test_small_tensors_of_8_bit_optimizers_are_counted_one_by_one() -> None:
+    # four more vectors of 10 in each of three layers, two states in fp32
+    many = ModuleSpec(name="mlp.s", kind=ModuleKind.PARAMETER, shapes=((10,),), count=4)
+    layer = replace(LLAMA.layers[0], modules=(*LLAMA.layers[0].modules, many))
+    model = replace(LLAMA, layers=(layer,))
+    sizes = [
+        optimizer(each, choices(each, method="full", optimizer="adamw-8bit")).states.bytes
+        for each in (LLAMA, model)
+    ]
+    assert sizes[1] - sizes[0] == 3 * 4 * 10 * 2 * 4
