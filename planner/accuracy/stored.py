@@ -68,7 +68,9 @@ class Recorder:
     def text(self, fingerprint: str) -> str:
         """Return the file of what was said."""
         stream = io.StringIO()
-        stream.write(f"# planned for every row; made by `make calibrate` with formulas {fingerprint}\n")
+        stream.write(
+            f"# planned for every row; made by `make calibrate` with formulas {fingerprint}\n"
+        )
         writer = csv.writer(stream, lineterminator="\n")
         writer.writerow(Stored._fields)
         writer.writerows(line._replace(planned=int(line.planned)) for line in self.lines)

@@ -303,9 +303,7 @@ class CachingAllocator:
         self.allocated_bytes, self.peak_allocated_bytes = allocated, highest
         return 0
 
-    def _play_one_by_one(
-        self, events: Iterable[tuple[int, int]], blocks: dict[int, Chunk]
-    ) -> int:
+    def _play_one_by_one(self, events: Iterable[tuple[int, int]], blocks: dict[int, Chunk]) -> int:
         for block, size in events:
             if size:
                 chunk = self.malloc(size)
