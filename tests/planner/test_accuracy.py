@@ -22,6 +22,7 @@ from planner.accuracy.score import (
     score_files,
     summarise,
 )
+from planner.accuracy.stored import stored_predictor
 from planner.errors import UsageError
 from planner.verbs.accuracy import register
 
@@ -53,7 +54,8 @@ def test_the_stored_figures_are_those_of_the_plans(shipped):
         assert kept.row.id == made.row.id
         assert kept.prediction.quantity == made.prediction.quantity
         assert kept.prediction.value == pytest.approx(made.prediction.value, rel=1e-8)
-        assert kept.inside == made.inside and kept.prediction.planned == made.prediction.planned
+        assert kept.inside == made.inside
+        assert kept.prediction.planned == made.prediction.planned
 
 
 def test_figures_of_other_formulas_are_not_read():
