@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -131,7 +132,7 @@ def _train(
 
 def make_order(examples: Examples, run: RunFile, train: TrainSection) -> tuple[Order, int]:
     """Return the order of samples, or of packed rows of them, and how many an epoch has."""
-    shape = {"size": len(examples), "seed": train.seed, "shuffle": train.dataset.shuffle}
+    shape: dict[str, Any] = {"size": len(examples), "seed": train.seed, "shuffle": train.dataset.shuffle}
     if not run.recipe.packing:
         return Order(**shape), len(examples)
     packed = PackedOrder(**shape, lengths=examples.lengths, row_tokens=examples.limit)
