@@ -24,6 +24,7 @@ from trainer.shared_prefix import MASKED, padded
 WINDOW = 1000
 """Samples that are packed together."""
 
+
 @dataclass
 class PackedOrder(Order):
     """An order of rows: `take` returns the samples of the next rows; positions count rows.

@@ -132,7 +132,11 @@ def _train(
 
 def make_order(examples: Examples, run: RunFile, train: TrainSection) -> tuple[Order, int]:
     """Return the order of samples, or of packed rows of them, and how many an epoch has."""
-    shape: dict[str, Any] = {"size": len(examples), "seed": train.seed, "shuffle": train.dataset.shuffle}
+    shape: dict[str, Any] = {
+        "size": len(examples),
+        "seed": train.seed,
+        "shuffle": train.dataset.shuffle,
+    }
     if not run.recipe.packing:
         return Order(**shape), len(examples)
     packed = PackedOrder(**shape, lengths=examples.lengths, row_tokens=examples.limit)

@@ -61,8 +61,8 @@ class Recorder:
         except NotCovered as reason:
             self.lines.append(Stored(*where, "", reason=str(reason)))
             raise
-        figures = (float(f"{figure:.9g}") for figure in (made.value, made.low, made.high))
-        self.lines.append(Stored(*where, made.quantity, *figures, made.planned))
+        value, low, high = (float(f"{figure:.9g}") for figure in (made.value, made.low, made.high))
+        self.lines.append(Stored(*where, made.quantity, value, low, high, made.planned))
         return made
 
     def text(self, fingerprint: str) -> str:
@@ -73,7 +73,7 @@ class Recorder:
         )
         writer = csv.writer(stream, lineterminator="\n")
         writer.writerow(Stored._fields)
-        writer.writerows(line._replace(planned=int(line.planned)) for line in self.lines)
+        writer.writerows((*line[:7], int(line.planned), line.reason) for line in self.lines)
         return stream.getvalue()
 
 
@@ -86,9 +86,9 @@ def stored_predictor(fingerprint: Callable[[], str]) -> Predictor | None:
     if head.rpartition(" ")[2] != fingerprint():
         return None
     known: dict[tuple[str, str, str], list[Stored]] = {}
-    for cells in list(csv.reader(lines))[1:]:
-        value, low, high = (float(cell) for cell in cells[4:7])
-        line = Stored(*cells[:4], value, low, high, cells[7] == "1", cells[8])
+    for layout, id_, asked, quantity, *figures, planned, reason in list(csv.reader(lines))[1:]:
+        value, low, high = (float(figure) for figure in figures)
+        line = Stored(layout, id_, asked, quantity, value, low, high, planned == "1", reason)
         known.setdefault(line.key, []).append(line)
 
     def predict(row: Row) -> Prediction:

@@ -390,7 +390,9 @@ def _lengths(
             usual = int(defaults["context"])
             if usual <= (model.longest or usual):
                 return 0, usual
-            notes.append(f"context: {model.longest:,}, all that {model.name or 'the model'} was made for")
+            notes.append(
+                f"context: {model.longest:,}, all that {model.name or 'the model'} was made for"
+            )
             return 0, model.longest
         return int(defaults.get("prompt_length", 512)), int(defaults.get("completion_length", 512))
     if recipe.task in (Task.SFT,) and (prompt is None or completion is None):

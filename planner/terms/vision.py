@@ -4,9 +4,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from planner.dtypes import element_bytes
+from planner.mixers.registry import mixer_of
 from planner.models.images import cut_image
 from planner.models.lora_targets import lora_counts
-from planner.mixers.registry import mixer_of
 from planner.models.spec import ModelSpec
 from planner.models.vision_spec import VisionSpec
 from planner.run.image_fields import DEFAULT_IMAGE, cuttings
