@@ -15,11 +15,12 @@ from pathlib import Path
 import torch
 
 from planner.errors import VramwiseError
-from planner.run.recipe import RunFile
+from planner.run.recipe import RunFile, Task
 from trainer.advantages import Scale, group_advantages
 from trainer.config import TrainSection
 from trainer.data import Order, Samples, check_columns, load_samples, tokenize_prompt
 from trainer.engines.protocol import Engine, SamplingSettings
+from trainer.evaluation import check_evaluation
 from trainer.grpo_report import rollout_metrics, show_completions, step_line
 from trainer.policy_update import learn
 from trainer.preflight import Preflight, prepare
@@ -27,6 +28,7 @@ from trainer.rewards import Reward, check_reward_columns, load_rewards, score
 from trainer.rollout import Rollout, sample, sampling_settings
 from trainer.say import Say, silent
 from trainer.session import Result, Session, prepare_output
+from trainer.validation import Validation, load_validation, reward_measure
 
 SEED_STRIDE = 1_000_003
 """Between the sampling seeds of two steps; a prime, so that runs of near seeds don't share them."""
@@ -50,9 +52,11 @@ def train_grpo(
     check_columns(samples, train.dataset, task="grpo")
     check_reward_columns(train.rewards, list(samples[0]))
     rewards = load_rewards(train.rewards, root=root)
+    held_out = load_validation(train, samples, root=root, task=Task.GRPO)
+    check_evaluation(train.evaluation, rewards)
     output = prepare_output(run, train, resume=resume)
 
-    ready = prepare(run, train, say=say, per_epoch=len(samples))
+    ready = prepare(run, train, say=say, per_epoch=len(samples), held_out=len(held_out or ()))
     train = ready.train
     ready.save(output)
     on_ready(ready)
@@ -60,6 +64,8 @@ def train_grpo(
     assert engine is not None
     order = Order(size=len(samples), seed=train.seed, shuffle=train.dataset.shuffle)
     session = Session(train, output=output, policy=policy, stepper=ready.stepper, order=order)
+    if held_out is not None:
+        session.validation = Validation(ready, output, reward_measure(held_out, rewards, ready))
     if resume:
         session.resume()
     settings = sampling_settings(

@@ -27,6 +27,7 @@ from trainer.devices import check_driver, check_dtype, limited, occupied, run_de
 from trainer.engines import make_engine
 from trainer.engines.protocol import Engine
 from trainer.engines.vllm_settings import settle_engine
+from trainer.evaluation_phase import check_evaluation_fits, evaluation_phase
 from trainer.model import Policy, load_policy
 from trainer.packing import keeps_apart, refuse_mixing
 from trainer.phase_memory import PhaseMemory
@@ -65,6 +66,8 @@ class Preflight:
     """What generates; None for SFT."""
     sharing: Sharing | None = None
     """How groups share their prompt in training; None: never."""
+    held_out: int = 0
+    """Samples of an evaluation; 0 = there is none."""
     measured: Recording | None = None
     """The rehearsal."""
 
@@ -73,7 +76,9 @@ class Preflight:
         """Return phase -> planned peak. Overhead is CUDA's: on a CPU there is none."""
         on_gpu = self.policy.device.type == "cuda"
         planned: dict[str, int] = {}
-        for phase in (*self.plan.phases, *(self.sharing.phases if self.sharing else ())):
+        shared = self.sharing.phases if self.sharing else ()
+        evaluation = (evaluation_phase(self.plan),) if self.held_out else ()
+        for phase in (*self.plan.phases, *shared, *evaluation):
             size = sum(term.bytes for term in phase.terms if on_gpu or term.name != "overhead")
             planned[phase.name] = max(size, planned.get(phase.name, 0))
         return planned
@@ -97,11 +102,12 @@ def longest_sequence(run: RunFile) -> int:
 
 
 def prepare(
-    run: RunFile, train: TrainSection, *, say: Say = silent, per_epoch: int = 1
+    run: RunFile, train: TrainSection, *, say: Say = silent, per_epoch: int = 1, held_out: int = 0
 ) -> Preflight:
     """Plan, load and rehearse the run. Raises VramwiseError with advice when it cannot fit.
 
-    `per_epoch`: prompts (SFT: samples or packed rows) of the data set, which epochs are counted in.
+    `per_epoch`: prompts (SFT: samples or packed rows) of the data set, which epochs are counted in;
+    `held_out`: samples of an evaluation.
     """
     spec = find_model(run.model, revision=run.revision)
     unused = check_driver()
@@ -165,7 +171,10 @@ def prepare(
         device=_device(train, policy),
         engine=engine,
         sharing=sharing,
+        held_out=held_out,
     )
+    if held_out:
+        check_evaluation_fits(planned)
     if train.preflight:
         with ready.device:
             ready = replace(ready, measured=rehearse(ready, train))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from planner.run.recipe import RunFile
+from planner.run.recipe import RunFile, Task
 from trainer.batching import MicroBatch, ScoredSequence, collate, micro_batches
 from trainer.config import TrainSection
 from trainer.data import Order, check_columns, load_samples
@@ -24,6 +24,7 @@ from trainer.say import Say, silent
 from trainer.scoring import hidden_and_routers, log_probs
 from trainer.session import Result, Session, prepare_output
 from trainer.sft_data import Examples, read_examples
+from trainer.validation import Validation, load_validation, loss_measure, read_held_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +55,17 @@ def train_sft(
     for number in range(min(train.print_completions, len(examples))):
         say(f"example {number + 1}, the loss is on what is in brackets: {examples.text_of(number)}")
     order, per_epoch = make_order(examples, run, train)
+    held_out = load_validation(train, samples, root=root, task=Task.SFT)
+    if held_out is not None:
+        held_out = read_held_out(held_out, run, train)
+        say(f"validation: {held_out.summary()}")
     output = prepare_output(run, train, resume=resume)
-    ready = prepare(run, train, say=say, per_epoch=per_epoch)
+    ready = prepare(run, train, say=say, per_epoch=per_epoch, held_out=len(held_out or ()))
     train = ready.train
     ready.save(output)
     session = Session(train, output=output, policy=ready.policy, stepper=ready.stepper, order=order)
+    if held_out is not None:
+        session.validation = Validation(ready, output, loss_measure(held_out, ready))
     if resume:
         session.resume()
     coefficient = router_coefficient(ready.policy.base.config, train.router_aux_loss_coef)
