@@ -66,6 +66,11 @@ class RewardSection(Section):
     """A built-in (exact, numeric, format, length) or FILE.py:FUNCTION, which runs that file's code."""
     weight: float = 1.0
     options: dict[str, Any] = Field(default_factory=dict)
+    per_sample: bool = False
+    """Your own function judges each completion by itself: it is asked about one at a time, and one that
+    fails costs only itself. Built-in functions are always."""
+    timeout_s: Positive | None = None
+    """Of one call, after which its process is killed; None = 10 a completion, 300 where a call is on all."""
 
 
 class SamplingSection(Section):

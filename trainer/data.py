@@ -137,6 +137,8 @@ class Prompt:
     text: str
     sample: Sample
     conversational: bool
+    messages: list[dict[str, Any]] | None = None
+    """What the text was rendered from, the system prompt included; None = a plain prompt."""
 
 
 def tokenize_prompt(
@@ -161,6 +163,7 @@ def tokenize_prompt(
         text=text,
         sample=sample,
         conversational=messages is not None,
+        messages=messages,
     )
 
 

@@ -28,7 +28,7 @@ from trainer.evaluation import check_evaluation, measure_loss, measure_rewards
 from trainer.metrics import finite
 from trainer.model import Policy, load_policy
 from trainer.preflight import settled
-from trainer.rewards import check_reward_columns, load_rewards
+from trainer.rewards import Rewards, check_reward_columns, load_rewards
 from trainer.rollout import Rollout, sampling_settings
 from trainer.say import Say, silent
 from trainer.session import RUN_FILE
@@ -89,12 +89,24 @@ def evaluate(checkpoint: str, settings: EvalSettings, *, say: Say = silent) -> d
     source = find_source(checkpoint, base=settings.base, dtype=settings.dtype)
     section, root = _dataset(source, settings)
     samples = load_samples(section, root=root)
-    rewards = _rewards(source, settings, section)
+    with closing(_rewards(source, settings)) as rewards:
+        return _evaluate(source, settings, samples, section, rewards, started, say)
+
+
+def _evaluate(
+    source: Source,
+    settings: EvalSettings,
+    samples: Samples,
+    section: DatasetSection,
+    rewards: Rewards,
+    started: float,
+    say: Say,
+) -> dict[str, Any]:
     # text with its answer, and nothing to judge a completion by: the loss on it
     on_text = not rewards
     check_columns(samples, section, task="sft" if on_text else "grpo")
     measure = _loss if on_text else _completions
-    figures, recipe = measure(source, settings, samples, section, rewards, root, say)
+    figures, recipe = measure(source, settings, samples, section, rewards, say)
     return {
         "schema_version": SCHEMA_VERSION,
         "checkpoint": str(source.adapter or source.model),
@@ -136,7 +148,7 @@ def find_source(checkpoint: str, *, base: str | None, dtype: str | None) -> Sour
         recipe = recipe.model_copy(update={"dtype": dtype})
     adapter = folder if adapter_file.exists() else None
     revision = run.revision if run and adapter else None
-    root = Path.cwd()
+    root = _root_of(folder, run)
     return Source(
         model=str(model),
         revision=revision,
@@ -169,6 +181,15 @@ def _run_of(folder: Path) -> tuple[RunFile | None, TrainSection | None]:
     return read_run(path) if folder.is_dir() and path.exists() else (None, None)
 
 
+def _root_of(folder: Path, run: RunFile | None) -> Path:
+    """Return where a run's relative paths count from: OUTPUT less its own relative path, or here."""
+    if run is not None:
+        output, own = folder.parent.parent.resolve(), Path(run.train["output"])
+        if not own.is_absolute() and output.parts[-len(own.parts) :] == own.parts:
+            return Path(*output.parts[: -len(own.parts)])
+    return Path.cwd()
+
+
 def _dataset(source: Source, settings: EvalSettings) -> tuple[DatasetSection, Path]:
     """Return the samples to evaluate on: asked for, or the run's validation set."""
     if settings.task is not None and settings.data is not None:
@@ -194,7 +215,7 @@ def _dataset(source: Source, settings: EvalSettings) -> tuple[DatasetSection, Pa
     return section, source.root
 
 
-def _rewards(source: Source, settings: EvalSettings, section: DatasetSection) -> Any:
+def _rewards(source: Source, settings: EvalSettings) -> Rewards:
     sections: Sequence[RewardSection] = [RewardSection(name=name) for name in settings.rewards]
     if not sections and settings.task is not None:
         name = settings.task.partition("/")[0]
@@ -210,8 +231,7 @@ def _completions(
     settings: EvalSettings,
     samples: Samples,
     section: DatasetSection,
-    rewards: Any,
-    root: Path,
+    rewards: Rewards,
     say: Say,
 ) -> tuple[dict[str, float], Recipe]:
     """Sample completions, judge them; return (figures, the recipe they were made by)."""
@@ -268,8 +288,7 @@ def _loss(
     settings: EvalSettings,
     samples: Samples,
     section: DatasetSection,
-    rewards: Any,
-    root: Path,
+    rewards: Rewards,
     say: Say,
 ) -> tuple[dict[str, float], Recipe]:
     """Return (loss and perplexity of the samples' own text, the recipe)."""

@@ -21,7 +21,7 @@ from trainer.data import Prompt, Sample, Samples
 from trainer.engines.protocol import Engine, SamplingSettings
 from trainer.intervals import Estimate, bootstrap, bootstrap_mean, pass_rate
 from trainer.model import Policy
-from trainer.rewards import Reward, Scores, score
+from trainer.rewards import Rewards, Scores, score
 from trainer.rollout import Rollout, sample
 from trainer.scoring import hidden_rows, log_probs
 
@@ -41,8 +41,9 @@ def measure_rewards(
     settings: SamplingSettings,
     *,
     tokenizer: Any,
-    rewards: Sequence[Reward],
+    rewards: Rewards,
     section: EvaluationSection,
+    state: dict[str, Any] | None = None,
 ) -> Measured:
     """Return pass@k and every reward's mean over completions of `prompts` under the engine's weights."""
     rollout = sample(engine, prompts, settings, tokenizer=tokenizer)
@@ -51,6 +52,7 @@ def measure_rewards(
         prompts=rollout.prompts,
         texts=rollout.texts,
         completion_ids=[completion.token_ids for completion in rollout.completions],
+        state=state,
     )
     each = settings.num_generations
     figures: dict[str, float] = {"samples": len(prompts), "generations": each}
@@ -135,7 +137,7 @@ def _key(sample: Sample, section: DatasetSection) -> str:
     return hashlib.blake2b(repr(sorted(sample.items())).encode(), digest_size=16).hexdigest()
 
 
-def check_evaluation(section: EvaluationSection, rewards: Sequence[Reward]) -> None:
+def check_evaluation(section: EvaluationSection, rewards: Rewards) -> None:
     """Raise UsageError when the reward that decides is not there."""
     names = [reward.name for reward in rewards]
     if section.pass_reward is not None and section.pass_reward not in names:

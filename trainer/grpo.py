@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,10 +25,11 @@ from trainer.evaluation import check_evaluation
 from trainer.grpo_report import rollout_metrics, show_completions, step_line
 from trainer.policy_update import learn
 from trainer.preflight import Preflight, prepare
-from trainer.rewards import Reward, check_reward_columns, load_rewards, score
+from trainer.reward_pool import Interrupted
+from trainer.rewards import Rewards, check_reward_columns, load_rewards, score
 from trainer.rollout import Rollout, sample, sampling_settings
 from trainer.say import Say, silent
-from trainer.session import Result, Session, prepare_output
+from trainer.session import REWARDS_LOG, Result, Session, check_output, run_folder
 from trainer.validation import Validation, load_validation, reward_measure
 
 SEED_STRIDE = 1_000_003
@@ -51,15 +53,30 @@ def train_grpo(
     samples = load_samples(train.dataset, root=root)
     check_columns(samples, train.dataset, task="grpo")
     check_reward_columns(train.rewards, list(samples[0]))
-    rewards = load_rewards(train.rewards, root=root)
     held_out = load_validation(train, samples, root=root, task=Task.GRPO)
-    check_evaluation(train.evaluation, rewards)
-    output = prepare_output(run, train, resume=resume)
+    check_output(train, resume=resume)
+    with closing(load_rewards(train.rewards, root=root)) as rewards:
+        check_evaluation(train.evaluation, rewards)
+        ready = prepare(run, train, say=say, per_epoch=len(samples), held_out=len(held_out or ()))
+        with run_folder(run, train, resume=resume) as output:
+            ready.save(output)
+            rewards.pool.output.to(output / REWARDS_LOG)
+            on_ready(ready)
+            return _train(
+                ready.train, samples, rewards, ready, held_out, output=output, resume=resume
+            )
 
-    ready = prepare(run, train, say=say, per_epoch=len(samples), held_out=len(held_out or ()))
-    train = ready.train
-    ready.save(output)
-    on_ready(ready)
+
+def _train(
+    train: TrainSection,
+    samples: Samples,
+    rewards: Rewards,
+    ready: Preflight,
+    held_out: Samples | None,
+    *,
+    output: Path,
+    resume: bool,
+) -> Result:
     policy, engine = ready.policy, ready.engine
     assert engine is not None
     order = Order(size=len(samples), seed=train.seed, shuffle=train.dataset.shuffle)
@@ -88,7 +105,7 @@ class Grpo:
     train: TrainSection
     samples: Samples
     order: Order
-    rewards: list[Reward]
+    rewards: Rewards
     ready: Preflight
     engine: Engine
     settings: SamplingSettings
@@ -98,15 +115,21 @@ class Grpo:
         """Sample completions, reward them, compare each with its group, learn; log all of it."""
         started = time.perf_counter()
         rollout = self.roll_out(step)
-        scores = score(
-            self.rewards,
-            prompts=rollout.prompts,
-            texts=rollout.texts,
-            completion_ids=[completion.token_ids for completion in rollout.completions],
-        )
+        try:
+            scores = score(
+                self.rewards,
+                prompts=rollout.prompts,
+                texts=rollout.texts,
+                completion_ids=[completion.token_ids for completion in rollout.completions],
+                state=self.state(step),
+                stopping=lambda: self.session.stop_asked,
+            )
+        except Interrupted:
+            self.session.abandon()
+            return
         logged = rollout_metrics(rollout, scores)
         if scores.bad:
-            self.session.skip(step, "a reward is NaN or infinite", logged)
+            self.session.skip(step, scores.bad, logged)
             return
         advantages = group_advantages(
             torch.tensor(scores.totals),
@@ -137,6 +160,15 @@ class Grpo:
             self.session.skip(step, "the loss or a gradient is NaN or infinite", logged)
         else:
             self.session.log(step, logged, line=step_line(logged))
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Return what reward functions see as trainer_state: TrainerState's names."""
+        rows = self.ready.prompts_per_step * step
+        return {
+            "global_step": step,
+            "max_steps": self.train.steps,
+            "epoch": rows / max(1, len(self.samples)),
+        }
 
     def roll_out(self, step: int) -> Rollout:
         """Return completions of the next prompts under the weights as they are now."""

@@ -18,8 +18,9 @@ def rollout_metrics(rollout: Rollout, scores: Scores) -> dict[str, Any]:
     if scores.failures:
         logged["reward_failures"] = len(scores.failures)
         first = scores.failures[0]
-        logged["reward_failure"] = f"{first.reward} on completion {first.index}: {first.error}"
-    return logged
+        where = "the whole step" if first.index is None else f"completion {first.index}"
+        logged["reward_failure"] = f"{first.reward} on {where}: {first.error}"
+    return logged | scores.metrics
 
 
 def step_line(logged: dict[str, Any]) -> str:
@@ -42,6 +43,7 @@ def show_completions(
         "prompt": [prompt.text for prompt in rollout.prompts],
         "completion": rollout.texts,
         **{f"reward {name}": list(values) for name, values in scores.by_reward.items()},
+        **scores.extra,
         "reward": scores.totals,
         "advantage": advantages.tolist(),
     }

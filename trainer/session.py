@@ -3,6 +3,7 @@
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,15 @@ from trainer import checkpoint as checkpoints
 from trainer.config import TrainSection
 from trainer.data import Order
 from trainer.evaluation import line_of
-from trainer.metrics import COMPLETIONS_FOLDER, METRICS_FILE, MetricsLog, Progress
+from trainer.metrics import COMPLETIONS_FOLDER, METRICS_FILE, MetricsLog, Progress, read_metrics
 from trainer.model import Policy
 from trainer.say import Say as Say  # trainer.demo takes it from here
 from trainer.stepping import Stepper
 from trainer.validation import Validation
 
 RUN_FILE = "run.yaml"
+REWARDS_LOG = "rewards.log"
+"""What reward functions print."""
 OWN_NAMES = (
     checkpoints.FOLDER,
     COMPLETIONS_FOLDER,
@@ -30,6 +33,7 @@ OWN_NAMES = (
     "tensorboard",
     "preflight.json",
     "evaluations.jsonl",
+    REWARDS_LOG,
 )
 
 
@@ -54,14 +58,14 @@ class Result:
     """Ended early: no evaluation was better for `evaluation.patience` times."""
 
 
-def prepare_output(run: RunFile, train: TrainSection, *, resume: bool) -> Path:
-    """Make the output folder and put run.yaml there; refuses a used folder unless told what to do."""
-    import yaml
-
+def check_output(train: TrainSection, *, resume: bool) -> None:
+    """Raise UsageError where the output folder is not to be used; nothing is written or deleted."""
     output = Path(train.output)
     if output.exists() and not output.is_dir():
         raise UsageError(f"train.output: {output} is a file")
-    if not resume and output.exists() and any(output.iterdir()):
+    if resume:
+        checkpoints.latest(output)
+    elif output.exists() and any(output.iterdir()):
         if not train.overwrite:
             raise UsageError(
                 f"train.output: {output} exists and is not empty",
@@ -72,16 +76,43 @@ def prepare_output(run: RunFile, train: TrainSection, *, resume: bool) -> Path:
             raise UsageError(
                 f"train.overwrite: {output} holds what no run made ({foreign[0]}); not deleting it"
             )
-        shutil.rmtree(output)
-    if resume:
-        checkpoints.latest(output)
+
+
+@contextmanager
+def run_folder(run: RunFile, train: TrainSection, *, resume: bool) -> Iterator[Path]:
+    """Make the output folder, with run.yaml in it; a run that fails before its first step leaves no trace.
+
+    An earlier run that is to be replaced is put aside, and deleted when the new one has made a step.
+    """
+    import yaml
+
+    check_output(train, resume=resume)
+    output = Path(train.output)
+    aside = replaced(output)
+    if not resume and output.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        output.rename(aside)
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"train.output: cannot make {output}: {error.strerror}") from None
     document = run.model_dump(mode="json", exclude_unset=True)
-    (output / RUN_FILE).write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
-    return output
+    text = yaml.safe_dump(document, sort_keys=False)
+    (output / RUN_FILE).write_text(text, encoding="utf-8")
+    try:
+        yield output
+    except BaseException:
+        began = checkpoints.checkpoints(output) or read_metrics(output / METRICS_FILE)
+        if not resume and not began:
+            shutil.rmtree(output)
+            if aside.exists():
+                aside.rename(output)
+        raise
+
+
+def replaced(output: Path) -> Path:
+    """Return where an earlier run is until the new one in its folder has made a step."""
+    return output.with_name(f".{output.name}.replaced")
 
 
 class Session:
@@ -103,6 +134,9 @@ class Session:
         self._order = order
         self._done = 0
         self._bad_in_a_row = 0
+        self._bad_reason = ""
+        self._abandoned = False
+        self._place = order.state()
         self._saved_step = -1
         self._started = time.monotonic()
         self._stop = checkpoints.StopSignal()
@@ -133,20 +167,48 @@ class Session:
         self._stop.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._stop.__exit__(*error)
-        self.progress.__exit__(*error)
-        self.log_file.close()
-        if self.validation is not None:
-            self.validation.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if isinstance(error, Exception):
+                self._rescue(error)
+        finally:
+            self._stop.__exit__(kind, error, trace)
+            self.progress.__exit__(kind, error, trace)
+            self.log_file.close()
+            if self.validation is not None:
+                self.validation.close()
+
+    def _rescue(self, error: Exception) -> None:
+        """Save the steps done before the one that failed, whatever ended it."""
+        saved = ""
+        if self._done > 0:
+            self._order.restore(self._place)
+            try:
+                self.save()
+                saved = f"; step {self._done} is saved in {self.output}"
+            except Exception as second:  # the error that ended the run is the one to be told
+                saved = f"; the state could not be saved: {str(second)[:200]}"
+        if isinstance(error, torch.OutOfMemoryError):
+            raise VramwiseError(
+                f"out of memory in step {self._done}{saved}",
+                hint="lower micro_batch_tokens or completion_length, or see: vramwise advise RUN.yaml; "
+                "then go on with: vramwise train RUN.yaml --resume",
+            ) from None
 
     def steps(self) -> Iterator[int]:
         """Yield the steps to do, from 0; ends early on a signal, with everything saved."""
         if self.first_step == 0:
             self._evaluate()
         for step in range(self.first_step, self._train.steps):
+            self._place = self._order.state()
             yield step
+            if self._abandoned:
+                self._order.restore(self._place)
+                self.save()
+                return
             self._done = step + 1
+            if step == self.first_step:
+                shutil.rmtree(replaced(self.output), ignore_errors=True)
             exhausted = self._evaluate()
             due = self._train.save_every and self._done % self._train.save_every == 0
             if (
@@ -161,7 +223,8 @@ class Session:
             if self._bad_in_a_row >= self._train.max_bad_steps:
                 self.save()
                 raise VramwiseError(
-                    f"stopped at step {step}: {self._bad_in_a_row} steps in a row had a NaN reward or loss",
+                    f"stopped at step {step}: {self._bad_in_a_row} steps in a row were skipped, the last "
+                    f"because {self._bad_reason}",
                     hint=f"state is saved in {self.output}; look at {METRICS_FILE} and the rewards",
                 )
 
@@ -171,10 +234,20 @@ class Session:
         self._write(step, metrics, line)
 
     def skip(self, step: int, reason: str, metrics: Mapping[str, Any]) -> None:
-        """Record a step that changed nothing because of a NaN."""
+        """Record a step that changed nothing because of a NaN, or of a reward that failed."""
+        self._bad_reason = reason
         self._bad_in_a_row += 1
         self.bad_steps += 1
         self._write(step, {**metrics, "skipped": reason}, f"skipped: {reason}")
+
+    @property
+    def stop_asked(self) -> bool:
+        """Whether SIGTERM or SIGINT came."""
+        return self._stop.received is not None
+
+    def abandon(self) -> None:
+        """Leave the step under way undone: a resume does it again."""
+        self._abandoned = True
 
     def save(self) -> None:
         """Write a checkpoint of the steps done, unless it is there."""

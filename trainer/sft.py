@@ -22,7 +22,7 @@ from trainer.preflight import Preflight, longest_sequence, prepare
 from trainer.router_loss import balance_loss, router_coefficient
 from trainer.say import Say, silent
 from trainer.scoring import hidden_and_routers, log_probs
-from trainer.session import Result, Session, prepare_output
+from trainer.session import Result, Session, check_output, run_folder
 from trainer.sft_data import Examples, read_examples
 from trainer.validation import Validation, load_validation, loss_measure, read_held_out
 
@@ -56,13 +56,26 @@ def train_sft(
         say(f"example {number + 1}, the loss is on what is in brackets: {examples.text_of(number)}")
     order, per_epoch = make_order(examples, run, train)
     held_out = load_validation(train, samples, root=root, task=Task.SFT)
-    if held_out is not None:
-        held_out = read_held_out(held_out, run, train)
-        say(f"validation: {held_out.summary()}")
-    output = prepare_output(run, train, resume=resume)
-    ready = prepare(run, train, say=say, per_epoch=per_epoch, held_out=len(held_out or ()))
-    train = ready.train
-    ready.save(output)
+    held = None if held_out is None else read_held_out(held_out, run, train)
+    if held is not None:
+        say(f"validation: {held.summary()}")
+    check_output(train, resume=resume)
+    ready = prepare(run, train, say=say, per_epoch=per_epoch, held_out=len(held or ()))
+    with run_folder(run, train, resume=resume) as output:
+        ready.save(output)
+        return _train(ready.train, examples, order, ready, held, output=output, resume=resume)
+
+
+def _train(
+    train: TrainSection,
+    examples: Examples,
+    order: Order,
+    ready: Preflight,
+    held_out: Examples | None,
+    *,
+    output: Path,
+    resume: bool,
+) -> Result:
     session = Session(train, output=output, policy=ready.policy, stepper=ready.stepper, order=order)
     if held_out is not None:
         session.validation = Validation(ready, output, loss_measure(held_out, ready))

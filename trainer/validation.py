@@ -22,7 +22,7 @@ from trainer.evaluation import measure_loss, measure_rewards, refuse_overlap
 from trainer.metrics import MetricsLog
 from trainer.model import Policy, load_tokenizer
 from trainer.preflight import Preflight, longest_sequence
-from trainer.rewards import Reward, check_reward_columns
+from trainer.rewards import Rewards, check_reward_columns
 from trainer.rollout import sampling_settings
 from trainer.sft_data import Examples, read_examples
 
@@ -61,8 +61,8 @@ def read_held_out(held_out: Samples, run: RunFile, train: TrainSection) -> Examp
 
 
 def reward_measure(
-    held_out: Samples, rewards: list[Reward], ready: Preflight
-) -> Callable[[], Figures]:
+    held_out: Samples, rewards: Rewards, ready: Preflight
+) -> Callable[[int], Figures]:
     """Return a function that samples and judges the held-out prompts under the weights as they are."""
     train, policy, engine = ready.train, ready.policy, ready.engine
     assert engine is not None
@@ -83,7 +83,7 @@ def reward_measure(
         for row in range(len(held_out))
     ]
 
-    def measure() -> Figures:
+    def measure(done: int) -> Figures:
         with ready.memory("evaluation"):
             engine.resume()
             engine.update_weights()
@@ -95,6 +95,7 @@ def reward_measure(
                     tokenizer=policy.tokenizer,
                     rewards=rewards,
                     section=train.evaluation,
+                    state={"global_step": done, "max_steps": train.steps},
                 ).figures
             finally:
                 engine.release()
@@ -102,10 +103,10 @@ def reward_measure(
     return measure
 
 
-def loss_measure(examples: Examples, ready: Preflight) -> Callable[[], Figures]:
+def loss_measure(examples: Examples, ready: Preflight) -> Callable[[int], Figures]:
     """Return a function that takes the loss on the held-out examples."""
 
-    def measure() -> Figures:
+    def measure(done: int) -> Figures:
         with ready.memory("evaluation"):
             return measure_loss(
                 ready.policy,
@@ -121,7 +122,7 @@ def loss_measure(examples: Examples, ready: Preflight) -> Callable[[], Figures]:
 class Validation:
     """Evaluates when it is time, keeps the best weights and says when nothing gets better any more."""
 
-    def __init__(self, ready: Preflight, output: Path, measure: Callable[[], Figures]) -> None:
+    def __init__(self, ready: Preflight, output: Path, measure: Callable[[int], Figures]) -> None:
         self._train = ready.train
         self._ready = ready
         self._measure = measure
@@ -151,7 +152,7 @@ class Validation:
     def run(self, done: int) -> Figures:
         """Evaluate after `done` steps; log it, and keep the weights if they are the best so far."""
         started = time.perf_counter()
-        figures = self._measure()
+        figures = self._measure(done)
         if self.metric not in figures:
             raise UsageError(
                 f"train.evaluation.metric: {self.metric!r} was not measured",

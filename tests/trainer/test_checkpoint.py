@@ -199,7 +199,7 @@ REWARD = (
     "    global calls\n"
     "    calls += 1\n"
     "    if calls == {stop_at}:\n"
-    "        os.kill(os.getpid(), signal.SIGTERM)\n"
+    "        os.kill(os.getppid(), signal.SIGTERM)\n"
     "    return [float(sum(c.isdigit() for c in text)) for text in completions]\n"
 )
 

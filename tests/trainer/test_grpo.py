@@ -235,7 +235,9 @@ def _batch():
 
 def test_a_failing_reward_is_reported_with_its_sample(document, train_run_of, tmp_path):
     code = "def reward(completions, **k):\n    return [1 / (len(t) - 6) for t in completions]\n"
-    (step, *_) = train_run_of(document(train=rewarded(tmp_path, code))).metrics
+    made = document(train=rewarded(tmp_path, code))
+    made["train"]["rewards"] = [{"name": "mine.py:reward", "per_sample": True}]
+    (step, *_) = train_run_of(made).metrics
     assert step["reward_failures"] > 0
     assert "ZeroDivisionError" in step["reward_failure"]
 

@@ -1,4 +1,3 @@
-import asyncio
 import math
 
 import pytest
@@ -31,9 +30,9 @@ def built_in(name, **options):
     return load_rewards([RewardSection(name=name, options=options)], root=None)
 
 
-def from_file(tmp_path, code, name="reward"):
+def from_file(tmp_path, code, name="reward", **settings):
     (tmp_path / "mine.py").write_text(code, encoding="utf-8")
-    return load_rewards([RewardSection(name=f"mine.py:{name}")], root=tmp_path)
+    return load_rewards([RewardSection(name=f"mine.py:{name}", **settings)], root=tmp_path)
 
 
 def test_exact_compares_the_first_line():
@@ -93,12 +92,11 @@ def test_an_async_reward_is_awaited(tmp_path):
         "    return [1.0] * len(completions)\n"
     )
     assert scored(from_file(tmp_path, code), ["a", "b", "c"]).totals == [1, 1, 1]
-    assert asyncio.run(asyncio.sleep(0)) is None
 
 
 def test_one_failing_sample_costs_only_itself(tmp_path):
     code = "def reward(completions, **k):\n    return [1 / len(c) for c in completions]\n"
-    result = scored(from_file(tmp_path, code), ["ab", "", "abcd"])
+    result = scored(from_file(tmp_path, code, per_sample=True), ["ab", "", "abcd"])
     assert result.by_reward["reward"] == [0.5, None, 0.25]
     assert math.isnan(result.totals[1])
     assert not result.bad
@@ -114,13 +112,6 @@ def test_none_is_silence_and_nan_is_bad(tmp_path):
     assert not result.bad
     code = "def reward(completions, **k):\n    return [float('nan'), 1.0, 2.0]\n"
     assert scored(from_file(tmp_path, code), ["a", "b", "c"]).bad
-
-
-def test_a_wrong_number_of_values_is_a_failure(tmp_path):
-    code = "def reward(completions, **k):\n    return [1.0] * 2\n"
-    result = scored(from_file(tmp_path, code), ["a", "b", "c"])
-    assert len(result.failures) == 3
-    assert "returned 2 values for 1" in result.failures[0].error
 
 
 @pytest.mark.parametrize(
