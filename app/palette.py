@@ -10,6 +10,7 @@ TERM_COLOURS = {
     "gradients": "#FFBB0D",
     "optimizer": "#D27C0F",
     "activations": "#008E4D",
+    "vision": "#110701",
     "logits": "#B60700",
     "kv_cache": "#DEC0E2",
     "engine": "#843B6D",

@@ -87,8 +87,17 @@ EXPLAINED: dict[str, str] = {
     "planner/replay/tensors.py: times = max(1, module.count // model.layers[module.layer].count): 1 x0": (
         "an adapted module is in each of its layers at least once: the quotient is 1 or more"
     ),
-    "planner/terms/standing.py: hidden=1,: 1 x0": (
-        "of a model known by its size alone only parameters are counted, never its width"
+    "planner/replay/steps.py: for number in range(min(2, self.r.grad_accum)):: 2 x1.5": (
+        "a third micro-batch meets what the second one met and left: it moves no peak"
     ),
+    "planner/layer/costs.py: value = (what, replace(layer, count=1), hidden, settings): 1 x0": (
+        "equal layers have one key whatever count stands in it"
+    ),
+    "planner/doctor/state.py: found = _held(context, ranks=1, **wide): 1 x0": "the same",
+    "planner/replay/norm.py: @lru_cache(maxsize=1024): 1024 x0": "decides speed, no byte",
+    "planner/replay/norm.py: @lru_cache(maxsize=1024): 1024 x1.5": "decides speed, no byte",
+    "planner/replay/steps.py: STEPS = 2: 2 x1.5": "a third step meets what the second one met",
+    "planner/reserved.py: _KEPT = 4096: 4096 x0": "decides speed, no byte",
+    "planner/reserved.py: _KEPT = 4096: 4096 x1.5": "decides speed, no byte",
 }
 """Mutant's key -> why no test can or should notice it."""

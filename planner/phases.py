@@ -19,6 +19,7 @@ from planner.terms.logits import Logits, held_outputs, logits
 from planner.terms.optimizer import optimizer
 from planner.terms.overhead import workspace
 from planner.terms.term import Term
+from planner.terms.vision import vision
 from planner.terms.vllm_weights import vllm_weights_term
 from planner.terms.weights import gathered, weights
 
@@ -72,24 +73,47 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     whole, root = gathered(model, r, r.placement.gathered_layers), gathered(model, r, 0)
     running = engine_costs(model, r, machine, base.bytes)
     resident = running.resident
+    seen = vision(model, r, acts.forward)
     phases = [_phase("load", base, adapter, _load(model, r, base))]
     if r.task is Task.GRPO:
         phases.append(_rollout(r, running, fixed))
         phases.append(
-            _phase("score", *fixed, _acts("score", acts.no_grad, acts), head.score, resident)
+            _phase(
+                "score",
+                *fixed,
+                seen.no_grad,
+                _acts("score", acts.no_grad, acts),
+                head.score,
+                resident,
+            )
         )
     elif r.reference is not Reference.NONE:
-        phases.append(_phase("score", *fixed, _acts("score", acts.no_grad, acts), head.score))
+        phases.append(
+            _phase("score", *fixed, seen.no_grad, _acts("score", acts.no_grad, acts), head.score)
+        )
     before = acts.forward + acts.outliving  # of the step before
     phases.append(
-        _phase("forward", *fixed, held, whole, _acts("forward", before, acts), outputs, resident)
+        _phase(
+            "forward",
+            *fixed,
+            held,
+            whole,
+            seen.forward,
+            _acts("forward", before, acts),
+            outputs,
+            resident,
+        )
     )
     kept, logit, made = _loss(r, acts, head)
     if not held.bytes and made:
         held = Term("gradients", made, "the head's {0:,} B", (made,), grads.source)
-    phases.append(_phase("loss", *fixed, held, root, _acts("loss", kept, acts), logit, resident))
+    phases.append(
+        _phase("loss", *fixed, held, root, seen.loss, _acts("loss", kept, acts), logit, resident)
+    )
     running_back = _backward(model, r, acts, grads)
-    phases.append(_phase("backward", *fixed, whole, *running_back, outputs, resident))
+    phases.append(
+        _phase("backward", *fixed, whole, seen.backward, *running_back, outputs, resident)
+    )
     left = _acts("step", acts.outliving, acts)
     step = Term(
         "optimizer",
@@ -184,12 +208,11 @@ def _earlier_grads(model: ModelSpec, r: Resolved, total: int, layers_left: int) 
     done = model.num_layers - layers_left
     if r.method is not Method.FULL:
         return total * done // model.num_layers
-    layers = sum(layer.count * layer.parameters for layer in model.layers)
     above = sum(module.parameters for module in model.final)
     if model.head is not None:
         above += model.head.parameters
-    share = (layers * done / model.num_layers + above) / max(1, model.parameters)
-    return min(total, int(total * share))
+    above += sum(model.layers[index].parameters for index in model.layer_order[layers_left:])
+    return min(total, total * above // max(1, model.parameters))
 
 
 def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, int]:

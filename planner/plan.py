@@ -8,13 +8,14 @@ from planner.errors import UsageError
 from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
 from planner.phases import Phase, budget
-from planner.reserved import Reserved, communication_bytes, reserved
+from planner.reserved import Reserved, outside_bytes, reserved
 from planner.risk import EVEN, TAIL, Distribution, Risk, distribution, kind_of
 from planner.run.framework import planned_as, spelled
 from planner.run.recipe import Recipe, Task
 from planner.run.resolve import Resolved, resolve
 from planner.terms.engine import VLLM, Serving
 from planner.terms.term import Term
+from planner.terms.vision import left_out
 from planner.units import format_bytes
 
 SCHEMA_VERSION = 1
@@ -66,8 +67,17 @@ class Plan:
 
     @property
     def low_bytes(self) -> int:
-        """torch's pool is larger than this in 95% of runs like this one."""
-        return int(self.reserved.on_card * self._spread("reserved").quantile(TAIL))
+        """torch's pool is larger than this in 95% of runs like this one, and never below what stands."""
+        likely = int(self.reserved.on_card * self._spread("reserved").quantile(TAIL))
+        return max(likely, self._standing_bytes)
+
+    @property
+    def _standing_bytes(self) -> int:
+        """Return the tensors that a run has for certain at its peak: counted, not measured."""
+        counted = ("weights", "adapters", "optimizer", "kv_cache")
+        return max(
+            sum(term.bytes for term in phase.terms if term.name in counted) for phase in self.phases
+        )
 
     @property
     def high_bytes(self) -> int:
@@ -86,11 +96,14 @@ class Plan:
     @cached_property
     def risk(self) -> Risk:
         """How likely the run ends out of memory: the share of measured runs as far above their plan."""
+        return self.risk_over(self._spread("allocated"))
+
+    def risk_over(self, spread: Distribution) -> Risk:
+        """Return the same by another distribution of measured runs."""
         if self.problem or self.peak_bytes > self.capacity_bytes or not self.host_fits:
             return Risk(1.0, "more than there is, by the plan itself")
         if not self.resolved.trains and self.serving is not None:
             return Risk(self.serving.refusal_risk, "vLLM refuses a pool under one request")
-        spread = self._spread("allocated")
         least, most = (
             spread.above(self.capacity_bytes / (times * self.peak_bytes))
             for times in (1, MOST_NEEDED)
@@ -107,8 +120,7 @@ class Plan:
     @property
     def device_used_bytes(self) -> int:
         """What nvidia-smi shows: reserved, the CUDA context and communicators."""
-        outside = self.machine.context_bytes + communication_bytes(self.resolved)
-        return self.reserved.on_card + outside
+        return self.reserved.on_card + outside_bytes(self.resolved, self.machine)
 
     @property
     def allocated_peak_bytes(self) -> int:
@@ -123,7 +135,11 @@ class Plan:
     @property
     def verdict(self) -> str:
         """fits (the risk is at most `risk_allowed`), does not fit (at least even), tight between."""
-        p_oom = self.risk.p_oom
+        return self.verdict_of(self.risk)
+
+    def verdict_of(self, risk: Risk) -> str:
+        """Return the verdict at another risk."""
+        p_oom = risk.p_oom
         if p_oom >= EVEN:
             return "does not fit"
         return "fits" if p_oom <= self.risk_allowed else "tight"
@@ -295,11 +311,13 @@ def _not_modeled(model: ModelSpec, r: Resolved) -> tuple[str, ...]:
             "vision or audio encoder: vLLM's profile runs it on the largest inputs and caches what it "
             "makes; only its weights are counted (one log's peak was six times the text's)"
         )
+    if missing := left_out(model, r):
+        notes.append(missing)
     if r.compile:
         notes.append(
             "compile: the plan is the eager run's; torch.compile fuses operations and keeps less "
             "(torchtune and torchtitan ran at 7 to 15% less)"
         )
-    if r.placement.reduces:
-        notes.append("NCCL buffers beyond the 0.8 GiB counted: real use differs by up to 0.5 GiB")
+    if r.placement.reduces and r.placement.ranks > 1:
+        notes.append("NCCL buffers beyond one communicator's: a group more takes 0.5 to 1 GiB more")
     return tuple(notes)

@@ -38,7 +38,7 @@ class Ratio(NamedTuple):
     family: str
     """The framework's family."""
     quantity: str
-    """allocated, reserved or device."""
+    """allocated, reserved, device or static (weights, adapters and states)."""
     ratio: float
 
 
@@ -108,6 +108,7 @@ def choose(rows: Sequence[Ratio], quantity: str, kind: str, family: str) -> Dist
     """
     known = any(row.family == family for row in rows)
     chosen = [row for row in rows if row.quantity == quantity]
+    chosen = chosen or [row for row in rows if row.quantity == "allocated"]
     same = [row for row in chosen if row.kind == kind]
     if not known:
         return _weighed(chosen, f"{family} was never measured: all sources alike", share=1)

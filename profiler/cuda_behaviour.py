@@ -201,7 +201,8 @@ def _softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) ->
     if dtype is None and torch.is_autocast_enabled("cpu") and input.is_floating_point():
         dtype = torch.float32
     if dtype is torch.float32 and input.dtype is torch.float16:
-        return HalfSoftmax.apply(input, dim)
+        result: torch.Tensor = HalfSoftmax.apply(input, dim)  # type: ignore[no-untyped-call]
+        return result
     return torch.softmax(input, dim, dtype=dtype)
 
 

@@ -17,6 +17,7 @@ TERMS = (
     "gradients",
     "optimizer",
     "activations",
+    "vision",
     "logits",
     "kv_cache",
     "engine",

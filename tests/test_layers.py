@@ -121,7 +121,7 @@ def test_the_planner_imports_nothing_by_a_name_in_a_string():
 
 ROOMS = (
     ("planner", "planner.errors", "planner.units", "planner.dtypes", "planner.datafiles"),
-    ("planner.models.spec", "planner.models.quantization"),
+    ("planner.models.spec", "planner.models.quantization", "planner.models.vision_spec"),
     ("planner.quant",),
     ("planner.layer.tape", "planner.layer.attention", "planner.layer.program"),
     ("planner.mixers", "planner.families"),

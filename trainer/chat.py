@@ -71,14 +71,14 @@ class Chat:
     def _marked(self, messages: Sequence[Message], *, skip: int) -> list[Span]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        _, spans = render_jinja_template(
+        rendered: Any = render_jinja_template(
             conversations=[list(messages)],
             tools=list(self.tools) if self.tools else None,
             chat_template=_template_text(self.tokenizer, self.tools),
             return_assistant_tokens_mask=True,
             **{**self.tokenizer.special_tokens_map, **self.settings},
         )
-        return [(start, end) for start, end in spans[0]][skip:]
+        return [(start, end) for start, end in rendered[1][0]][skip:]
 
     def _turn(self, messages: Sequence[Message], index: int, text: str) -> Span:
         """Return the span of message `index`, what ends its turn included."""

@@ -7,23 +7,24 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from planner.errors import UnsupportedError, UsageError
+from planner.errors import UsageError
+from planner.run.engine_choices import four_bit_refusal
 from planner.run.recipe import (
-    EngineKind,
-    Loss,
     Method,
-    OffloadSection,
     Recipe,
-    Reference,
     RunFile,
     Section,
-    Sharding,
     Task,
 )
 from planner.run.runfile import read_yaml, validate
+from trainer.fields import loss_type, refuse_unhonoured
 
 Positive = Annotated[float, Field(gt=0)]
 Steps = Annotated[int, Field(ge=1, le=10**9, strict=True)]
+
+
+EPSILON = 0.2
+GSPO_EPSILON, GSPO_EPSILON_HIGH = 3e-4, 4e-4
 
 
 class Schedule(StrEnum):
@@ -80,15 +81,17 @@ class SamplingSection(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0, strict=True)] = 0
     stop: tuple[str, ...] = ()
-    """A token whose text holds one of these ends the completion, as EOS does."""
+    """Text that ends a completion, as EOS does, over however many tokens it lies; it is kept."""
 
 
 class LossSection(Section):
     """Policy loss. The KL weight is `recipe.beta`: it moves memory."""
 
     type: Literal["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo"] = "dapo"
-    epsilon: Positive = 0.2
+    epsilon: Positive | None = None
+    """Clip below 1 - epsilon; None = 0.2, gspo: 3e-4 (its ratio is a mean over the whole sequence)."""
     epsilon_high: Positive | None = None
+    """Clip above 1 + epsilon_high; None = epsilon, gspo: 4e-4 where epsilon isn't given either."""
     delta: Positive | None = None
     scale_rewards: Literal["group", "batch", "none"] = "group"
     mask_truncated: bool = False
@@ -100,6 +103,15 @@ class LossSection(Section):
     kl: Literal["k3", "k3-ratio", "full-reverse", "forward"] = "k3"
     detach: bool = True
     """False reruns the seed's experiment: no gradient reaches the policy where old is new."""
+
+    @property
+    def clip(self) -> tuple[float, float | None]:
+        """(epsilon, epsilon_high) with their defaults; gspo's are those of arXiv 2507.18071, section 5.1."""
+        if self.epsilon is not None:
+            return self.epsilon, self.epsilon_high
+        if self.type == "gspo":
+            return GSPO_EPSILON, self.epsilon_high or GSPO_EPSILON_HIGH
+        return EPSILON, self.epsilon_high
 
 
 class EvaluationSection(Section):
@@ -214,6 +226,9 @@ def parse_run(document: dict[str, Any], *, root: Path) -> tuple[RunFile, TrainSe
     if not run.train:
         raise UsageError("run.yaml has no train: section", hint="give at least output and dataset")
     train = validate(TrainSection, run.train, label="train")
+    kind = loss_type(run.recipe, train.loss.type, said="type" in train.loss.model_fields_set)
+    if kind != train.loss.type:
+        train = train.model_copy(update={"loss": train.loss.model_copy(update={"type": kind})})
     _check_together(run, train)
     output = root / Path(train.output).expanduser()
     return run, train.model_copy(update={"output": str(output)})
@@ -221,13 +236,10 @@ def parse_run(document: dict[str, Any], *, root: Path) -> tuple[RunFile, TrainSe
 
 def refuse_four_bit(recipe: Recipe) -> None:
     """Raise UsageError for QLoRA through an engine that would serve the base as it was before."""
-    if recipe.method is Method.QLORA and recipe.engine.kind in (
-        EngineKind.VLLM_SHARED,
-        EngineKind.VLLM_PUSH,
-    ):
+    refused = four_bit_refusal(recipe.engine.kind, recipe.method)
+    if refused:
         raise UsageError(
-            f"recipe.engine.kind: {recipe.engine.kind} cannot generate with a 4-bit policy: vLLM "
-            "(0.31 to 0.33) has no bitsandbytes layers, so it would serve other weights than are trained",
+            refused,
             hint="engine kind transformers (the 4-bit policy itself generates), or method: lora",
         )
 
@@ -305,35 +317,6 @@ def _check_together(run: RunFile, train: TrainSection) -> None:
                 f"recipe.num_generations: {recipe.num_generations} leaves nothing to compare with",
                 hint="2 or more (8 is usual)",
             )
-    refused = (
-        ("sharding", recipe.sharding is not Sharding.NONE, "none: the trainer uses one device"),
-        (
-            "offload",
-            recipe.offload != OffloadSection(),
-            "out: the trainer offloads the optimizer (optimizer_offload) and layer inputs",
-        ),
-        (
-            "mixed_precision",
-            recipe.mixed_precision not in (None, "none"),
-            "none: set dtype instead",
-        ),
-        ("loss", recipe.loss is Loss.FULL, "chunked: the trainer never makes full logits"),
-        ("compile", recipe.compile, "false"),
-        (
-            "reference",
-            recipe.reference not in (None, Reference.NONE, Reference.ADAPTER_OFF),
-            "adapter-off",
-        ),
-        (
-            "beta",
-            bool(recipe.beta) and recipe.method is Method.FULL,
-            "0 with method full: its reference would be a second copy; adapters need none",
-        ),
-    )
-    for name, wrong, allowed in refused:
-        if wrong:
-            raise UnsupportedError(
-                f"recipe.{name}: {getattr(recipe, name)} cannot be trained", hint=f"use {allowed}"
-            )
+    refuse_unhonoured(run, train)
     if train.loss.kl != "k3" and not recipe.beta:
         raise UsageError(f"train.loss.kl: {train.loss.kl} has no effect with recipe.beta 0")

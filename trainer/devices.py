@@ -120,7 +120,8 @@ def this_machine(run: RunFile, train: TrainSection) -> Machine:
         return Machine(vram_bytes=limit, host_ram_bytes=host_ram, context_bytes=0)
     found = calibration.this_machine()
     if found is None:
-        return Machine(vram_bytes=psutil.virtual_memory().available, context_bytes=0)
+        available = psutil.virtual_memory().available
+        return Machine(vram_bytes=available, host_ram_bytes=host_ram, context_bytes=0)
     total = found.vram_bytes
     return replace(found, vram_bytes=total - others_bytes(found, total), host_ram_bytes=host_ram)
 

@@ -17,6 +17,7 @@ otherwise stand still) or int8 in blocks of 256 with bitsandbytes' kernels (2.03
 parameter). `offload` keeps state in pinned host memory and streams it through chunk by chunk.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from planner.errors import MissingExtraError, UsageError
+from planner.units import format_bytes
 
 CHUNK_ELEMENTS = 2**21
 """8 MiB in fp32: up to six of these is a step's scratch. A multiple of BLOCK."""
@@ -144,9 +146,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         pin = settings.offload and parameter.is_cuda
         state: dict[str, Any] = {"step": 0}
         if settings.master_weights and parameter.dtype != torch.float32:
-            master = torch.empty(
-                parameter.numel(), dtype=torch.float32, device=device, pin_memory=pin
-            )
+            master = _zeros(parameter.numel(), torch.float32, device, pin=pin)
             state["master"] = master.copy_(parameter.detach().view(-1))
         int8 = settings.state_format is StateFormat.INT8 and parameter.numel() >= MIN_INT8_ELEMENTS
         dtype = torch.float32
@@ -155,7 +155,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         elif settings.state_format is StateFormat.BF16:
             dtype = torch.bfloat16
         for number in range(1, settings.rule.num_states + 1):
-            moment = torch.zeros(parameter.numel(), dtype=dtype, device=device, pin_memory=pin)
+            moment = _zeros(parameter.numel(), dtype, device, pin=pin)
             if int8:
                 # scale 0: whatever the codes are, they mean 0.0
                 blocks = -(-parameter.numel() // BLOCK)
@@ -308,6 +308,29 @@ def _sgd(
     if moments:
         grad = moments[0].mul_(settings.betas[0]).add_(grad)
     exact.add_(grad, alpha=-group["lr"])
+
+
+class _Pinning:
+    """Whether the system still pins memory; it is asked no more once it has refused."""
+
+    refused = False
+
+
+def _zeros(numel: int, dtype: torch.dtype, device: torch.device, *, pin: bool) -> Tensor:
+    """Return zeros, in pinned host memory where wanted and granted; said once where it is not."""
+    if pin and not _Pinning.refused:
+        try:
+            return torch.zeros(numel, dtype=dtype, device=device, pin_memory=True)
+        except RuntimeError as error:  # CUDA's, or this torch has nothing to pin for
+            _Pinning.refused = True
+            first = str(error).partition("\n")[0]
+            size = format_bytes(numel * dtype.itemsize)
+            print(
+                f"optimizer offload: {size} of host memory could not be pinned ({first}); steps are "
+                "slower, results the same",
+                file=sys.stderr,
+            )
+    return torch.zeros(numel, dtype=dtype, device=device)
 
 
 _RULES = {Rule.ADAMW: _adamw, Rule.LION: _lion, Rule.SGD: _sgd, Rule.SGD_MOMENTUM: _sgd}

@@ -145,6 +145,17 @@ def check_evaluation(section: EvaluationSection, rewards: Rewards) -> None:
             f"train.evaluation.pass_reward: {section.pass_reward!r} is no reward of this run",
             hint=f"one of {', '.join(names)}",
         )
+    passing = [f"pass@{k}" for k in section.k or sorted({1, section.generations})]
+    check_metric(section, ["reward", *passing, *(f"rewards/{name}" for name in names)])
+
+
+def check_metric(section: EvaluationSection, measured: Sequence[str]) -> None:
+    """Raise UsageError when what decides about the best is not among what is measured."""
+    if section.metric is not None and section.metric not in measured:
+        raise UsageError(
+            f"train.evaluation.metric: {section.metric!r} is not measured",
+            hint=f"one of {', '.join(measured)}",
+        )
 
 
 def line_of(figures: Mapping[str, float]) -> str:

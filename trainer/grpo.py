@@ -19,12 +19,14 @@ from planner.errors import VramwiseError
 from planner.run.recipe import RunFile, Task
 from trainer.advantages import Scale, group_advantages
 from trainer.config import TrainSection
-from trainer.data import Order, Samples, check_columns, load_samples, tokenize_prompt
+from trainer.data import Order, Samples, check_columns, load_samples
 from trainer.engines.protocol import Engine, SamplingSettings
 from trainer.evaluation import check_evaluation
 from trainer.grpo_report import rollout_metrics, show_completions, step_line
+from trainer.model import load_tokenizer
 from trainer.policy_update import learn
-from trainer.preflight import Preflight, prepare
+from trainer.preflight import Preflight, longest_prompt, prepare
+from trainer.prompt_data import Prompts, read_prompts
 from trainer.reward_pool import Interrupted
 from trainer.rewards import Rewards, check_reward_columns, load_rewards, score
 from trainer.rollout import Rollout, sample, sampling_settings
@@ -55,6 +57,16 @@ def train_grpo(
     check_reward_columns(train.rewards, list(samples[0]))
     held_out = load_validation(train, samples, root=root, task=Task.GRPO)
     check_output(train, resume=resume)
+    prompts = read_prompts(
+        samples,
+        load_tokenizer(run.model, revision=run.revision),
+        train.dataset,
+        limit=longest_prompt(run),
+        rewards=train.rewards,
+    )
+    say(prompts.summary())
+    if train.loss.type == "gspo" and train.loss.epsilon is None:
+        say("gspo clips at {:g} and {:g}, as its paper does".format(*train.loss.clip))
     with closing(load_rewards(train.rewards, root=root)) as rewards:
         check_evaluation(train.evaluation, rewards)
         ready = prepare(run, train, say=say, per_epoch=len(samples), held_out=len(held_out or ()))
@@ -63,13 +75,13 @@ def train_grpo(
             rewards.pool.output.to(output / REWARDS_LOG)
             on_ready(ready)
             return _train(
-                ready.train, samples, rewards, ready, held_out, output=output, resume=resume
+                ready.train, prompts, rewards, ready, held_out, output=output, resume=resume
             )
 
 
 def _train(
     train: TrainSection,
-    samples: Samples,
+    prompts: Prompts,
     rewards: Rewards,
     ready: Preflight,
     held_out: Samples | None,
@@ -79,7 +91,7 @@ def _train(
 ) -> Result:
     policy, engine = ready.policy, ready.engine
     assert engine is not None
-    order = Order(size=len(samples), seed=train.seed, shuffle=train.dataset.shuffle)
+    order = Order(size=len(prompts), seed=train.seed, shuffle=train.dataset.shuffle)
     session = Session(train, output=output, policy=policy, stepper=ready.stepper, order=order)
     if held_out is not None:
         session.validation = Validation(ready, output, reward_measure(held_out, rewards, ready))
@@ -91,7 +103,7 @@ def _train(
         num_generations=ready.num_generations,
         max_new_tokens=ready.completion_tokens,
     )
-    grpo = Grpo(train, samples, order, rewards, ready, engine, settings, session)
+    grpo = Grpo(train, prompts, order, rewards, ready, engine, settings, session)
     with session, ready.device, closing(engine):
         for step in session.steps():
             grpo.step(step)
@@ -103,7 +115,7 @@ class Grpo:
     """The pieces of a run, and its step."""
 
     train: TrainSection
-    samples: Samples
+    prompts: Prompts
     order: Order
     rewards: Rewards
     ready: Preflight
@@ -167,19 +179,14 @@ class Grpo:
         return {
             "global_step": step,
             "max_steps": self.train.steps,
-            "epoch": rows / max(1, len(self.samples)),
+            "epoch": rows / max(1, len(self.prompts)),
         }
 
     def roll_out(self, step: int) -> Rollout:
         """Return completions of the next prompts under the weights as they are now."""
         place = self.order.state()
+        prompts = self.prompts.take(self.order, self.ready.prompts_per_step)
         tokenizer = self.ready.policy.tokenizer
-        prompts = [
-            tokenize_prompt(
-                self.samples[index], tokenizer, self.train.dataset, limit=self.ready.prompt_tokens
-            )
-            for index in self.order.take(self.ready.prompts_per_step)
-        ]
         # seeded by the step: a resumed run draws what the first one would have drawn
         seeded = replace(self.settings, seed=self.train.seed + SEED_STRIDE * (step + 1))
         with self.ready.memory("rollout"):

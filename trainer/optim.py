@@ -59,6 +59,10 @@ def make_optimizer(
     groups = _groups(parameters, weight_decay)
     if kind in (Optimizer.ADAFACTOR, Optimizer.MUON):
         return _matrix_optimizer(kind, groups, lr)
+    if kind not in _RULE:
+        raise UnsupportedError(
+            f"optimizer {kind}: is not trained here", hint=f"one of {', '.join(_RULE)}"
+        )
     settings = OptimizerSettings(
         rule=_RULE[kind],
         lr=lr,

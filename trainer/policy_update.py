@@ -4,7 +4,7 @@ Shapes: N scored tokens of a micro-batch, S completions of the rollout.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -109,12 +109,16 @@ class PolicyUpdate:
         self.gap.add(basis, sampler, cap=self._train.loss.is_cap)
         return importance_weights(basis, sampler, batch.sequence_ids, section=self._train.loss)
 
-    @torch.no_grad()
     def _score_tokens(self) -> dict[int, Tensor]:
         """Return completion -> log-probabilities [tokens] under the policy as it is now."""
+        lengths = [len(self.rollout.sequence(index).token_ids) for index in self.teaching]
+        return self._ready.stepper.in_memory(self._score_once, longest=max(lengths, default=1))
+
+    @torch.no_grad()
+    def _score_once(self, budget: int) -> dict[int, Tensor]:
         ready = self._ready
         scored: dict[int, Tensor] = {}
-        for batch in self.micro_batches(self.teaching, ready.stepper.budget.tokens):
+        for batch in self.micro_batches(self.teaching, budget):
             hidden = hidden_rows(ready.policy, batch)
             logp = log_probs(ready.policy, batch, hidden, **ready.shape).logp
             for place, index in enumerate(batch.indices):
@@ -139,18 +143,17 @@ def learn(
     update = PolicyUpdate(rollout, advantages, ready=ready, train=train, engine=engine)
     with ready.memory("score") if needs_scores(update, train) else nullcontext():
         update.score()
-    teaching = set(update.teaching)
+    teaching, counted = set(update.teaching), set(update.counted)
+    norms: list[float] = []
     made = 0
     last: Update[LossStats] | None = None
     total: LossStats | None = None
     for _ in range(train.num_iterations):
-        for counted in _parts(update.counted, train.updates_per_rollout):
-            normaliser = loss_normaliser(
-                update.settings,
-                num_sequences=len(counted),
-                num_tokens=sum(rollout.lengths[index] for index in counted),
+        for chosen in _parts(range(len(rollout.completions)), train.updates_per_rollout):
+            normaliser = step_normaliser(
+                update.settings, lengths=rollout.lengths, chosen=chosen, counted=counted
             )
-            part = [index for index in counted if index in teaching]
+            part = [index for index in chosen if index in teaching]
             if not part:
                 continue
             last = ready.stepper.run(
@@ -160,14 +163,36 @@ def learn(
                 longest=max(len(rollout.sequence(index).token_ids) for index in part),
             )
             made += not last.skipped
+            norms.append(last.grad_norm)
             for stats in last.stats:
                 total = stats if total is None else total + stats
     if last is None or total is None:
         return 1, {"loss": 0.0, "grad_norm": 0.0, "nothing_to_learn": True}
-    logged = total.summary() | {"grad_norm": last.grad_norm, "lr": last.lr}
+    logged = total.summary() | {"grad_norm": sum(norms) / len(norms), "lr": last.lr}
+    if len(norms) > 1:
+        logged |= {"grad_norm/max": max(norms), "updates": made}
     logged |= {"train_tokens": last.num_tokens, "micro_batches": len(last.stats)}
     logged |= {"budget_tokens": ready.stepper.budget.tokens}
     return made, logged | update.gap.summary()
+
+
+def step_normaliser(
+    settings: LossSettings,
+    *,
+    lengths: Sequence[int],
+    chosen: Sequence[int],
+    counted: Collection[int],
+) -> float:
+    """Return what the loss of one optimizer step over the completions `chosen` is divided by.
+
+    Those that are masked (not in `counted`) have no tokens, but they are sequences still, as in TRL: a
+    mean over sequences, and dr_grpo's constant, are not to grow where others were cut.
+    """
+    return loss_normaliser(
+        settings,
+        num_sequences=len(chosen),
+        num_tokens=sum(lengths[index] for index in chosen if index in counted),
+    )
 
 
 def needs_scores(update: PolicyUpdate, train: TrainSection) -> bool:
@@ -177,10 +202,11 @@ def needs_scores(update: PolicyUpdate, train: TrainSection) -> bool:
 
 def loss_settings(train: TrainSection, *, beta: float, limit: int) -> LossSettings:
     """Return the loss of the run; `limit` is the completion length that dr_grpo divides by."""
+    epsilon, high = train.loss.clip
     return LossSettings(
         loss_type=LossType(train.loss.type),
-        epsilon=train.loss.epsilon,
-        epsilon_high=train.loss.epsilon_high,
+        epsilon=epsilon,
+        epsilon_high=high,
         delta=train.loss.delta,
         beta=beta,
         kl=KlEstimator(train.loss.kl),

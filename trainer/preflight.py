@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from planner.errors import VramwiseError
+from planner.errors import UsageError, VramwiseError
 from planner.machines.machine import Machine
 from planner.models.hub import find_model
 from planner.models.spec import ModelSpec
@@ -28,6 +28,7 @@ from trainer.engines import make_engine
 from trainer.engines.protocol import Engine
 from trainer.engines.vllm_settings import settle_engine
 from trainer.evaluation_phase import check_evaluation_fits, evaluation_phase
+from trainer.fields import machine_note, other_framework, unread_notes
 from trainer.model import Policy, load_policy
 from trainer.packing import keeps_apart, refuse_mixing
 from trainer.phase_memory import PhaseMemory
@@ -77,7 +78,7 @@ class Preflight:
         on_gpu = self.policy.device.type == "cuda"
         planned: dict[str, int] = {}
         shared = self.sharing.phases if self.sharing else ()
-        evaluation = (evaluation_phase(self.plan),) if self.held_out else ()
+        evaluation = (evaluation_phase(self.plan, prompts=self.held_out),) if self.held_out else ()
         for phase in (*self.plan.phases, *shared, *evaluation):
             size = sum(term.bytes for term in phase.terms if on_gpu or term.name != "overhead")
             planned[phase.name] = max(size, planned.get(phase.name, 0))
@@ -101,13 +102,24 @@ def longest_sequence(run: RunFile) -> int:
     return resolve(spec, settled(run.recipe), Machine(vram_bytes=1)).seq_tokens
 
 
+def longest_prompt(run: RunFile) -> int:
+    """Return the tokens of the longest prompt that a run file allows."""
+    spec = find_model(run.model, revision=run.revision)
+    return resolve(spec, settled(run.recipe), Machine(vram_bytes=1)).prompt_tokens
+
+
 def prepare(
-    run: RunFile, train: TrainSection, *, say: Say = silent, per_epoch: int = 1, held_out: int = 0
+    run: RunFile,
+    train: TrainSection,
+    *,
+    say: Say = silent,
+    per_epoch: int | None = None,
+    held_out: int = 0,
 ) -> Preflight:
     """Plan, load and rehearse the run. Raises VramwiseError with advice when it cannot fit.
 
     `per_epoch`: prompts (SFT: samples or packed rows) of the data set, which epochs are counted in;
-    `held_out`: samples of an evaluation.
+    None: not known, nothing is checked against it. `held_out`: samples of an evaluation.
     """
     spec = find_model(run.model, revision=run.revision)
     unused = check_driver()
@@ -118,8 +130,14 @@ def prepare(
         say(note)
     wanted = settle_engine(settled(run.recipe))
     layout, asked = choose_layout(spec, wanted, train)
+    if asked:  # samples in one row: planned with the mask that keeps them apart
+        wanted = wanted.model_copy(update={"packing": True})
     recipe, planned = solve(spec, wanted, machine, train, held=held)
-    train = with_epochs(train, per_epoch=per_epoch, per_step=_prompts_per_step(recipe, train))
+    other = other_framework(spec, run.recipe, recipe, machine)
+    for note in filter(None, (other, *unread_notes(planned.resolved), _elsewhere(run, machine))):
+        say(note)
+    per_step = _within_epoch(recipe, train, per_epoch, say=say)
+    train = with_epochs(train, per_epoch=per_epoch or 1, per_step=per_step)
     policy = load_policy(
         run.model,
         recipe=recipe,
@@ -167,19 +185,24 @@ def prepare(
         prompt_tokens=planned.resolved.prompt_tokens,
         completion_tokens=planned.resolved.completion_tokens,
         num_generations=planned.resolved.num_generations,
-        prompts_per_step=_prompts_per_step(recipe, train),
+        prompts_per_step=per_step,
         device=_device(train, policy),
         engine=engine,
         sharing=sharing,
         held_out=held_out,
     )
     if held_out:
-        check_evaluation_fits(planned)
+        check_evaluation_fits(planned, prompts=held_out)
     if train.preflight:
         with ready.device:
             ready = replace(ready, measured=rehearse(ready, train))
         say(table(ready))
     return ready
+
+
+def _elsewhere(run: RunFile, machine: Machine) -> str:
+    name = machine.gpu.name if machine.gpu else "a device"
+    return machine_note(run, f"{name} with {format_bytes(machine.vram_bytes)}")
 
 
 def settled(recipe: Recipe) -> Recipe:
@@ -213,6 +236,8 @@ def solve(
 
     Raises VramwiseError with advice when even one sequence doesn't fit; `held` says what others hold.
     """
+    if train.device_memory:
+        held = f"train.device_memory: {train.device_memory}"
     if recipe.micro_batch_size is not None:
         planned = plan(spec, recipe, machine)
         if not planned.may_run:
@@ -299,6 +324,24 @@ def _prompts_per_step(recipe: Recipe, train: TrainSection) -> int:
     return rows if recipe.task is Task.SFT else max(1, rows // (recipe.num_generations or 8))
 
 
+def _within_epoch(recipe: Recipe, train: TrainSection, per_epoch: int | None, *, say: Say) -> int:
+    """Return the prompts (SFT: samples) of a step: never more than the data set has.
+
+    Raises UsageError where the run file itself asks for more.
+    """
+    count = _prompts_per_step(recipe, train)
+    if per_epoch is None or count <= per_epoch:
+        return count
+    if train.prompts_per_step is not None:
+        raise UsageError(
+            f"train.prompts_per_step: {count} is more than the {per_epoch} of the data set: one step "
+            f"would go through it {count / per_epoch:.3g} times",
+            hint=f"at most {per_epoch}; more data, or num_generations, for larger steps",
+        )
+    say(f"a step takes all {per_epoch} of the data set: the recipe's sizes would repeat them")
+    return per_epoch
+
+
 def choose_layout(spec: ModelSpec, recipe: Recipe, train: TrainSection) -> tuple[Layout, str]:
     """Return how sequences lie in memory, and the field that asked for several of them in a row.
 
@@ -312,7 +355,7 @@ def choose_layout(spec: ModelSpec, recipe: Recipe, train: TrainSection) -> tuple
         return (Layout.ROWS if rows else Layout.PACKED), "recipe.packing"
     if train.padding_free:
         refuse_mixing(spec, asked="train.padding_free")
-        return Layout.PACKED, "train.padding_free"
+        return (Layout.PACKED if flash else Layout.ROWS), "train.padding_free"
     by_itself = flash and recipe.packing is None and train.padding_free is None
     return (Layout.PACKED if by_itself and keeps_apart(spec) else Layout.SORTED), ""
 

@@ -87,6 +87,8 @@ class Worker:
     def __init__(self, specs: Sequence[Spec], output: Output) -> None:
         self.specs = list(specs)
         self.refused: Refused | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._loaded: Loaded | None = None
         self._output = output
         self._waiting: list[Ask] = []
         self._in_flight: dict[int, Ask] = {}
@@ -137,10 +139,10 @@ class Worker:
 
     def _start(self) -> None:
         """Start the process, which then loads its functions."""
-        self._loaded: Loaded | None = None
+        self._loaded = None
         self._channel, theirs = Pipe()
         with theirs:
-            self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
+            self._process = subprocess.Popen(
                 [sys.executable, "-c", BOOT, json.dumps(sys.path), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,

@@ -182,6 +182,7 @@ def _serve(channel: Connection, specs: list[Spec], functions: list[RewardFunctio
             asyncio.run_coroutine_threadsafe(_call_async(call, spec, function, answer), loop)
             continue
         notes = Notes()
+        message: Done | Failed
         try:
             result = function(**_accepted(function, notes.arguments(call)))
             if inspect.isawaitable(result):

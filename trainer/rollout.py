@@ -15,7 +15,7 @@ from trainer.config import LossSection, SamplingSection
 from trainer.data import Prompt
 from trainer.engines.protocol import Completion, Engine, SamplingSettings
 from trainer.model import Policy
-from trainer.sampling import stop_tokens
+from trainer.sampling import StopStrings, stop_tokens
 from trainer.shared_plan import Sharing
 from trainer.shared_prefix import collate_shared, shared_tokens, worth_sharing
 
@@ -58,7 +58,7 @@ class Rollout:
 def sampling_settings(
     section: SamplingSection, tokenizer: Any, *, num_generations: int, max_new_tokens: int
 ) -> SamplingSettings:
-    """Return the engine's settings; stop strings become the tokens that hold them."""
+    """Return the engine's settings; a token that holds a stop string ends at once."""
     return SamplingSettings(
         num_generations=num_generations,
         max_new_tokens=max_new_tokens,
@@ -66,6 +66,7 @@ def sampling_settings(
         top_p=section.top_p,
         top_k=section.top_k,
         stop_token_ids=stop_tokens(tokenizer, section.stop),
+        stop=section.stop,
     )
 
 
@@ -74,6 +75,8 @@ def sample(
 ) -> Rollout:
     """Return the completions of `prompts` under the engine's current weights."""
     completions = engine.generate([prompt.token_ids for prompt in prompts], settings)
+    stops = StopStrings(tokenizer, settings.stop)
+    completions = [_stopped(completion, stops) for completion in completions]
     texts = tokenizer.batch_decode(
         [list(completion.token_ids) for completion in completions], skip_special_tokens=True
     )
@@ -82,6 +85,20 @@ def sample(
         completions=completions,
         texts=texts,
         num_generations=settings.num_generations,
+    )
+
+
+def _stopped(completion: Completion, stops: StopStrings) -> Completion:
+    """Return the completion up to a stop string, for an engine that went on behind it."""
+    end = stops.cut(completion.token_ids)
+    if end is None:
+        return completion
+    logprobs = completion.logprobs
+    return replace(
+        completion,
+        token_ids=completion.token_ids[:end],
+        logprobs=None if logprobs is None else logprobs[:end],
+        finished=True,
     )
 
 

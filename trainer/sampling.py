@@ -3,6 +3,8 @@
 Shapes: B rows, V vocabulary.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -60,3 +62,30 @@ def stop_tokens(tokenizer: object, stop: tuple[str, ...]) -> tuple[int, ...]:
     return tuple(
         index for index, text in zip(ids, texts, strict=True) if any(word in text for word in stop)
     )
+
+
+class StopStrings:
+    """Finds where a completion has come to one of the `stop` strings, over however many tokens it lies."""
+
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._stop = stop
+        # a token has a byte at least, and what begins a text may be decoded otherwise: some to spare
+        self._window = max((len(word.encode()) for word in stop), default=0) + 4
+
+    def end(self, tokens: list[int]) -> bool:
+        """Return whether a string ends with the last of `tokens`; to be asked after every token."""
+        if not self._stop:
+            return False
+        text = self._tokenizer.decode(tokens[-self._window :], skip_special_tokens=False)
+        return any(word in text for word in self._stop)
+
+    def cut(self, tokens: tuple[int, ...]) -> int | None:
+        """Return how many of `tokens` there are up to the first string, its last token included."""
+        if not self._stop:
+            return None
+        text = self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+        if not any(word in text for word in self._stop):
+            return None
+        counts = range(1, len(tokens) + 1)
+        return next((count for count in counts if self.end(list(tokens[:count]))), None)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -41,6 +42,8 @@ def train_sft(
     run: RunFile, train: TrainSection, *, root: Path, resume: bool = False, say: Say = silent
 ) -> Result:
     """Fine-tune as the run file says; return how it ended. Raises VramwiseError."""
+    from transformers import AutoConfig
+
     samples = load_samples(train.dataset, root=root)
     check_columns(samples, train.dataset, task="sft")
     # every row once, before any weight is loaded
@@ -59,11 +62,22 @@ def train_sft(
     held = None if held_out is None else read_held_out(held_out, run, train)
     if held is not None:
         say(f"validation: {held.summary()}")
+    config = AutoConfig.from_pretrained(run.model, revision=run.revision)
+    coefficient = router_coefficient(config, train.router_aux_loss_coef)
     check_output(train, resume=resume)
     ready = prepare(run, train, say=say, per_epoch=per_epoch, held_out=len(held or ()))
     with run_folder(run, train, resume=resume) as output:
         ready.save(output)
-        return _train(ready.train, examples, order, ready, held, output=output, resume=resume)
+        return _train(
+            ready.train,
+            examples,
+            order,
+            ready,
+            held,
+            output=output,
+            resume=resume,
+            coefficient=coefficient,
+        )
 
 
 def _train(
@@ -75,13 +89,13 @@ def _train(
     *,
     output: Path,
     resume: bool,
+    coefficient: float,
 ) -> Result:
     session = Session(train, output=output, policy=ready.policy, stepper=ready.stepper, order=order)
     if held_out is not None:
         session.validation = Validation(ready, output, loss_measure(held_out, ready))
     if resume:
         session.resume()
-    coefficient = router_coefficient(ready.policy.base.config, train.router_aux_loss_coef)
     with session, ready.device:
         for step in session.steps():
             started = time.perf_counter()
@@ -127,7 +141,11 @@ def _train(
 
 def make_order(examples: Examples, run: RunFile, train: TrainSection) -> tuple[Order, int]:
     """Return the order of samples, or of packed rows of them, and how many an epoch has."""
-    shape = {"size": len(examples), "seed": train.seed, "shuffle": train.dataset.shuffle}
+    shape: dict[str, Any] = {
+        "size": len(examples),
+        "seed": train.seed,
+        "shuffle": train.dataset.shuffle,
+    }
     if not run.recipe.packing:
         return Order(**shape), len(examples)
     packed = PackedOrder(**shape, lengths=examples.lengths, row_tokens=examples.limit)

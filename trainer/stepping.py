@@ -18,6 +18,14 @@ from trainer.optim import NO_SCALE, LossScale, apply_step, make_optimizer
 from trainer.phase_memory import PhaseMemory
 
 T = TypeVar("T")
+R = TypeVar("R")
+
+
+def free_memory() -> None:
+    """Give back what no tensor needs any more, before something is tried again smaller."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def make_run_optimizer(
@@ -119,33 +127,43 @@ class Stepper:
         micro-batch's share of the loss and its statistics, `longest` is the longest sequence in tokens. When memory runs out the
         budget is halved and the whole step done again: half a step's gradients are worth nothing.
         """
-        while True:
-            update = self._attempt(step, micro_batches, loss)
-            if isinstance(update, Update):
-                return update
-            self.budget.halve(longest)
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+        return self.in_memory(
+            lambda budget: self._whole(step, micro_batches, loss), longest=longest
+        )
 
-    def _attempt(
+    def in_memory(self, work: Callable[[int], R], *, longest: int) -> R:
+        """Return `work(budget)`; when memory runs out the budget is halved and all of it done again.
+
+        Raises VramwiseError when one sequence of `longest` tokens is too much already.
+        """
+        while True:
+            done = self._attempt(work)
+            if done is not None:
+                return done
+            self.budget.halve(longest)
+            free_memory()
+
+    def _attempt(self, work: Callable[[int], R]) -> R | None:
+        """Return what `work` does, or None when memory ran out: then no frame holds its tensors."""
+        try:
+            return work(self.budget.tokens)
+        except torch.OutOfMemoryError:
+            self.optimizer.zero_grad(set_to_none=True)
+            return None
+
+    def _whole(
         self,
         step: int,
         micro_batches: Callable[[int], Iterable[MicroBatch]],
         loss: Callable[[MicroBatch], tuple[Tensor, T]],
-    ) -> Update[T] | None:
-        """Return the update, or None when memory ran out: then no frame holds its tensors."""
-        try:
-            while True:
-                with self._policy.training():
-                    update = self._accumulate(step, micro_batches, loss)
-                # fp16 overflow: the scale is halved by now, and the step is done again
-                overflow = update.skipped and update.scale > 1 and math.isfinite(update.loss)
-                if not overflow:
-                    return update
-        except torch.OutOfMemoryError:
-            self.optimizer.zero_grad(set_to_none=True)
-            return None
+    ) -> Update[T]:
+        while True:
+            with self._policy.training():
+                update = self._accumulate(step, micro_batches, loss)
+            # fp16 overflow: the scale is halved by now, and the step is done again
+            overflow = update.skipped and update.scale > 1 and math.isfinite(update.loss)
+            if not overflow:
+                return update
 
     def _accumulate(
         self,

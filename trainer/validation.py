@@ -18,7 +18,7 @@ from planner.run.recipe import RunFile, Task
 from trainer import checkpoint as checkpoints
 from trainer.config import TrainSection
 from trainer.data import Samples, check_columns, load_samples, tokenize_prompt
-from trainer.evaluation import measure_loss, measure_rewards, refuse_overlap
+from trainer.evaluation import check_metric, measure_loss, measure_rewards, refuse_overlap
 from trainer.metrics import MetricsLog
 from trainer.model import Policy, load_tokenizer
 from trainer.preflight import Preflight, longest_sequence
@@ -51,6 +51,7 @@ def load_validation(train: TrainSection, training: Samples, *, root: Path, task:
 def read_held_out(held_out: Samples, run: RunFile, train: TrainSection) -> Examples:
     """Return the held-out SFT samples as tokens."""
     assert train.validation is not None
+    check_metric(train.evaluation, SMALLER_IS_BETTER)
     return read_examples(
         held_out,
         load_tokenizer(run.model, revision=run.revision),
@@ -153,12 +154,7 @@ class Validation:
         """Evaluate after `done` steps; log it, and keep the weights if they are the best so far."""
         started = time.perf_counter()
         figures = self._measure(done)
-        if self.metric not in figures:
-            raise UsageError(
-                f"train.evaluation.metric: {self.metric!r} was not measured",
-                hint=f"one of {', '.join(name for name in figures if '/' not in name)}",
-            )
-        value = figures[self.metric]
+        value = figures.get(self.metric, math.nan)  # a reward that was silent everywhere
         sign = -1 if self.metric in SMALLER_IS_BETTER else 1
         gain = math.inf if self.best is None else sign * (value - self.best)
         if math.isfinite(value) and gain > self._train.evaluation.min_delta:

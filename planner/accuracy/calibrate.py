@@ -19,6 +19,9 @@ QUANTITIES = {
     "peak_allocated": "allocated",
     "peak_reserved": "reserved",
     "nvidia_smi_used_peak": "device",
+    "static_allocated": "static",
+    "static_load_allocated": "static",
+    "static_load_reserved": "static",
 }
 FORMULAS = (
     "layer",

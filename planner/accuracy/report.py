@@ -6,8 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from planner.accuracy.calibrate import ratio_of
-from planner.accuracy.score import Accuracy, Scored, Statistics, Uncovered
-from planner.risk import TAIL, choose
+from planner.accuracy.score import SPILLED, Accuracy, Scored, Statistics, Uncovered, Verdicts
+from planner.risk import MIN_ROWS, TAIL, Distribution, choose, kind_of
 
 SCHEMA_VERSION = 1
 WORST_ROWS = 15
@@ -39,8 +39,9 @@ No constant is tuned until rows match; a difference stays until an allocation ex
 * **Loss heads**: 12 bytes per logit in the backward of transformers since 4.46, 14 in the forward of releases that copied shifted logits, 18 with fp32 outputs held, 8 with
   fused cross-entropy on fp32 logits; LitGPT 8 (Fabric converts outputs to fp32); torchtune's compiled chunks 2.
 * **GRPO with full logits**: 16 bytes per logit while TRL divides by the temperature first (1.0 to 1.11), 12 in 1.12: both groups of the 21 public runs within 0.5%.
-* **Reserved against allocated**: freed blocks of vocabulary width, of a layer and of the step serve no other size, so the pools add up (nvidia-smi: median
-  error 15% before, under 5% after). Samples of many lengths leave a second set of head blocks: exact to 0.1% for Qwen-7B in ms-swift.
+* **Reserved against allocated**: loading and two steps are replayed, allocation by allocation, through the rules of CUDA's caching allocator (planner/replay):
+  a freed block serves a request of another size only when that is smaller, so blocks of vocabulary width, of a layer and of the step are kept beside each other;
+  near the card's limit idle segments are given back first. Steps of many lengths are replayed one after the other, each meeting the cache of the one before.
 * **LitGPT** gives every model a head of its own, quantises it, joins q, k and v (the values stay a view of all three) and loads the
   whole model on each GPU before FSDP shards it.
 * **vLLM** weights hold the rotary cache (positions x rotary width x 2 bytes) and the LoRA slots.
@@ -59,6 +60,7 @@ def only_source(result: Accuracy, text: str) -> Accuracy:
         not_covered=refused,
         elsewhere=[item for item in result.elsewhere if wanted in item.source.lower()],
         runs={key: row for key, row in result.runs.items() if wanted in row.source.lower()},
+        spilled={k: row for k, row in result.spilled.items() if wanted in row.source.lower()},
     )
 
 
@@ -73,6 +75,12 @@ def to_json(result: Accuracy, *, tier: str = "analytic", rows: bool = False) -> 
         "planned": sum(item.prediction.planned for item in result.scored),
         "interval_coverage": result.interval_coverage,
         "verdicts": result.verdicts.to_dict(),
+        "verdicts_left_out": {
+            source: verdicts.to_dict() for source, verdicts in verdicts_left_out(result)
+        },
+        "verdicts_not_judged": [
+            {"id": row.id, "reason": row.reason} for row in result.spilled.values()
+        ],
         "left_out": [
             {"quantity": q, "source": s, "n": n, "interval_coverage": c, "interval_width": w}
             for q, s, n, c, w in left_out(result)
@@ -151,6 +159,7 @@ def to_markdown(result: Accuracy) -> str:
         "## Verdicts",
         "",
         *_verdict_table(result),
+        *_left_out_table(result),
         "",
         "## By quantity",
         "",
@@ -196,8 +205,8 @@ def left_out(result: Accuracy) -> list[tuple[str, str, int, float, float]]:
     for quantity in dict.fromkeys(row.quantity for row in rows):
         for source in sorted({row.source for row in rows if row.quantity == quantity}):
             others = [row for row in rows if row.source != source]
-            if not any(row.quantity == quantity for row in others):
-                continue  # no other source has such a figure
+            if sum(row.quantity == quantity for row in others) < MIN_ROWS:
+                continue  # the other sources have too few such figures to judge by
             inside, widths = 0, []
             own = [row for row in rows if row.source == source and row.quantity == quantity]
             for row in own:
@@ -207,6 +216,52 @@ def left_out(result: Accuracy) -> list[tuple[str, str, int, float, float]]:
                 widths.append(high - low)
             found.append((quantity, source, len(own), inside / len(own), max(widths)))
     return found
+
+
+def verdicts_left_out(result: Accuracy) -> list[tuple[str, Verdicts]]:
+    """Return each source's runs with their verdicts by the ratios of all other sources."""
+    rows = [row for item in result.scored if (row := ratio_of(item)) is not None]
+    found = []
+    judged = result.verdicts.rows
+    for source in sorted({verdict.source for verdict in judged}):
+        others = [row for row in rows if row.source != source]
+        if not any(row.quantity == "allocated" for row in others):
+            continue  # nothing else was measured
+        spreads: dict[tuple[str, str], Distribution] = {}
+        own = []
+        for verdict in judged:
+            if verdict.source != source:
+                continue
+            plan, r = verdict.plan, verdict.plan.resolved
+            key = kind_of(r), r.framework.family
+            if key not in spreads:
+                spreads[key] = choose(others, "allocated", *key)
+            own.append(verdict._replace(verdict=plan.verdict_of(plan.risk_over(spreads[key]))))
+        found.append((source, Verdicts(tuple(own))))
+    return found
+
+
+def _left_out_table(result: Accuracy) -> list[str]:
+    """Return the verdicts of each source by the others, and their sums."""
+    table = verdicts_left_out(result)
+    if not table:
+        return []
+    lines = [
+        "",
+        "Each source's runs judged by the ratios of all other sources:",
+        "",
+        "| source | ran | called does not fit | called tight | out of memory | called fits |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    sums = Verdicts(tuple(row for _, verdicts in table for row in verdicts.rows))
+    for source, verdicts in (*table, ("**all**", sums)):
+        counts = verdicts.to_dict()
+        names = ("ran", "ran_called_no", "ran_called_tight", "oom", "oom_called_fits")
+        lines.append(f"| {source} | {' | '.join(str(counts[name]) for name in names)} |")
+    if result.spilled:
+        named = ", ".join(row.id for row in result.spilled.values())
+        lines += ["", f"Not judged, {SPILLED}: {named}."]
+    return lines
 
 
 def _verdict_table(result: Accuracy) -> list[str]:

@@ -1,7 +1,7 @@
 """Rows of rl.csv: GRPO and preference runs, colocated engines, context limits."""
 
 from planner.accuracy.names import machine_named, model_named
-from planner.accuracy.prediction import NotCovered, Prediction, around
+from planner.accuracy.prediction import NotCovered, Prediction
 from planner.accuracy.rl_recipe import rl_recipe
 from planner.accuracy.rows import Row
 from planner.accuracy.sft_rows import figure, load_bytes
@@ -34,8 +34,8 @@ def predict_rl(row: Row) -> Prediction:
         value = result.device_used_bytes
         return Prediction(quantity, value, *result.interval("device", value), result)
     if quantity == "reserved_before_train":
-        return around("static_load_reserved", load_bytes(result), 0.97, 1.1, result)
+        return figure("static_load_reserved", result)
     if quantity == "training_delta_reserved":
         value = result.reserved_peak_bytes - load_bytes(result)
-        return around(quantity, value, 0.7, 1.4, result)
+        return Prediction(quantity, value, *result.interval("reserved", value), result)
     raise NotCovered(f"the figure {quantity!r} is not one that the planner states")

@@ -112,11 +112,13 @@ class Accuracy:
     elsewhere: list[Uncovered] = field(default_factory=list)
     """Rows that are no run's memory: kernel benchmarks, somebody's estimates."""
     runs: dict[tuple[str, bool], Verdict] = field(default_factory=dict)
+    spilled: dict[tuple[str, bool], Uncovered] = field(default_factory=dict)
+    """Runs whose tensors were more than their card: no verdict on the card can be judged by them."""
 
     @property
     def verdicts(self) -> Verdicts:
         """Return the verdicts, one for every run and end."""
-        return Verdicts(tuple(self.runs.values()))
+        return Verdicts(tuple(row for key, row in self.runs.items() if key not in self.spilled))
 
     def by_quantity(self) -> dict[str, Statistics]:
         """Return statistics per canonical quantity, largest group first; unsure rows last, apart."""
@@ -173,6 +175,7 @@ def _score(row: Row, predict: Predictor, result: Accuracy) -> None:
         (result.scored if sure else result.low_confidence).append(item)
         if sure:
             _judge(row, item.prediction, result)
+            _note_spill(item, result)
     except NotARun as reason:
         result.rows -= sure and not row.failed
         result.elsewhere.append(Uncovered(row.id, str(reason), row.source))
@@ -184,13 +187,31 @@ def _score(row: Row, predict: Predictor, result: Accuracy) -> None:
         result.not_covered.append(Uncovered(row.id, why, row.source))
 
 
+SPILLED = (
+    "its tensors were more than its card holds: Windows' driver moves what is over to host memory"
+)
+
+
+def _note_spill(item: Scored, result: Accuracy) -> None:
+    """Keep runs that cannot have stayed in their card: allocated and the context exceed it."""
+    plan = item.prediction.plan
+    if plan is None or item.prediction.quantity != "peak_allocated":
+        return
+    if item.truth + plan.machine.context_bytes > plan.machine.vram_bytes:
+        row = item.row
+        result.spilled[_run_key(row)] = Uncovered(row.id, SPILLED, row.source)
+
+
+def _run_key(row: Row) -> tuple[str, bool]:
+    return f"{row.layout}:{row.run}", not row.failed and not row.refused
+
+
 def _judge(row: Row, prediction: Prediction, result: Accuracy) -> None:
     """Keep the plan's verdict on the run, once for each run and end."""
     plan = prediction.plan
     if plan is not None and plan.machine.gpu is not None:
-        ran = not row.failed and not row.refused
-        key = (f"{row.layout}:{row.run}", ran)
-        result.runs.setdefault(key, Verdict(row.id, row.source, ran, plan.verdict, plan))
+        key = _run_key(row)
+        result.runs.setdefault(key, Verdict(row.id, row.source, key[1], plan.verdict, plan))
 
 
 def summarise(items: list[Scored]) -> Statistics:

@@ -16,8 +16,6 @@ from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
 from planner.run.recipe import Recipe, Sharding, Task
 
-STATIC_SLACK = (0.95, 1.05)
-"""Weights, adapters and states are counted exactly; blocks round up to 512 bytes or 2 MiB."""
 PHASES = ("load", "forward", "loss", "backward", "step")
 
 
@@ -66,7 +64,7 @@ def _loaded(row: Row) -> Prediction:
         total = weights + context
         return Prediction("nvidia_smi_used_loaded", total, weights, total + 2 * context, result)
     if quantity.startswith("allocated after load"):
-        return around("static_load_allocated", weights, *STATIC_SLACK, result)
+        return _static("static_load_allocated", weights, result)
     raise NotCovered(f"the figure {row.quantity[:50]!r} is not one that the planner states")
 
 
@@ -176,14 +174,18 @@ def figure(quantity: str, result: Plan, extra: int = 0) -> Prediction:
         interval = result.interval("allocated", phase.total_bytes)
         return Prediction(quantity, phase.total_bytes, *interval, result)
     if quantity == "static_allocated":
-        return around(quantity, static_bytes(result), *STATIC_SLACK, result)
+        return _static(quantity, static_bytes(result), result)
     if quantity.startswith("static_load"):
-        return around(quantity, load_bytes(result), *STATIC_SLACK, result)
+        return _static(quantity, load_bytes(result), result)
     if quantity == "nvidia_smi_used_peak":
         used = result.device_used_bytes
         return Prediction(quantity, used, *result.interval("device", used), result)
     value = result.reserved_peak_bytes + extra
     return Prediction(quantity, value, *result.interval("reserved", value), result)
+
+
+def _static(quantity: str, value: int, result: Plan) -> Prediction:
+    return Prediction(quantity, value, *result.interval("static", value), result)
 
 
 def static_bytes(result: Plan) -> int:

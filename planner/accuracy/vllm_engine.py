@@ -30,9 +30,9 @@ _EXPERTS_ONLY: dict[str, object] = {
         "self_attn",
         "shared_expert",
         "router",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
+        "feed_forward.gate_proj",
+        "feed_forward.up_proj",
+        "feed_forward.down_proj",
     ]
 }
 _LISTS: tuple[tuple[str, Mapping[str, object]], ...] = (
@@ -163,6 +163,8 @@ def _checkpoint(model: ModelSpec, row: Row, text: str, scheme: str) -> ModelSpec
     if not scheme or "online" in row["quantization"] or "--quantization" in text:
         return model
     lists = next((known for name, known in _LISTS if re.search(name, text.lower())), {})
+    if "gguf" in row["quantization"]:
+        return model  # a file of its own kind, without a quantization_config: all linears alike
     if model.checkpoint_quantization and not lists:
         return model
     return replace(

@@ -12,6 +12,7 @@ Rules and constants as in c10/cuda/CUDACachingAllocator.cpp of torch 2.13; one d
 * Expandable segments: one growing range a pool, mapped in 2 MiB or 20 MiB pages, always split.
 """
 
+import sys
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from planner.allocator.pool import (
 from planner.errors import UsageError
 from planner.units import KiB, MiB
 
-NO_LIMIT = 2**62
+NO_LIMIT = sys.maxsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +144,9 @@ class Replay:
     @property
     def fragmentation(self) -> float:
         """Share of the reserved peak that was not allocated at the allocated peak."""
-        return 1 - self.peak_allocated_bytes / max(1, self.peak_reserved_bytes)
+        if not self.peak_reserved_bytes:
+            return 0.0
+        return 1 - self.peak_allocated_bytes / self.peak_reserved_bytes
 
 
 class CachingAllocator:
@@ -307,12 +310,12 @@ def allocation_size(size: int) -> int:
 
 
 def _next_division(size: int, divisions: int) -> int:
-    """Round up to the next of `divisions` steps between two powers of two."""
+    """Round up to the next of `divisions` steps between two powers of two; size > MIN_BLOCK * divisions."""
     floor = 1 << (size.bit_length() - 1)
     if floor == size:
         return size
     step = floor // divisions
-    return -(-size // step) * step if step else floor * 2
+    return -(-size // step) * step
 
 
 def replay(

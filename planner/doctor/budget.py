@@ -1,15 +1,21 @@
 """The memory of the card at the moment of failure, line by line, and whether fragmentation decided it."""
 
+import json
 from dataclasses import dataclass
+from functools import cache
 
+from planner.datafiles import data_dir
 from planner.doctor.events import Event
 from planner.doctor.sizes import LARGE_SEGMENT
-from planner.units import GiB, MiB, format_bytes
+from planner.units import format_bytes
 
-FRAGMENT_SHARE = 0.04
-"""Reserved but unallocated memory below this share of the card is ordinary."""
-CONTEXT_LIMIT = 3 * GiB + 512 * MiB
-"""More than any CUDA context with NCCL and graphs seen in complete messages (0.1-3.1 GiB)."""
+
+@cache
+def ordinary(name: str) -> float:
+    """Return what public out-of-memory messages have at most: a constant of data/calibration/doctor.json."""
+    text = (data_dir() / "calibration" / "doctor.json").read_text(encoding="utf-8")
+    value: float = json.loads(text)["constants"][name]["value"]
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +105,7 @@ def read_budget(event: Event) -> Budget | None:
         and unalloc
         and total
         and free + unalloc >= tried
-        and unalloc >= FRAGMENT_SHARE * total
+        and unalloc > ordinary("unused_share") * total
         and tried > LARGE_SEGMENT
     )
     return Budget(
@@ -124,4 +130,4 @@ def foreign_bytes(budget: Budget) -> int:
     if budget.other_bytes:
         return budget.other_bytes
     unaccounted = budget.unaccounted_bytes or 0
-    return unaccounted if unaccounted > CONTEXT_LIMIT else 0
+    return unaccounted if unaccounted > ordinary("context_bytes") else 0

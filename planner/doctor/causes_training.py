@@ -18,8 +18,6 @@ from planner.doctor.causes_state import (
 from planner.doctor.state import static_state
 from planner.units import GiB, format_bytes
 
-OWN_SHARE = 0.6
-"""From this share of the card on, a process's own tensors are what fills it."""
 Rule = Callable[[Signals], Cause | None]
 _VERSIONS = re.compile(
     r"(?<![\d.])(\d{1,4}\.\d{1,4}(?:\.\d{1,4})?)\s{0,4}(?:is |was )?(?:ok\b|works?\b|worked|fine)[^.\n]{0,40}?(\d+\.\d+(?:\.\d+)?)\s*(?:\w+ ){0,2}(?:OOM|fails?|out of memory)",
@@ -287,7 +285,7 @@ def large_tensor(signals: Signals) -> Cause | None:
 
 
 def own_tensors(signals: Signals) -> Cause | None:
-    """The card is full of this process's own tensors, and nothing says which they are."""
+    """This process's own tensors are the largest part of the card, and nothing says which they are."""
     budget = signals.budget
     if (
         budget is None
@@ -305,7 +303,7 @@ def own_tensors(signals: Signals) -> Cause | None:
             explanation="this one tensor is larger than the whole card: nothing but making it smaller helps (length, rows, another attention or loss kernel).",
             formula=f"{format_bytes(tried)} > {format_bytes(budget.total_bytes)}",
         )
-    if share < OWN_SHARE:
+    if budget.allocated_bytes < max(size for name, size in budget.rows() if name != "total"):
         return None
     return Cause(
         category="unknown",

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from planner.doctor.cause import Signals
 from planner.doctor.context import Context
 from planner.doctor.fix_makers import Fix
+from planner.doctor.framework import framework_of
 from planner.errors import VramwiseError
 from planner.machines.machine import Machine
 from planner.plan import Plan, plan
@@ -53,7 +54,7 @@ def planned(signals: Signals, category: str, recipe: Recipe | None) -> Planned |
     assumed = ""
     if recipe is None:
         recipe = recipe_of(context)
-        assumed = "framework hf-trainer, checkpointing on, whole logits" if recipe else ""
+        assumed = _assumed(context) if recipe else ""
     if recipe is None or recipe.task is Task.SERVE:
         return None
     machine = Machine(vram_bytes=card, num_gpus=context.gpus)
@@ -73,6 +74,13 @@ def planned(signals: Signals, category: str, recipe: Recipe | None) -> Planned |
     return Planned(plan=base, fixes=fixes, assumed=assumed)
 
 
+def _assumed(context: Context) -> str:
+    """Return what a recipe read from a text had to assume."""
+    framework = framework_of(context)
+    rest = "checkpointing on, the framework's usual loss"
+    return f"framework {framework.name}, {rest}" if framework.assumed else rest
+
+
 def recipe_of(context: Context) -> Recipe | None:
     """Return a recipe of what a text says, or None when method, batch or length are missing."""
     length = context.number("length")
@@ -86,7 +94,7 @@ def recipe_of(context: Context) -> Recipe | None:
         return Recipe(
             task=task,
             method=Method(context.method),
-            framework="hf-trainer",
+            framework=framework_of(context).name,
             micro_batch_size=batch,
             context=None if grpo else length or (prompt or 0) + (completion or 0),
             prompt_length=prompt if grpo else None,

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.doctor.context import Context
+from planner.doctor.framework import framework_of
 from planner.errors import VramwiseError
 from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
@@ -173,7 +174,7 @@ def _recipe(context: Context, **fields: Any) -> Recipe:
     values: dict[str, Any] = {
         "task": Task.SFT,
         "method": Method(context.method or "lora"),
-        "framework": "hf-trainer",
+        "framework": framework_of(context).name,
         "dtype": "bf16",
         "sharding": Sharding(context.sharding or "none"),
         "context": 1,

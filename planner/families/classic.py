@@ -94,6 +94,7 @@ def gpt2(fields: ConfigFields) -> ModelSpec:
         max_position=positions,
         attention_dropout=fields.number("attn_pdrop"),
         hidden_dropout=fields.number("resid_pdrop"),
+        embedding_dropout=fields.number("embd_pdrop"),
     )
 
 

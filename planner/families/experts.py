@@ -96,7 +96,8 @@ def deepseek_moe(fields: ConfigFields, hidden: int, *, bias: bool = True) -> Mlp
             and fields.model_type == "deepseek_v2"
             and fields.flag("mlp_bias"),
         )
-    return moe_spec(fields, intermediate, num_experts, shared=shared), modules
+    spec = moe_spec(fields, intermediate, num_experts, shared=shared)
+    return replace(spec, routing_fp32=True), modules
 
 
 def qwen_shared(fields: ConfigFields, hidden: int) -> MlpPart:
@@ -135,7 +136,8 @@ def granite_moe(fields: ConfigFields, hidden: int) -> MlpPart:
 
 def _gpt_oss(fields: ConfigFields, hidden: int) -> MlpPart:
     width, number = fields.integer("intermediate_size"), fields.integer("num_local_experts")
-    return moe_spec(fields, width, number), (
+    spec = replace(moe_spec(fields, width, number), activation="clamped_swiglu")
+    return spec, (
         experts(
             "mlp.experts",
             (number, hidden, 2 * width),
@@ -149,7 +151,13 @@ def _gpt_oss(fields: ConfigFields, hidden: int) -> MlpPart:
 
 def _minimax(fields: ConfigFields, hidden: int) -> MlpPart:
     spec, modules = routed(fields, hidden, width="intermediate_size", number="num_local_experts")
-    return spec, (*modules, buffer("mlp.e_score_correction_bias", (spec.num_experts,)))
+    correction = buffer("mlp.e_score_correction_bias", (spec.num_experts,))
+    return replace(spec, routing_fp32=True), (*modules, correction)
+
+
+def _mixtral(fields: ConfigFields, hidden: int) -> MlpPart:
+    spec, modules = routed(fields, hidden, width="intermediate_size", number="num_local_experts")
+    return replace(spec, routing_fp32=True), modules
 
 
 def _routed_as(width: str, number: str, router: str = "gate") -> MoeBuilder:
@@ -157,7 +165,7 @@ def _routed_as(width: str, number: str, router: str = "gate") -> MoeBuilder:
 
 
 _MOE: dict[str, MoeBuilder] = {
-    "mixtral": _routed_as("intermediate_size", "num_local_experts"),
+    "mixtral": _mixtral,
     "qwen2_moe": qwen_shared,
     "qwen3_moe": _routed_as("moe_intermediate_size", "num_experts"),
     "qwen3_vl_moe_text": _routed_as("moe_intermediate_size", "num_experts"),

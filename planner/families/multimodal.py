@@ -6,6 +6,7 @@ from planner.families import build_text
 from planner.families.fields import ConfigFields
 from planner.families.gemma_towers import gemma4_towers
 from planner.families.towers import VISION, Modules, minimax_m3, pixtral
+from planner.families.vision import vision_spec
 from planner.models.spec import ModelSpec
 
 _TEXT = {
@@ -97,4 +98,5 @@ def build(fields: ConfigFields) -> ModelSpec:
         architecture=fields.architecture,
         tied=is_tied(fields, text, spec),
         towers=towers(fields, spec.hidden),
+        vision=vision_spec(fields),
     )

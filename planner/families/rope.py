@@ -5,7 +5,7 @@ from typing import Any
 
 ALREADY_SCALED = frozenset({"su", "longrope", "llama3", "mrope", "default", "proportional"})
 """Kinds whose max_position_embeddings is what the scaling reaches already."""
-MAX_FACTOR = 1e6
+MAX_FACTOR = 1_000_000
 
 
 def scaled_positions(config: Mapping[str, Any], max_position: int) -> int:

@@ -163,7 +163,9 @@ def _with_sinks(p: "Program", masked: Value, size: float) -> Value:
     tape.drop(joined)
     soft = tape.op((centred,), size, saves_out=True, scratch=size)
     tape.drop(masked, centred)
-    return soft
+    (cut,) = tape.split(soft, (size,))  # a view without the sink's column
+    tape.drop(soft)
+    return cut
 
 
 def _capped(p: "Program", raw: Value, size: float) -> Value:

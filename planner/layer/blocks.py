@@ -96,8 +96,13 @@ def _parallel(p: Program, x: Value, layer: LayerSpec, hidden: int, wide: int) ->
     """Record x + attention(norm(x)) + mlp(norm(x))."""
     tape, width = p.tape, p.s.residual
     normed = p.norm(x, width, hidden)
+    one = layer.num_norms < 2
+    early = one or any(m.name == "ln_mlp" for m in layer.modules)  # Falcon makes both norms first
+    second = normed if one else p.norm(x, width, hidden) if early else None
     mixed = _dropout(p, _mix(p, normed, layer, hidden, wide), hidden)
-    second = normed if layer.num_norms < 2 else p.norm(x, width, hidden)
+    if second is None:
+        tape.drop(normed)
+        normed = second = p.norm(x, width, hidden)
     fed = _dropout(p, channel(p, second, layer, hidden, wide), hidden)
     if second is not normed:
         tape.drop(second)

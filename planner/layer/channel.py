@@ -138,19 +138,74 @@ def _experts(p: Program, x: Value, layer: LayerSpec, hidden: int, weights: Value
     parts = 3 if mlp.expert_gated else 2
     held: list[Value] = []
     rows = tape.op((x,), wide)
+    up, down_bias = _biases(layer, mlp.top_k * s.act)
     both = _grouped(p, rows, (parts - 1) * narrow, count * (parts - 1) // parts, "in", held)
-    if mlp.expert_gated:
+    bias = tape.value(up, needs_grad=False)  # a row for every row, added in place
+    if mlp.activation == "clamped_swiglu":
+        product = _clamped(p, both, narrow)
+    elif mlp.expert_gated:
         product = _gated(p, both, narrow, mlp.activation)
     else:
         product = _activation(p, both, narrow, mlp.activation)
+    second = tape.value(down_bias, needs_grad=False)
+    tape.drop(bias)
     down = _grouped(p, product, wide, count // parts, "out", held)
     tape.drop(product)
-    weighted = tape.op((down, weights), wide, saves=(down, weights), scratch=wide)
-    ordered = tape.op((weighted,), wide)
+    each = 4 / s.act if mlp.routing_fp32 else 1
+    weighted = tape.op((down, weights), wide * each, saves=(down, weights), scratch=wide)
+    ordered = tape.op((weighted,), wide * each)
     tape.drop(weighted)
-    out = tape.op((ordered,), hidden * s.act)
-    tape.drop(ordered, down, rows, *held)
+    out = _summed(p, ordered, wide * 4 / s.act, hidden)
+    tape.drop(ordered, down, second, rows, *held)
     return out
+
+
+def _biases(layer: LayerSpec, rows: int) -> tuple[int, int]:
+    """Return bytes per token of the experts' biases gathered for every row: in, out."""
+    sizes = [
+        rows * shape[-1]
+        for module in layer.modules
+        if module.kind is ModuleKind.EXPERTS
+        for shape in module.shapes
+        if len(shape) == 2
+    ]
+    return (sizes[0], sizes[1]) if len(sizes) == 2 else (0, 0)
+
+
+def _clamped(p: Program, both: Value, size: float) -> Value:
+    """Record gpt-oss: gate and up clamped, gate * sigmoid(alpha * gate) * (up + 1); `both` is dropped.
+
+    modeling_gpt_oss.py, GptOssExperts._apply_gate; both halves are strided views, whose gradients are whole.
+    """
+    tape = p.tape
+    gate = tape.op((both,), size, saves=(both,), scratch=2 * size)
+    up = tape.op((both,), size, saves=(both,), scratch=2 * size)
+    scaled = tape.op((gate,), size)
+    opened = tape.op((scaled,), size, saves_out=True)
+    tape.drop(scaled)
+    glu = tape.op((gate, opened), size, saves=(gate, opened))
+    tape.drop(opened)
+    more = tape.op((up,), size)
+    out = tape.op((more, glu), size, saves=(more, glu))
+    tape.drop(more, glu, gate, up, both)
+    return out
+
+
+def _summed(p: Program, ordered: Value, full: float, hidden: int) -> Value:
+    """Record the sum over a token's experts; autocast takes sums, and with them all rows, to fp32.
+
+    torch aten/src/ATen/autocast_mode.h, AT_FORALL_FP32_SET_OPT_DTYPE.
+    """
+    s, tape = p.s, p.tape
+    if s.act == 4 or (ordered.size < full and not s.autocast):
+        return tape.op((ordered,), hidden * s.act)
+    if ordered.size == full:
+        return p.cast(tape.op((ordered,), hidden * 4), hidden * s.act)
+    copies = tape.op((ordered,), full)
+    copies.size = 0  # the sum hands its gradient on as an expanded view
+    total = tape.op((copies,), hidden * 4)
+    tape.drop(copies)
+    return p.cast(total, hidden * s.act)
 
 
 def _grouped(

@@ -33,7 +33,6 @@ class OpSettings(NamedTuple):
     """Bytes of an adapter element."""
     grad: int = 2
     """Bytes of a weight gradient's element."""
-    norm_weight: int = 2
     quantized: bool = False
     saved_output: bool = False
     """Every linear's output meets a trained scale (adapter_v2, IA3) and is kept."""

@@ -10,6 +10,8 @@ from enum import StrEnum
 from functools import cached_property
 from math import prod
 
+from planner.models.vision_spec import VisionSpec
+
 
 class ModuleKind(StrEnum):
     """What sort of module holds the parameters; decides LoRA and quantisation."""
@@ -155,6 +157,8 @@ class MlpSpec:
     shared_intermediate: int = 0
     """Total width of the always-on shared experts."""
     expert_gated: bool = True
+    routing_fp32: bool = False
+    """The router's weights stay fp32, and what they multiply becomes fp32 (DeepSeek, GLM-4.5, Mixtral)."""
     fused_gate_up: bool = False
     """gate and up come from one linear (Phi-3, GLM-4); of a mixture: in its shared expert."""
 
@@ -216,6 +220,8 @@ class ModelSpec:
     """lm_head as a module of its own; None only if the model has no head. Counted once if tied."""
     towers: tuple[ModuleSpec, ...] = ()
     """Vision/audio towers and projectors, flat."""
+    vision: VisionSpec | None = None
+    """The tower as images meet it; None: no tower, or one whose images are not planned."""
     extra: tuple[ModuleSpec, ...] = ()
     """In the checkpoint but not loaded by AutoModelForCausalLM: MTP blocks."""
     norm: str = "rmsnorm"
@@ -247,6 +253,11 @@ class ModelSpec:
     def longest(self) -> int:
         """Positions the model was made for, its rope scaling counted in; 0 = no limit is known."""
         return self.rope_scaled_position or self.max_position
+
+    @property
+    def multimodal(self) -> bool:
+        """True when images or sounds can come in, whether their towers are known or not."""
+        return bool(self.towers) or self.architecture.endswith("ForConditionalGeneration")
 
     @property
     def learned_positions(self) -> bool:

@@ -55,7 +55,7 @@ class Head:
     def rows(self) -> int:
         """Rows of hidden states that meet the vocabulary."""
         most = scored_rows(self.r, self.law)
-        return max(1, most * self.tokens // max(1, self.r.tokens))
+        return max(1, most * self.tokens // self.r.tokens)
 
     def run(self, hidden: Chunk | None, grads: list[Chunk], *, accumulate: bool) -> Chunk:
         """Play the loss and its backward down to the gradient of the head's input, which is left.
@@ -179,8 +179,8 @@ class Head:
         law, act = self.law, logit_width(self.r)
         if law.kind == "tiled":
             tall, columns = tile_shape(self.model, self.r, law, self.rows)
-            return -(-self.rows // tall) * -(-self.model.vocab // max(1, columns))
-        return -(-self.rows // max(1, chunk_rows(self.model, self.r, law, self.rows, act)))
+            return -(-self.rows // tall) * -(-self.model.vocab // columns)
+        return -(-self.rows // chunk_rows(self.model, self.r, law, self.rows, act))
 
     def _in_parts(self, hidden: Chunk | None, grads: list[Chunk], *, accumulate: bool) -> Chunk:
         player, law, act = self.player, self.law, logit_width(self.r)

@@ -20,6 +20,7 @@ from planner.replay.update import Update
 from planner.run.recipe import Checkpointing, EngineKind, Method, Reference, Task
 from planner.run.resolve import Resolved
 from planner.terms.activations import masks, op_settings
+from planner.terms.embedding import backward_blocks
 from planner.terms.gradients import gradient_width
 from planner.terms.weights import weights
 from planner.units import MiB
@@ -94,7 +95,7 @@ class Run:
         """Load the base, tensor by tensor, then adapters and what the first product needs."""
         player = self.player
         if self.sharded:
-            self._shard([])
+            self._shard()
         else:
             self._load_whole()
         if self.r.method is not Method.FULL and self.r.trains:
@@ -116,29 +117,23 @@ class Run:
                 filled = 0
         return [*sizes, filled]
 
-    def _load_whole(self) -> list[Chunk]:
-        player, made = self.player, []
+    def _load_whole(self) -> None:
+        player = self.player
         for tensor in loaded(self.model, self.r):
             temporary = player.take(tensor.passing)
-            made += player.take_all(tensor.blocks)
+            player.take_all(tensor.blocks)
             player.give(temporary)
         if self.r.reference is Reference.SEPARATE and self.r.trains:
             for tensor in loaded(self.model, self.r):
-                made += player.take_all(tensor.blocks)
-        return made
+                player.take_all(tensor.blocks)
 
-    def _shard(self, whole: list[Chunk]) -> None:
-        """Make flat units and keep this rank's part; a quantised base was on the GPU whole."""
-        player = self.player
-        shards = self._shards(weights(self.model, self.r).bytes)
-        each = len(whole) // max(1, len(shards))
-        for size in (*shards[1:], shards[0]):  # layers first, the root unit last
-            flat = player.take(size * self.r.placement.weight_shards)
-            player.give(*whole[:each])
-            whole = whole[each:]
-            player.take(size)
-            player.give(flat)
-        player.give(*whole)
+    def _shard(self) -> None:
+        """Make flat units, layers first and the root last, and keep this rank's part of each."""
+        root, *layers = self._shards(weights(self.model, self.r).bytes)
+        for size in (*layers, root):
+            flat = self.player.take(size * self.r.placement.weight_shards)
+            self.player.take(size)
+            self.player.give(flat)
 
     def _shards(self, total: int) -> list[int]:
         """Return one flat block for the root unit and each layer, of `total` together."""
@@ -224,6 +219,8 @@ class Run:
         player, width = self.player, gradient_width(self.r)
         for module in self.model.embeddings:
             chunk = player.take(module.parameters * width)
+            # beyond a few thousand tokens CUDA sorts them: its temporaries come and go
+            player.passing(*backward_blocks(tokens, self.model.vocab, self.model.hidden))
             view = self.model.tied and self.r.law.kind == "full"
             if view and module is self.model.embeddings[0]:
                 # a linear's gradient for the head is a view: torch adds the two in a third buffer

@@ -27,6 +27,28 @@ def engine_kind(recipe: Recipe, defaults: dict[str, Any]) -> EngineKind:
     )
 
 
+INSIDE = (EngineKind.VLLM_SHARED, EngineKind.VLLM_PUSH)
+"""vLLM in the trainer's own process."""
+
+
+def usual_sleep(kind: EngineKind | None, method: Method) -> int:
+    """Return the level at which vLLM keeps between rollouts just what it needs.
+
+    Adapters alone are pushed, so a copy of the base must outlive the sleep (1); all weights come anew (2).
+    """
+    return 2 if kind is EngineKind.VLLM_PUSH and method is Method.FULL else 1
+
+
+def four_bit_refusal(kind: EngineKind | None, method: Method) -> str:
+    """Return why vLLM inside our trainer refuses a 4-bit policy, or nothing."""
+    if method is not Method.QLORA or kind not in INSIDE:
+        return ""
+    return (
+        f"recipe.engine.kind: {kind} cannot generate with a 4-bit policy: vLLM (0.31 to 0.33) has no "
+        "bitsandbytes layers, so it would serve other weights than are trained"
+    )
+
+
 def engine_fields(
     model: ModelSpec,
     machine: Machine,
@@ -59,6 +81,9 @@ def engine_fields(
     chosen = {
         key: choose(getattr(section, key), defaults, key, value) for key, value in fallbacks.items()
     }
+    switches = framework.switches_of(recipe.task.value)
+    if switches.drops_renewed_weights and section.sleep_level is None and chosen["sleep_level"]:
+        chosen["sleep_level"] = usual_sleep(engine, recipe.method)
     return {
         **chosen,
         "kv_dtype": section.kv_dtype or ("fp32" if wide else "bf16"),

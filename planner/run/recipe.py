@@ -201,6 +201,15 @@ class Recipe(Section):
     context: Tokens | None = None
     """prompt + completion; give this or the two lengths."""
     num_generations: Count | None = None
+    images: Annotated[int, Field(ge=0, le=10_000, strict=True)] = 0
+    """Images of one sample; their tokens are part of its length."""
+    image_size: str | None = None
+    """Width x height of an image or of a video's frames: 1024x768."""
+    image_tokens: Tokens | None = None
+    """Tokens of one image, instead of a size."""
+    videos: Annotated[int, Field(ge=0, le=1_000, strict=True)] = 0
+    video_frames: Count | None = None
+    """Frames of one video."""
     packing: bool | None = None
 
     checkpointing: Checkpointing | None = None

@@ -9,9 +9,10 @@ from planner.machines.machine import Machine
 from planner.mixers.registry import mixer_of
 from planner.models.spec import ModelSpec
 from planner.run.base_scheme import base_scheme
-from planner.run.engine_choices import choose, engine_fields, engine_kind
+from planner.run.engine_choices import choose, engine_fields, engine_kind, four_bit_refusal
 from planner.run.framework import fallback_note, pick
 from planner.run.framework_files import Framework
+from planner.run.image_fields import image_fields, image_notes
 from planner.run.logits_law import LogitsLaw
 from planner.run.placement import Placement, offloaded, place
 from planner.run.positions import context_notes
@@ -69,6 +70,11 @@ class Resolved:
     prompt_tokens: int
     completion_tokens: int
     num_generations: int
+    images: int
+    image_size: tuple[int, int] | None
+    image_tokens: int
+    videos: int
+    video_frames: int
     packing: bool
     padded: bool
     """A mask goes to attention, so SDPA's keys and values are repeated for all query heads."""
@@ -141,6 +147,8 @@ def _padded(recipe: Recipe, switches: Switches, sequences: int) -> bool:
     """Return whether a mask goes to attention beside the tokens."""
     if switches.mask == "padding":
         return sequences > 1 and not recipe.packing
+    if switches.mask == "packed":
+        return bool(recipe.packing)
     return switches.mask == "always"
 
 
@@ -170,7 +178,12 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     sequences = _sequences(recipe, framework, defaults, generations, notes)
     loss = Loss(choose(recipe.loss, defaults, "loss", "full"))
     engine = engine_kind(recipe, defaults)
+    pictures = image_fields(model, recipe)
+    notes.extend(image_notes(model, pictures, prompt + completion))
     notes.extend(context_notes(model, prompt + completion, engine))
+    if task is Task.GRPO and not switches.generates_quantized:
+        refused = four_bit_refusal(engine, recipe.method)
+        notes.extend([f"{framework.title} refuses this run: {refused}"] if refused else [])
     beta = choose(recipe.beta, defaults, "beta", 0.1 if task is Task.DPO else 0.0)
     if recipe.engine.expert_parallel and not any(layer.mlp.num_experts for layer in model.layers):
         notes.append("expert_parallel moves nothing: the model has no experts")
@@ -205,6 +218,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         prompt_tokens=prompt,
         completion_tokens=completion,
         num_generations=generations,
+        **pictures,
         packing=bool(recipe.packing),
         padded=trains and _padded(recipe, switches, sequences),
         checkpointing=Checkpointing(
@@ -212,7 +226,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         ),
         checkpoint_every=recipe.checkpoint_every,
         keep_layers=recipe.offload_keep_layers,
-        attention=Attention(choose(recipe.attention, defaults, "attention", "sdpa")),
+        attention=_attention(model, recipe, defaults, notes),
         loss=loss,
         law=_law(framework, task, loss, autocast),
         loss_chunk_rows=recipe.loss_chunk_rows or 0,
@@ -237,6 +251,22 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     )
     ignored = unread(recipe, resolved)
     return replace(resolved, assumptions=(*notes, *ignored)) if ignored else resolved
+
+
+NO_SDPA = frozenset({"gpt_oss", "deepseek_v4"})
+"""Families that transformers runs in eager attention when SDPA is asked for (_supports_sdpa = False)."""
+
+
+def _attention(
+    model: ModelSpec, recipe: Recipe, defaults: dict[str, Any], notes: list[str]
+) -> Attention:
+    """Return the attention that runs."""
+    asked = Attention(choose(recipe.attention, defaults, "attention", "sdpa"))
+    trains = recipe.task is not Task.SERVE
+    if asked is Attention.SDPA and trains and model.model_type in NO_SDPA:
+        notes.append(f"transformers has no SDPA for {model.model_type}: planned in eager attention")
+        return Attention.EAGER
+    return asked
 
 
 OWN_LINEAR = frozenset({"falcon"})

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from planner.errors import UsageError
 from planner.machines.calibration import apply as calibrated
 from planner.machines.machine import Machine, make_machine
+from planner.run.other_names import here
 from planner.run.recipe import MachineSection, Recipe, RunFile
 
 MAX_RUN_FILE_BYTES = 1 << 20
@@ -121,6 +122,10 @@ def _usage_error(model: type[BaseModel], error: ValidationError, label: str) -> 
     if first["type"] == "extra_forbidden":
         known = _fields_at(model, first["loc"][:-1])
         near = difflib.get_close_matches(location[-1], known, n=3, cutoff=0.5)
+        section = ".".join([*([label] if label == "train" else []), *location[:-1]])
+        foreign = here(location[-1], section)
+        if foreign is not None:
+            near = [foreign, *(name for name in near if name != foreign)]
         hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(known)}"
         return UsageError(f"{prefix}{field}: unknown key", hint=hint)
     value = repr(first.get("input"))

@@ -17,7 +17,7 @@ AdapterDtype = Literal["fp32", "bf16", "fp16", "weights"]
 KbitUpcast = Literal["none", "norms", "all"]
 Temperature = Literal["none", "in-place", "copy"]
 TraceStep = Literal["none", "own", "trl", "trl-full", "hf", "hf-full"]
-Mask = Literal["never", "padding", "always"]
+Mask = Literal["never", "padding", "packed", "always"]
 Kernel = Literal["rmsnorm", "swiglu", "rope", "lora"]
 
 
@@ -52,6 +52,8 @@ class Switches(Section):
     all: embeddings, head and norms (peft prepare_model_for_kbit_training); norms: only those
     (TRL until 0.13 casts the rest back, peft_module_casting_to_bf16).
     """
+    gptq_touches_every_gpu: Flag = False
+    """A GPTQ base is loaded by device_map "auto", which makes every process a context on every GPU."""
     linear_experts: Flag = False
     """Each expert is a linear of its own, which bitsandbytes quantises; fused ones stay 16-bit."""
     quantized_head: Flag = False
@@ -66,6 +68,7 @@ class Switches(Section):
     """When SDPA gets a mask of [sequences, 1, T, T], for which transformers repeats keys and values.
 
     padding: rows are filled up to the longest of a micro-batch, so with several rows, not packed.
+    packed: with packing, one of the stream's dtype for all layers (trainer/packing.py).
     always: also where no mask is passed (transformers 4.53 to 4.57 take every batch for packed).
     """
     repeat_kv: frozenset[str] = frozenset()
@@ -108,6 +111,10 @@ class Switches(Section):
     # rollout and start
     raise_batch_to_generations: Flag = False
     """GRPO's micro-batch is raised to a multiple of the generations."""
+    generates_quantized: Flag = True
+    """vLLM inside the trainer's process generates with a 4-bit policy."""
+    drops_renewed_weights: Flag = False
+    """A pushed copy whose weights all come anew gives them back asleep (level 2), not into host memory."""
     generates_whole_batch: Flag = False
     """All sequences of a step are generated at once, those of gradient accumulation too."""
     fsdp_loads_full: Flag = False

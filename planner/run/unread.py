@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 FIELDS_WITHOUT_BYTES = {
     "engine.url": "an address",
     "engine.timeout_s": "a time",
-    "packing": "rows are planned at full length, packed or padded; --lengths reads it",
 }
 """Recipe fields that move no byte of any plan, and why they are in a recipe."""
 ALGORITHMS = frozenset(

@@ -5,17 +5,28 @@ from typing import NamedTuple
 from planner.dtypes import element_bytes
 from planner.layer.costs import checkpointed_costs, kept_costs, no_grad_costs
 from planner.layer.program import OpSettings, Program
-from planner.layer.tape import Envelope, Tape, envelope, largest
-from planner.models.spec import ModelSpec
+from planner.layer.tape import Envelope, Point, Tape, envelope, largest
+from planner.models.spec import ModelSpec, ModuleKind
 from planner.quant.table import BITSANDBYTES
-from planner.run.recipe import Checkpointing, Method
+from planner.run.recipe import Checkpointing, Method, Task
 from planner.run.resolve import Resolved
 from planner.terms.counts import adapters, base_weights
 from planner.terms.gradients import gradient_width
 from planner.terms.weights import trained_width
 
 NO_ROPE = frozenset(
-    {"gpt2", "opt", "bloom", "gpt_bigcode", "gpt_neo", "mpt", "jamba", "nemotron_h", "mamba2"}
+    {
+        "gpt2",
+        "opt",
+        "bloom",
+        "gpt_bigcode",
+        "gpt_neo",
+        "mpt",
+        "jamba",
+        "nemotron_h",
+        "mamba2",
+        "vision_tower",
+    }
 )
 """Families with learned or ALiBi positions, or none at all."""
 UNDECLARED_GROUPS = frozenset({"falcon"})
@@ -24,6 +35,8 @@ UNDECLARED_GROUPS = frozenset({"falcon"})
 
 MLP_TILE_TOKENS = 2048
 """Tokens of one tile of a tiled MLP; the trainer cuts by it."""
+MASK_ALIGNMENT = 16
+"""Elements that a mask's rows are rounded up to, for SDPA's kernels take no others without a copy."""
 
 
 class Moment(NamedTuple):
@@ -134,7 +147,12 @@ def _windowed(model: ModelSpec, r: Resolved) -> bool:
 
 
 def _sinks(model: ModelSpec) -> bool:
-    return any(module.leaf == "sinks" for layer in model.layers for module in layer.modules)
+    """Return whether attention has parameters of its own, a sink a head (gpt-oss)."""
+    return any(
+        module.kind is ModuleKind.PARAMETER and module.name == "self_attn"
+        for layer in model.layers
+        for module in layer.modules
+    )
 
 
 def _repeats_heads(model: ModelSpec) -> bool:
@@ -164,7 +182,8 @@ def _tail(model: ModelSpec, settings: OpSettings) -> Tail:
     tape.drop(x)
     forward, kept_forward = envelope(tape.points), tape.live
     # a trained head saves its input, unless autocast made it a copy of its own
-    saved = settings.full and settings.residual == settings.act
+    wide = settings.norm == "layernorm" and settings.autocast  # answers in fp32
+    saved = settings.full and settings.residual == settings.act and not wide
     if not saved:
         tape.drop(out)
     kept_backward = tape.live
@@ -212,11 +231,19 @@ def masks(model: ModelSpec, r: Resolved, settings: OpSettings) -> int:
         width = settings.residual
     elif r.attention.value == "sdpa":
         width = 1
+        if r.switches.mask == "packed" and settings.masked:
+            return _packed_mask(r, settings)
         if not settings.masked:
             windows = {window for window in windows if 0 < window <= r.seq_tokens}
     else:
         return 0
     return len(windows) * width * r.tokens * r.seq_tokens
+
+
+def _packed_mask(r: Resolved, settings: OpSettings) -> int:
+    """Return bytes of the trainer's additive mask of packed rows; GRPO's micro-batch is one row."""
+    row = r.tokens if r.task is Task.GRPO else r.seq_tokens
+    return settings.residual * r.tokens * -(-row // MASK_ALIGNMENT) * MASK_ALIGNMENT
 
 
 def _everything(
@@ -323,8 +350,16 @@ def _checkpointed(
         # the next layer's input is on its way while this one's is used
         low = mask + largest(widest.recompute_fetched, tokens).at(tokens) + leaf
         low += one if layers - resident > 1 else 0
-    if r.placement.holds_frozen_inputs and r.checkpointing is Checkpointing.FULL:
+    held = r.placement.holds_frozen_inputs and r.checkpointing is Checkpointing.FULL
+    if held:
         low = work.at(tokens) + 2 * inputs * one
+    lowest = [Moment(fixed + segment + low, work.weight_grads, 1)]
+    if len(costs) > 1 and not offload and not held:
+        below = fixed + segment + mask
+        lowest = [
+            _where_it_is_first(model, kind, largest(cost.recompute, tokens), tokens, below, one)
+            for kind, cost in enumerate(costs)
+        ]
     return Activations(
         kept=kept,
         # the largest layer runs while its own input is already among the kept ones
@@ -342,7 +377,7 @@ def _checkpointed(
         backward=(
             Moment(kept + largest(tail.backward, tokens).at(tokens), 0, layers),
             Moment(kept + segment + work.at(tokens), work.weight_grads, layers),
-            Moment(fixed + segment + low, work.weight_grads, 1),
+            *lowest,
         ),
         autocast_cache=cache,
         host=(layers - resident) * pinned(one, r) if offload else 0,
@@ -356,6 +391,14 @@ def _checkpointed(
         ),
         layer_per_token=work.per_token,
     )
+
+
+def _where_it_is_first(
+    model: ModelSpec, kind: int, work: Point, tokens: int, below: int, one: int
+) -> Moment:
+    """Return the moment when the last layer of a kind to run backward does: most gradients exist."""
+    place = model.layer_order.index(kind)
+    return Moment(below + work.at(tokens) + (place + 1) * one, work.weight_grads, place + 1)
 
 
 def _outliving(r: Resolved, leaf: int, arguments: int) -> int:
@@ -396,7 +439,7 @@ def pinned(size: int, r: Resolved) -> int:
     """
     if r.switches.exact_host_slab:
         return size
-    return 1 << (size - 1).bit_length() if size > 1 else size
+    return 1 << (size - 1).bit_length() if size else 0
 
 
 def dequantized(model: ModelSpec, r: Resolved) -> int:

@@ -15,7 +15,7 @@ from planner.terms.activations import pinned
 from planner.terms.adapters import trained_parameters
 from planner.terms.counts import base_weights
 from planner.terms.gradients import gradient_width, largest_trained
-from planner.terms.optimizer import STATES
+from planner.terms.optimizer_kinds import KINDS
 from planner.terms.term import Term
 from planner.terms.weights import trained_width
 
@@ -104,7 +104,7 @@ def _deepspeed(model: ModelSpec, r: Resolved) -> Iterator[Term]:
 
 def _states(r: Resolved, part: int, *, stage3: bool) -> Term:
     """Return the fp32 master and DeepSpeedCPUAdam's fp32 states of one rank."""
-    count = STATES[r.optimizer]
+    count = KINDS[r.optimizer].states
     master = FP32 * part if stage3 else _buffer(FP32 * part, r)
     return Term(
         "optimizer",
@@ -136,7 +136,7 @@ def _swapped(r: Resolved, part: int, width: int) -> Iterator[Term]:
     """Yield the buffers through which a step's states come from the disk and go back."""
     group = min(SUB_GROUP, part)
     buffers = SWAP_BUFFERS * pinned(FP32 * group, r)
-    disk = FP32 * part * (2 + STATES[r.optimizer])
+    disk = FP32 * part * (2 + KINDS[r.optimizer].states)
     yield Term(
         "optimizer",
         buffers,

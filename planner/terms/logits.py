@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
+from planner.quant.table import BITSANDBYTES
 from planner.run.logits_law import LogitsLaw, width
 from planner.run.recipe import Method
 from planner.run.resolve import Resolved
-from planner.terms.counts import BITSANDBYTES
 from planner.terms.gradients import gradient_width
 from planner.terms.term import Term
 from planner.terms.weights import trained_width

@@ -6,28 +6,14 @@ from typing import NamedTuple
 
 from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec, ModuleSpec
-from planner.run.recipe import Method, Optimizer
+from planner.run.recipe import Method
 from planner.run.resolve import Resolved
 from planner.terms.adapters import trained_parameters
 from planner.terms.counts import SMALL_TENSOR, adapters
+from planner.terms.optimizer_kinds import KINDS
 from planner.terms.term import Term
 from planner.terms.weights import trained_width
 
-EIGHT_BIT = frozenset({Optimizer.ADAMW_8BIT, Optimizer.PAGED_ADAMW_8BIT, Optimizer.LION_8BIT})
-PAGED = frozenset({Optimizer.PAGED_ADAMW, Optimizer.PAGED_ADAMW_8BIT})
-STATES = {
-    Optimizer.ADAMW: 2,
-    Optimizer.ADAMW_FUSED: 2,
-    Optimizer.ADAMW_8BIT: 2,
-    Optimizer.PAGED_ADAMW: 2,
-    Optimizer.PAGED_ADAMW_8BIT: 2,
-    Optimizer.LION: 1,
-    Optimizer.LION_8BIT: 1,
-    Optimizer.SGD: 0,
-    Optimizer.SGD_MOMENTUM: 1,
-    Optimizer.MUON: 1,
-    Optimizer.ADAFACTOR: 0,
-}
 BLOCK_8BIT = 256
 """bitsandbytes: elements that share one fp32 scale."""
 
@@ -47,11 +33,12 @@ def optimizer(model: ModelSpec, r: Resolved) -> OptimizerCosts:
     width = trained_width(r) if r.method is Method.FULL else element_bytes(r.adapter_dtype)
     master = 4 if r.master_weights and width < 4 else 0
     state_width: float = 4 if master or r.switches.fp32_optimizer_state else width
-    states = STATES[r.optimizer]
-    if r.optimizer in EIGHT_BIT:
+    kind = KINDS[r.optimizer]
+    states = kind.states
+    if kind.eight_bit:
         small = _small(model, r)
         size = int((count - small) * states * (1 + 4 / BLOCK_8BIT)) + small * states * 4
-    elif r.optimizer is Optimizer.ADAFACTOR:
+    elif kind.factored:
         size = _factored(model, r)
     else:
         size = int(count * states * state_width)
@@ -65,11 +52,11 @@ def optimizer(model: ModelSpec, r: Resolved) -> OptimizerCosts:
         f"{r.optimizer}: states as wide as the parameter; 8-bit ones with a scale for 256 elements",
     )
     nothing = Term("optimizer", 0)
-    if r.placement.offload.states or r.optimizer in PAGED:
+    if r.placement.offload.states or kind.paged:
         # paged states are managed memory: no part of torch's pool, evicted to the host when pressed
         return OptimizerCosts(nothing, term, nothing)
     # foreach AdamW holds sqrt(exp_avg_sq) of every parameter at once
-    step = int(count * state_width) // shards if r.optimizer is Optimizer.ADAMW else 0
+    step = int(count * state_width) // shards if kind.square_roots else 0
     scratch = r.switches.step_scratch_bytes
     if scratch:  # our own optimizer steps slice by slice
         step = min(int(count * 4 * 3) // shards, scratch)

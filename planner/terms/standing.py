@@ -56,22 +56,22 @@ def model_of_size(parameters: int) -> ModelSpec:
     Good for `standing`, which counts parameters; not for activations or a cache.
     """
     count, rest = divmod(parameters, SIDE * SIDE)
-    matrices = ModuleSpec(
-        name="matrices", kind=ModuleKind.LINEAR, shapes=((SIDE, SIDE),), count=max(1, count)
-    )
-    remainder = ModuleSpec(name="rest", kind=ModuleKind.PARAMETER, shapes=((rest,),))
-    modules = (matrices, remainder) if count else (remainder,)
+    modules = [ModuleSpec(name="rest", kind=ModuleKind.PARAMETER, shapes=((rest,),))]
+    if count:
+        square = ((SIDE, SIDE),)
+        matrices = ModuleSpec(name="matrices", kind=ModuleKind.LINEAR, shapes=square, count=count)
+        modules.insert(0, matrices)
     layer = LayerSpec(
         count=1,
         mixer=MixerSpec(kind=MixerKind.NONE),
         mlp=MlpSpec(kind=MlpKind.NONE),
-        modules=modules,
+        modules=tuple(modules),
     )
     return ModelSpec(
         name=f"a model of {parameters:,} parameters",
         model_type="unknown",
-        hidden=1,
-        vocab=1,
+        hidden=0,
+        vocab=0,
         tied=True,
         max_position=0,
         layers=(layer,),

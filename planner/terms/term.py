@@ -9,6 +9,7 @@ TERM_NAMES = (
     "gradients",
     "optimizer",
     "activations",
+    "vision",
     "logits",
     "kv_cache",
     "engine",

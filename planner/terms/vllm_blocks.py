@@ -141,7 +141,7 @@ def kv_ranks(model: ModelSpec, ranks: int) -> int:
     if not all(mixer_of(layer.mixer).pages.divided for layer in model.layers):
         return 1
     heads = max(
-        (layer.mixer.num_kv_heads or layer.mixer.num_heads for layer in model.layers), default=1
+        (layer.mixer.num_kv_heads or layer.mixer.num_heads for layer in model.layers), default=0
     )
     return min(ranks, max(1, heads))
 

@@ -135,7 +135,7 @@ def _mixer_widths(layer: LayerSpec) -> tuple[int, int]:
     """Return what a mixer's linears put out before it mixes, and what it mixes into."""
     into = out = 0
     for module in layer.modules:
-        path = module.name.rsplit(".", 1)[0]
+        path, _, _ = module.name.rpartition(".")
         if module.kind not in LINEARS or "mlp" in path or "feed_forward" in path:
             continue
         if module.leaf in INPUT_SPLIT and "fc" not in module.leaf:

@@ -195,9 +195,9 @@ def _padded_experts(model: ModelSpec, layer: LayerSpec, module: ModuleSpec, r: R
 def _share(mixer: MixerSpec, module: ModuleSpec, ranks: int) -> tuple[int, int]:
     """Return the part of a linear that a rank keeps: a fraction."""
     heads, groups = mixer.num_heads, mixer.num_kv_heads or mixer.num_heads
-    kept_groups = max(1, -(-groups // ranks))
     if mixer.kv_lora_rank or not heads:
         return 1, ranks
+    kept_groups = -(-groups // ranks)
     if module.leaf in ("k_proj", "v_proj"):
         return kept_groups, groups
     if module.leaf in FUSED_QKV:

@@ -45,7 +45,9 @@ def _bitsandbytes(
         Optimizer.PAGED_ADAMW: bnb.optim.AdamW,
         Optimizer.LION: bnb.optim.Lion,
         Optimizer.LION_8BIT: bnb.optim.Lion8bit,
-    }[kind]
+    }.get(kind)
+    if base is None:
+        raise UnsupportedError(f"optimizer {kind} cannot be traced: no subject makes it")
     if kind not in (Optimizer.PAGED_ADAMW, Optimizer.PAGED_ADAMW_8BIT):
         plain: torch.optim.Optimizer = base(parameters, lr=1e-4)
         return plain

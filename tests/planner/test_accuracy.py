@@ -72,8 +72,24 @@ def test_verdicts_are_counted_once_a_run(shipped):
     assert counts["ran"] > 300
     assert counts["oom"] > 70
     assert counts["oom_called_fits"] == 0
-    assert counts["ran_called_no"] <= 5  # 1.2%; the target is 1%
+    assert counts["ran_called_no"] <= 0.01 * counts["ran"]
     assert counts["ran_called_tight"] <= 0.1 * counts["ran"]
+
+
+def test_runs_above_their_card_are_named_and_not_judged(shipped):
+    """An 8 GB laptop under Windows allocated 9.2 GiB: its driver moved the rest to the host."""
+    named = {row.id for row in shipped.spilled.values()}
+    assert {"CI09", "CI11"} & named
+    assert not named & {row.id for row in shipped.verdicts.rows}
+    assert all(row.source.startswith("jsboige") for row in shipped.spilled.values())
+
+
+def test_verdicts_with_each_source_left_out(shipped):
+    table = report.verdicts_left_out(shipped)
+    judged = [row for _, verdicts in table for row in verdicts.rows]
+    assert len(judged) == len(shipped.verdicts.rows)
+    assert not [row.id for row in judged if not row.ran and row.verdict == "fits"]
+    assert sum(row.ran and row.verdict == "does not fit" for row in judged) <= 0.01 * len(judged)
 
 
 def test_rows_of_low_confidence_speak_apart(shipped):

@@ -11,6 +11,8 @@ from planner.run.runfile import make_recipe
 from planner.terms.engine import SLOT_RANKS, engine_costs, lora_slot_bytes
 from planner.terms.kv_cache import bytes_per_token, sequence_bytes, state_bytes
 from planner.units import GiB
+from tests.planner import toys
+from tests.planner.toys import choices, planned
 
 MACHINE = make_machine("h100-sxm")
 LLAMA = catalogue_model("llama-3.1-8b")
@@ -124,3 +126,34 @@ def test_stated_kv_bytes_bypass_the_budget() -> None:
     costs = engine_costs(LLAMA, result.resolved, MACHINE, 0)
     assert costs.kv.bytes == 3 * GiB
     assert "kv_bytes" in costs.kv.formula
+
+
+def test_our_own_pushed_copy_of_trained_weights_is_dropped_asleep():
+    fields = {
+        "task": "grpo",
+        "framework": "vramwise",
+        "context": 64,
+        "engine": {"kind": "vllm-push"},
+    }
+    full, lora = (choices(toys.LLAMA, **fields, method=method) for method in ("full", "lora"))
+    assert (full.sleep_level, lora.sleep_level) == (2, 1)
+    # asked for it stays, and in verl's hands it is verl's
+    asked = choices(
+        toys.LLAMA, **{**fields, "engine": {"kind": "vllm-push", "sleep_level": 1}}, method="full"
+    )
+    assert asked.sleep_level == 1
+    host = [term.bytes for term in planned(toys.LLAMA, **fields, method="full").host_terms]
+    assert 484_224 not in host  # no copy of the weights waits there (test_hand_engine.py)
+
+
+@pytest.mark.parametrize("kind", ["vllm-push", "vllm-shared"])
+def test_a_4_bit_policy_that_our_trainer_refuses_is_named_in_the_plan(kind):
+    fields = {"task": "grpo", "method": "qlora", "context": 64, "engine": {"kind": kind}}
+    said = planned(toys.LLAMA, framework="vramwise", **fields).assumptions
+    assert any(
+        f"refuses this run: recipe.engine.kind: {kind} cannot generate" in note for note in said
+    )
+    assert not any(
+        "refuses this run" in note
+        for note in planned(toys.LLAMA, framework="trl", **fields).assumptions
+    )

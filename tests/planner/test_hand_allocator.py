@@ -2,8 +2,10 @@
 
 import pytest
 
-from planner.allocator.caching import AllocatorConfig, CachingAllocator
+from planner.allocator.caching import AllocatorConfig, CachingAllocator, replay
+from planner.allocator.pool import Pool
 from planner.errors import UsageError
+from planner.replay.units import CAST, GATHER, REDUCE
 from planner.units import MiB
 
 EXPANDABLE = AllocatorConfig(expandable_segments=True)
@@ -120,3 +122,59 @@ def test_divisions_are_powers_of_two_from_one_on(text: str) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
         AllocatorConfig.parse(text)
     assert AllocatorConfig.parse("roundup_power2_divisions:1").roundup_power2_divisions == 1
+
+
+def test_a_range_grows_at_its_end() -> None:
+    pool = Pool(small=False, expandable=True)
+    first = pool.expand(10 * MiB, None)
+    assert first is not None
+    first.free = False
+    second = pool.expand(30 * MiB, None)
+    assert second is not None
+    # pages of 20 MiB: one, then two after it
+    assert (first.address, first.size) == (0, 20 * MiB)
+    assert (second.address, second.size) == (20 * MiB, 40 * MiB)
+
+
+def test_the_least_capacity_is_what_was_never_idle() -> None:
+    device = CachingAllocator()
+    for size, needed in ((30, 30), (40, 40), (20, 40), (50, 50)):
+        block = device.malloc(size * MiB)
+        assert block is not None
+        device.free(block)
+        assert device.needed_bytes == needed * MiB
+
+
+class Asked:
+    """One request."""
+
+    kind, block, bytes = "alloc", 0, MiB + 512
+    op = module = phase = ""
+
+
+def test_fragmentation_of_nothing_is_none() -> None:
+    assert replay([]).fragmentation == 0
+    # 1 MiB + 512 of a segment of 20 MiB
+    one = replay([Asked()])
+    assert one.fragmentation == pytest.approx(1 - (MiB + 512) / (20 * MiB))
+
+
+def test_streams_of_units_are_apart() -> None:
+    assert len({0, GATHER, REDUCE, CAST}) == 4  # 0: the stream that computes
+
+
+def test_garbage_is_what_has_waited_longest() -> None:
+    config = AllocatorConfig(garbage_collection_threshold=0.5)
+    device = CachingAllocator(config, capacity_bytes=100 * MiB)
+    old, young = device.malloc(40 * MiB), device.malloc(22 * MiB)
+    assert old is not None
+    assert young is not None
+    device.free(old)
+    for _ in range(3):  # requests are its clock
+        small = device.malloc(512)
+        assert small is not None
+        device.free(small)
+    device.free(young)
+    # 64 MiB with the small pool's 2 are 14 too much: the old 40 go, the smaller young one stays
+    assert device.malloc(41 * MiB) is not None
+    assert device.reserved_bytes == (22 + 2 + 42) * MiB

@@ -13,12 +13,15 @@ import pytest
 
 from planner.families import model_spec_from_config
 from planner.machines.machine import make_machine
+from planner.machines.vllm_overheads import Measured
 from planner.plan import Plan
+from planner.quant.schemes import chosen
+from planner.quant.table import tensors
 from planner.run.resolve import Resolved
-from planner.terms.engine import capture_sizes, engine_costs, kv_sequence_bytes
+from planner.terms.engine import capture_sizes, engine_costs, kv_sequence_bytes, outside_torch
 from planner.terms.vllm_blocks import VllmKv
 from planner.terms.vllm_profile import layer_width, profile
-from planner.terms.vllm_weights import quantized, vllm_weights
+from planner.terms.vllm_weights import vllm_weights
 from planner.units import GiB
 from tests.planner.toys import CONFIG, CUBLAS, LLAMA, choices, gpus, host, planned, terms
 
@@ -239,7 +242,75 @@ def test_rows_of_the_sampler() -> None:
 
 
 def test_vectors_are_never_stored_quantised() -> None:
-    r = choices(task="serve", framework="vllm", quantization="fp8")
-    q = LLAMA.layers[0].modules[0]
-    assert quantized(LLAMA, q, (64, 64), r)
-    assert not quantized(LLAMA, q, (64,), r)
+    q = replace(LLAMA.layers[0].modules[0], shapes=((64, 64), (64,)))
+    found = list(tensors(q, chosen("fp8", double_quant=False)))
+    assert found == [((64, 64), True), ((64,), False)]
+
+
+@pytest.mark.parametrize(
+    ("low", "typical", "risk"),
+    [
+        # a request of 400 B: at the 5% of the pool, half way to its median, at the median, and beyond
+        (400, 600, 0.0),
+        (300, 500, 0.275),
+        (200, 400, 0.5),
+        (100, 300, 0.725),
+        (100, 200, 1.0),
+        (300, 300, 0.0),
+    ],
+)
+def test_the_risk_that_a_pool_is_too_small(low: int, typical: int, risk: float) -> None:
+    found = serving(gpu_memory_utilization=0.5).serving
+    assert found is not None
+    pool = VllmKv(
+        num_blocks=9, bytes_per_block=50, blocks_per_sequence=8, max_model_len=128, groups=1
+    )
+    each = replace(found, pool=pool, kv=Measured(low, typical, 900))
+    assert each.refusal_risk == pytest.approx(risk)
+    assert replace(each, pool=None).refusal_risk == 0
+
+
+def test_a_budget_with_the_context_and_graphs() -> None:
+    machine = make_machine("h100-sxm")
+    r = choices(task="serve", framework="vllm==0.8.5")
+    # the context as measured has its kernels loaded; how many is what is uncertain
+    context, most = machine.context_bytes, 214_748_364
+    assert outside_torch(r, machine) == (context - most, context, context + most)
+    found = serving(gpu_memory_utilization=0.5, cuda_graphs=True).serving
+    assert found is not None
+    graphs = found.graphs
+    assert graphs.low < graphs.typical < graphs.high
+    rotary, step = 4_096 * 16 * 2, 512 * 576 * 2
+    either = int(WEIGHTS_SPREAD * (COPY + rotary) + PEAK_SPREAD * step)
+    pool = found.kv.typical
+    more = (214_748_364 - KERNELS) + (graphs.high - graphs.typical) + either
+    less = (KERNELS - 10_485_760) + (graphs.typical - graphs.low) + either
+    assert (found.kv.low, found.kv.high) == (pool - more, pool + less)
+
+
+def test_a_server_of_transformers_divides_its_weights() -> None:
+    engine = {"kind": "transformers", "tensor_parallel": 7}
+    found = planned(machine=gpus(7), task="serve", micro_batch_size=None, engine=engine)
+    assert terms(found, "load") == {"weights": -(-478_080 // 7)}
+
+
+def test_training_goes_on_beside_a_server_elsewhere() -> None:
+    found = terms(grpo("vllm-server"), "rollout")
+    # weights, adapters of 24,576 parameters in fp32 and their two states, two workspaces
+    assert found == {
+        "weights": 478_080,
+        "adapters": 98_304,
+        "optimizer": 196_608,
+        "overhead": 2 * CUBLAS,
+    }
+
+
+def test_one_rank_of_transformers_holds_all() -> None:
+    found = planned(task="serve", micro_batch_size=None, engine={"kind": "transformers"})
+    (weights,) = found.phase("load").terms
+    assert weights.bytes == 478_080
+    assert "ranks" not in weights.formula
+
+
+def test_no_more_sequences_than_are_generated() -> None:
+    assert terms(grpo("vllm-push", max_num_seqs=100), "rollout")["kv_cache"] == 8 * SEQUENCE

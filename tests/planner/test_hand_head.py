@@ -13,6 +13,7 @@ from planner.models.spec import ModelSpec
 from planner.replay.head import Head
 from planner.replay.player import Player
 from planner.run.logits_law import LogitsLaw
+from planner.terms.logits import cut
 from tests.planner.toys import LLAMA, choices
 
 FULL = LogitsLaw(
@@ -130,3 +131,36 @@ def test_nothing_is_left_but_the_gradient(task: str) -> None:
         player = Player()
         Head(LLAMA, r, 40, player).run(player.block(ROWS), [], accumulate=False)
         assert player.device.allocated_bytes == ROWS
+
+
+def test_a_heads_own_gradient_of_the_sums_width_needs_no_copy() -> None:
+    summed = CHUNKED.model_copy(update={"head_grad": (("sum", "act"),)})
+    chunk = 32_256 + 16_384
+    assert run(summed, method="full") == (2 * ROWS + WEIGHT + chunk, ROWS + WEIGHT)
+    assert run(summed, method="full", accumulate=True) == (2 * ROWS + WEIGHT + chunk, ROWS)
+
+
+def test_scaled_logits_are_a_second_tensor() -> None:
+    law = LogitsLaw(
+        kind="full", forward=(("logits", "act"),), backward=(("logits", "act"), ("g", "act"))
+    )
+    assert run(law, method="lora") == (2 * NARROW, ROWS)
+    # scaled out of place while the head's input is there
+    scaled = replace(LLAMA, logit_scale=0.25)
+    assert run(law, scaled, method="lora") == (ROWS + 2 * NARROW, ROWS)
+    # some families multiply by 1 too
+    assert run(law, replace(LLAMA, model_type="cohere2"), method="lora") == (
+        ROWS + 2 * NARROW,
+        ROWS,
+    )
+
+
+def test_how_many_parts_there_are() -> None:
+    # 40 rows in tiles of 16 x 256 of 1,000 columns; in chunks of 8
+    assert head(TILED, method="lora")[0]._parts() == 3 * 4
+    assert head(CHUNKED, method="lora")[0]._parts() == 5
+
+
+def test_a_tile_has_a_column_at_least() -> None:
+    assert cut(16, 3, 1, 16) == (16, 1)
+    assert cut(40, 1_000, 6, 16) == (16, 320)  # 375 columns, in steps of 64

@@ -15,7 +15,7 @@ from planner.layer.program import OpSettings
 from planner.layer.tape import Point, largest
 from planner.models.spec import LayerSpec, ModelSpec
 from planner.terms.activations import activations, op_settings, pinned
-from tests.planner.toys import CONFIG, LLAMA, MIXTRAL, choices, gpus
+from tests.planner.toys import CONFIG, LLAMA, MIXED, MIXTRAL, choices, gpus
 
 ALL = frozenset("q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split())  # noqa: SIM905
 FULL = OpSettings(full=True)
@@ -398,3 +398,48 @@ def test_casts_of_weights_while_a_checkpoint_runs_again() -> None:
     adapted = LORA._replace(autocast=True, weight=4, residual=4)
     costs = checkpointed_costs(LAYER, 64, adapted)
     assert max(point.constant for point in costs.recompute) == 73_728 + 16_384
+
+
+def test_fp32_adapters_make_the_recomputed_forward_the_largest() -> None:
+    costs = checkpointed_costs(LAYER, 64, LORA)
+    # when down's B runs again all that backward needs is there, 3,960, beside the middle 128, the product 256,
+    # the base's output 128, and what waits: the stream's gradient 128 and the scaled output's in fp32, 256
+    assert largest(costs.recompute, MANY).per_token >= 3_960 + 128 + 256 + 128 + 128 + 256
+
+
+def test_the_last_layer_is_not_the_first() -> None:
+    # the toy with a last layer of an MLP of 256: gate, silu, up and product 4 x 512 kept, not 4 x 256
+    model = replace(MIXED, layer_order=(0, 0, 1))
+    found = of(model, method="full", checkpointing="none")
+    assert found.kept == ROTARY + (3 * 2456 + 1024) * T
+    _, last, first = found.backward
+    # few tokens: largest when all of a layer's gradients are there, of 61,568 and of 36,992 weights
+    assert (last.layer_grads, first.layer_grads) == (2 * 61_568, 2 * 36_992)
+
+
+def test_an_input_that_a_fused_norm_saves_stays_when_it_came_from_the_host() -> None:
+    settings = LORA._replace(fused=frozenset({"rmsnorm", "swiglu", "rope"}))
+    costs = checkpointed_costs(LAYER, 64, settings)
+    # from the host its 128 are this layer's own
+    stored, fetched = largest(costs.recompute, MANY), largest(costs.recompute_fetched, MANY)
+    assert fetched.per_token == stored.per_token + 128
+
+
+def test_the_parts_of_what_is_kept_add_up() -> None:
+    dropped = replace(GPT2, embedding_dropout=0.1)
+    for model, fields in (
+        (dropped, {"method": "full", "checkpointing": "full"}),
+        (LLAMA, {"method": "lora", "checkpointing": "offload", "offload_keep_layers": 1}),
+    ):
+        found = of(model, **fields)
+        assert sum(count * each for _, count, each in found.parts) == found.kept
+
+
+def test_nothing_is_the_largest_of_no_points() -> None:
+    assert largest((), MANY) == Point(0, 0, 0)
+
+
+def test_a_checkpointed_losss_copy_lacks_the_norms_output() -> None:
+    found = of(method="full", checkpointing="full")
+    # the final norm's 516 a token without its output of 128
+    assert found.loss_copied == found.kept + 388 * T

@@ -179,8 +179,10 @@ def test_a_wider_layer_in_the_middle() -> None:
     assert moments(again) == [
         again.kept + 1536 * T,
         again.kept + 4632 * T,
-        ROTARY + 4632 * T + ONE,
+        ROTARY + 3096 * T + ONE,  # the first layer, a narrow one
+        ROTARY + 4632 * T + 2 * ONE,  # the wide one, below which an input more is stored
     ]
+    assert [moment.layers_left for moment in again.backward] == [3, 3, 1, 2]
     assert again.no_grad == ROTARY + 1920 * T
     assert again.forward == again.kept + 1920 * T - ONE
     plain = of(MIXED, **FULL, checkpointing="none")

@@ -10,9 +10,23 @@ import pytest
 
 from planner.machines.machine import make_machine
 from planner.models.spec import ModelSpec
+from planner.phases import budget
 from planner.plan import plan
+from planner.reserved import Reserved
+from planner.run.logits_law import LogitsLaw
 from planner.run.runfile import make_recipe
-from tests.planner.toys import LLAMA, PARAMETERS, TIED, TRAINING_CUBLAS, gpus, host, planned, terms
+from tests.planner.toys import (
+    A_GPU,
+    LLAMA,
+    PARAMETERS,
+    TIED,
+    TRAINING_CUBLAS,
+    choices,
+    gpus,
+    host,
+    planned,
+    terms,
+)
 
 WEIGHTS = 478_080
 LORA = 98_304
@@ -226,3 +240,49 @@ def test_gradients_that_exist_when_the_last_layer_runs() -> None:
     found = terms(result, "backward")
     # tokens so many that a layer's largest moment wins: no weight gradient of its own but down's
     assert found["gradients"] == 2 * 64_064 + 16_384
+
+
+def test_adapters_gradients_come_layer_by_layer() -> None:
+    # the largest moment is the first layer's: two of three layers have theirs, of 24,576 x 4 B
+    assert terms(planned(**ADAPTED), "backward")["gradients"] == 2 * 98_304 // 3
+
+
+def test_autocasts_casts_are_there_in_the_losss_forward() -> None:
+    law = LogitsLaw(kind="full", forward=(("a", "fp32"), ("b", "fp32")), backward=(("a", "fp32"),))
+    r = choices(
+        method="full", checkpointing="full", dtype="fp32", mixed_precision="bf16", context=64
+    )
+    phases = budget(LLAMA, replace(r, law=law), A_GPU).phases
+    loss = next(phase for phase in phases if phase.name == "loss")
+    held = {term.name: term.bytes for term in loss.terms}
+    # 64 positions x 16 in fp32 twice, three inputs of 256 a token; the norm's fp32 input, 4, its result and
+    # output; 16-bit casts of 110,592 weights
+    assert held["activations"] == 2 * 64 * 64 + (3 * 256 + 772) * 64 + 2 * 110_592
+
+
+def test_a_plan_above_the_card_is_certain() -> None:
+    small = planned(machine=make_machine(vram="0.525GiB"), **TRAINED)
+    assert small.peak_bytes > small.capacity_bytes
+    assert small.risk.p_oom == 1.0
+
+
+def test_a_search_leaves_a_tenth_for_fragments() -> None:
+    result = planned(**TRAINED)
+    spread = result._spread("allocated").quantile(1 - result.risk_allowed)
+    enough = int(result.peak_bytes * 1.1 * spread) + 1
+    assert replace(result, capacity_bytes=enough).has_room
+    assert not replace(result, capacity_bytes=enough - 2).has_room
+
+
+def test_the_lower_end_holds_what_is_there_for_certain() -> None:
+    fields = {"task": "grpo", "num_generations": 512, "completion_length": 2_000, "prompt_length": 48,
+              "context": None, "engine": {"kind": "transformers"}}  # fmt: skip
+    result = planned(**ADAPTED, **fields)
+    # 512 sequences x 2,048 tokens x 384 B of cache stand beside weights, adapters and their states
+    certain = WEIGHTS + LORA + 2 * LORA + 512 * 2_048 * 384
+    assert result._standing_bytes == certain
+    assert certain <= result.low_bytes <= result.reserved_peak_bytes
+    # an allocator that holds nothing beside it: the spread alone would say 95% of what is there
+    result.__dict__["reserved"] = Reserved(certain, certain, certain)
+    assert result._spread("reserved").quantile(0.05) < 1
+    assert result.low_bytes == certain

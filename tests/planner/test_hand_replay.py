@@ -10,15 +10,27 @@ from typing import Any
 import pytest
 
 from planner.families import model_spec_from_config
+from planner.layer.events import (
+    LayerEvents,
+    forward_events,
+    kept_events,
+    recomputed_events,
+    recomputed_held_events,
+    reentrant_events,
+)
+from planner.layer.program import OpSettings
+from planner.layer.tape import Point, envelope
 from planner.machines.machine import Machine
 from planner.replay.head import in_order
-from planner.replay.player import Player
+from planner.replay.layers import Layers
+from planner.replay.player import Blocks, Player
 from planner.replay.steps import Run, replay_run
 from planner.replay.tensors import loaded, trained
 from planner.replay.units import Units
 from planner.run.logits_law import LogitsLaw
+from planner.terms.activations import op_settings
 from planner.units import MiB
-from tests.planner.toys import CONFIG, LLAMA, MIXTRAL, choices, gpus
+from tests.planner.toys import CONFIG, LLAMA, MIXTRAL, TIED, choices, gpus
 
 WEIGHTS = 478_080 + 7 * 384
 STREAM = 8 * 128
@@ -302,3 +314,101 @@ def test_quantised_experts_are_loaded_packed() -> None:
     rest = 2 * (3 * 384 + 128_064)
     found = sum(sum(tensor.blocks) for tensor in loaded(MIXTRAL, r))
     assert found == 3 * 62_976 + rest
+
+
+TIED_WEIGHTS = 350_080 + 7 * 384
+
+
+def test_a_tied_embedding_has_a_third_buffer() -> None:
+    r = choices(TIED, context=8, checkpointing="full", method="full", optimizer="sgd")
+    # the head's gradient, the embedding's own and their sum
+    found = replay_run(TIED, r).allocated_bytes
+    assert found == 2 * TIED_WEIGHTS + 2 * 128_000 + STREAM
+
+
+def test_units_are_made_flat_before_they_are_cut() -> None:
+    r = choices(LLAMA, gpus(2), method="full", sharding="zero3")
+    player = Player()
+    Run(LLAMA, r, player).load(0, 0)
+    # three layers of 36,992 B a rank; the root whole, 256,128, and cut, 128,064: rounded up to 512
+    layers, whole, cut = 3 * 37_376, 256_512, 128_512
+    assert player.device.peak_allocated_bytes == layers + whole + cut
+    assert player.device.allocated_bytes == layers + cut
+
+
+def stack(tokens: int = 8, **fields: Any) -> tuple[Layers, Player]:
+    """Return the toy's layers, and their device."""
+    r = choices(method="lora", lora={"rank": 8}, context=tokens, **fields)
+    player = Player()
+    return Layers(LLAMA, r, op_settings(LLAMA, r), tokens, player), player
+
+
+def test_inputs_come_back_from_the_host_in_full() -> None:
+    layers, player = stack(checkpointing="offload", offload_keep_layers=1)
+    out = layers.forward(player.block(1_024))
+    # the last layer's input stays, and the output
+    assert player.device.allocated_bytes == 2 * 1_024
+    assert [held is None for held in layers.inputs] == [True, True, False]
+    fetched = layers._fetch(0)
+    assert fetched is not None
+    assert fetched.size == 8 * 128
+    assert out.size == 1_024
+
+
+class Noting(Player):
+    """A player that notes how many events each pass had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.played: list[int] = []
+
+    def play(self, layer: LayerEvents, tokens: int, blocks: Blocks) -> Blocks:
+        """Note and play."""
+        self.played.append(len(layer.events))
+        return super().play(layer, tokens, blocks)
+
+
+def test_a_layer_alone_in_its_segment_stops_early() -> None:
+    layers, _ = stack(checkpointing="every-k", checkpoint_every=2)
+    layers.player = player = Noting()
+    out = layers.forward(player.block(1_024))
+    assert player.device.allocated_bytes == (2 + 1) * 1_024  # ceil(3 / 2) inputs and the output
+    player.played.clear()
+    layers.backward(out, player.block(1_024), [])
+    layer, settings = LLAMA.layers[0], layers.settings
+    again, graph = recomputed_events(layer, 64, settings), kept_events(layer, 64, settings)
+    once, twice = len(graph.forward.events), len(graph.backward.events)
+    assert player.played == [len(again.events), once, once, twice, twice]
+
+
+@pytest.mark.parametrize("pick", [recomputed_events, reentrant_events, recomputed_held_events])
+@pytest.mark.parametrize("settings", [OpSettings(full=True), OpSettings(residual=4, full=True)])
+def test_the_last_allocation_of_a_layers_backward_is_its_inputs_gradient(
+    pick: Any, settings: OpSettings
+) -> None:
+    kept = kept_events(LLAMA.layers[0], 64, settings).backward
+    for found in (kept, pick(LLAMA.layers[0], 64, settings)):
+        sizes = [event.per_token for event in found.events if event.per_token > 0]
+        # the first norm's, as wide as the stream
+        assert sizes[-1] == 64 * settings.residual
+
+
+def test_adapters_outside_the_layers_are_tensors_too() -> None:
+    targets = ("q_proj", "lm_head")
+    found = trained(LLAMA, choices(method="lora", lora={"rank": 8, "targets": targets}))
+    # rank 8: A 8 x 64, B of q 64 x 8, of the head 1,000 x 8
+    assert found == [*(3 * [512, 512]), 512, 8_000]
+
+
+def test_a_layer_without_a_graph_reads_the_stream_in_full() -> None:
+    for settings in (OpSettings(), OpSettings(residual=4)):
+        events = forward_events(LLAMA.layers[0], 64, settings)
+        made = [event.per_token for event in events.events if event.per_token > 0]
+        # the middle and the output are as wide as the stream
+        assert made[-1] == 64 * settings.residual
+
+
+def test_which_points_can_be_the_largest() -> None:
+    # of two points of one width the one with more constant bytes counts, gradients among them
+    points = [Point(10, 5, 0), Point(10, 0, 9), Point(4, 5, 9), Point(2, 14, 0), Point(1, 20, 0)]
+    assert envelope(points) == (Point(10, 0, 9), Point(4, 5, 9), Point(1, 20, 0))

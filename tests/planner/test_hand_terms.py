@@ -7,16 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from planner.machines.machine import make_machine
+from planner.machines.machine import find_gpu, make_machine
 from planner.models.spec import ModelSpec, ModuleKind, ModuleSpec
 from planner.quant.schemes import quantized_bytes
 from planner.terms.adapters import lora, trained_parameters
 from planner.terms.counts import adapters, base_weights
 from planner.terms.gradients import gradient_width, gradients
 from planner.terms.optimizer import optimizer
-from planner.terms.overhead import workspace
+from planner.terms.overhead import blas_workspace_bytes, workspace
 from planner.terms.standing import model_of_size, standing
 from planner.terms.weights import gathered, trained_width, weights
+from planner.units import MiB
 from tests.planner.toys import LAYER, LLAMA, MIXED, MIXTRAL, PARAMETERS, TIED, choices, gpus
 
 FULL = {"method": "full", "optimizer": "adamw"}
@@ -395,3 +396,55 @@ def test_the_largest_layer_decides_what_is_gathered_and_stepped() -> None:
     small = replace(MIXED, vocab=500)  # a vocabulary of 32,000 elements
     r = choices(small, **FULL, optimizer_in_backward=True)
     assert gradients(small, r).bytes == 2 * 61_568
+
+
+@pytest.mark.parametrize(
+    ("card", "size"),
+    [
+        ("mi300x", 76 * MiB),
+        ("mi210", 76 * MiB),
+        ("rx-9070-xt", 76 * MiB),
+        ("rx-7900-xtx", 32 * MiB),
+    ],
+)
+def test_workspaces_of_rocm(card: str, size: int) -> None:
+    assert blas_workspace_bytes(find_gpu(card)) == size
+
+
+def test_modules_to_save_are_counted_among_adapters() -> None:
+    r = choices(
+        method="lora", lora={"rank": 8, "targets": ("q_proj",), "modules_to_save": ("lm_head",)}
+    )
+    # 3 x 8 x 128 and the head's 64,000
+    term = lora(LLAMA, r)
+    assert term.bytes == (3_072 + 64_000) * 4
+    assert term.formula == "67,072 LoRA parameters of rank 8 in 3 modules x 4 B"
+
+
+def test_a_server_has_no_optimizer() -> None:
+    found = optimizer(LLAMA, choices(task="serve"))
+    assert (found.states.bytes, found.host.bytes, found.step.bytes) == (0, 0, 0)
+
+
+def test_adafactor_has_rows_and_columns_of_every_matrix() -> None:
+    # four more matrices of 256 x 64 in each of three layers: 4 B x 320 each
+    many = ModuleSpec(name="mlp.w", kind=ModuleKind.LINEAR, shapes=((256, 64),), count=4)
+    layer = replace(LLAMA.layers[0], modules=(*LLAMA.layers[0].modules, many))
+    model = replace(LLAMA, layers=(layer,))
+    sizes = [
+        optimizer(each, choices(each, method="full", optimizer="adafactor")).states.bytes
+        for each in (LLAMA, model)
+    ]
+    assert sizes[1] - sizes[0] == 3 * 4 * 4 * (256 + 64)
+
+
+def test_small_tensors_of_8_bit_optimizers_are_counted_one_by_one() -> None:
+    # four more vectors of 10 in each of three layers, two states in fp32
+    many = ModuleSpec(name="mlp.s", kind=ModuleKind.PARAMETER, shapes=((10,),), count=4)
+    layer = replace(LLAMA.layers[0], modules=(*LLAMA.layers[0].modules, many))
+    model = replace(LLAMA, layers=(layer,))
+    sizes = [
+        optimizer(each, choices(each, method="full", optimizer="adamw-8bit")).states.bytes
+        for each in (LLAMA, model)
+    ]
+    assert sizes[1] - sizes[0] == 3 * 4 * 10 * 2 * 4

@@ -285,3 +285,53 @@ def test_a_layer_norm_answers_in_fp32_under_autocast() -> None:
     # the norm: fp32 copy, statistics, result; the base: its 16-bit cast and 192 columns; the adapter takes
     # the fp32 as it is, casts it, A's 8, B's 192, scaled; their sum
     assert forward[:10] == [256, 8, 256, 128, 384, 128, 16, 384, 384, 384]
+
+
+def test_phi_has_one_norm_for_both_parts() -> None:
+    model = model_spec_from_config({**CONFIG, "model_type": "phi"})
+    settings = FULL._replace(norm="layernorm", residual=4)
+    forward, _ = passes(model, settings)
+    # statistics 8 and the normed 256; q, k, v; q rotated, and k; log-sums and context, projected; then fc1 and
+    # gelu_new's: x, cube, scaled, sum, times, tanh, 1 + tanh, half, product: 256 each; fc2; attention and
+    # MLP together in 16 bit, and with the fp32 stream
+    assert forward[:2] == [8, 256]
+    assert forward.count(8) == 1
+    assert forward[-3:] == [128, 128, 256]
+
+
+def test_neox_has_a_norm_for_each_part() -> None:
+    config = {"model_type": "gpt_neox", "hidden_size": 64, "intermediate_size": 128,
+              "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 1000}  # fmt: skip
+    model = model_spec_from_config(config)
+    forward, backward = passes(model, FULL._replace(norm="layernorm"))
+    # norm; q, k, v in one; q and k rotated: cosine, the half turned and its sine, sum; log-sums, context, projected;
+    # a norm of its own; up, gelu, down; the two parts' sum, and with the stream
+    rotated = [128, -192, 128, 128, 128]
+    assert forward == [
+        8, 128, 384, *rotated, *rotated, 16, 128, 128,
+        8, 128, 256, 256, 128, 128, 128,
+    ]  # fmt: skip
+    assert backward[:2] == [256, 256]
+
+
+def test_experts_answer_in_the_streams_dtype() -> None:
+    forward, _ = passes(MIXTRAL, FULL._replace(residual=4))
+    # the experts' sum 128 in 16 bit, cast to fp32 256, added to the stream 256
+    assert forward[-3:] == [128, 256, 256]
+
+
+def test_a_scan_without_a_width_of_its_own_is_as_wide_as_the_stream() -> None:
+    model = model_spec_from_config(
+        {"model_type": "mamba2", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 1000,
+         "num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "expand": 2, "conv_kernel": 4}
+    )  # fmt: skip
+    layer = model.layers[0]
+    bare = replace(model, layers=(replace(layer, mixer=replace(layer.mixer, inner_dim=0)),))
+    forward, _ = passes(bare)
+    # 64 of the stream in 16 bit, though it is fp32 here: convolution and scan 128 each
+    wide, _ = passes(bare, FULL._replace(residual=4))
+    assert forward.count(592) == wide.count(592) == 1
+    at = forward.index(592)
+    assert [size for size in forward[at + 1 :] if size > 0][:2] == [128, 128]
+    at = wide.index(592)
+    assert [size for size in wide[at + 1 :] if size > 0][:2] == [128, 128]

@@ -9,10 +9,11 @@ from planner.families import model_spec_from_config
 from planner.models.spec import ModelSpec, ModuleKind, ModuleSpec
 from planner.run.engine_law import CURRENT, EngineLaw
 from planner.run.resolve import Resolved
-from planner.terms.vllm_profile import dequantised_bytes, layer_width, profile
+from planner.terms.vllm_blocks import vllm_kv
+from planner.terms.vllm_profile import dequantised_bytes, layer_width, profile, sampler_buffers
 from planner.terms.vllm_weights import adapter_slot_bytes, slot_rank, vllm_weights
 from planner.units import GiB
-from tests.planner.toys import CONFIG, LLAMA, MIXTRAL, choices, gpus
+from tests.planner.toys import CONFIG, LLAMA, MIXED, MIXTRAL, choices, gpus
 
 VOCABULARY = 1_024 * 64
 """Rows padded to a multiple of 64."""
@@ -223,3 +224,97 @@ def test_towers_are_divided_among_ranks() -> None:
     for ranks in (1, 2):
         plain = vllm_weights(LLAMA, served(ranks=ranks)).modules
         assert vllm_weights(model, served(model, ranks)).modules == plain + 12_928 // ranks
+
+
+def buffers(rows: int, **fields: Any) -> list[str]:
+    """Return the names of the sampler's buffers in a release that selects in place."""
+    r = served(framework="vllm==0.21.0", **fields)
+    return [name for name, _ in sampler_buffers(r, rows, 1_000)]
+
+
+def test_eight_rows_are_selected_in_place() -> None:
+    assert buffers(8) == ["logits", "fp32 logits", "probabilities", "exponential noise"]
+    assert "sorted logits" in buffers(7)
+    assert buffers(8, dtype="fp32") == ["logits", "probabilities", "exponential noise"]
+
+
+def test_the_widest_of_unequal_layers() -> None:
+    # attention's output 64 and the residual twice, an MLP of 256: gate, up and product
+    assert profile(MIXED, served(MIXED)).step_width == 2 * (192 + 3 * 256)
+
+
+def test_mxfp4_experts_are_padded_to_64() -> None:
+    layer = MIXTRAL.layers[0]
+    rest = tuple(module for module in layer.modules if module.kind is not ModuleKind.EXPERTS)
+    bare = replace(MIXTRAL, layers=(replace(layer, modules=rest),))
+    # on two ranks an expert's 128 are 64: no padding. 4 x 3 x 64 x 64 weights at 4 bits and a byte for 32;
+    # on four 32 are rounded up to 64 again
+    for ranks in (2, 4):
+        whole, without = (
+            vllm_weights(each, served(each, ranks, quantization="mxfp4")).modules
+            for each in (MIXTRAL, bare)
+        )
+        assert whole - without == 3 * (49_152 // 2 + 49_152 // 32)
+
+
+def test_several_heads_and_parameters_of_their_own() -> None:
+    assert LLAMA.head is not None
+    twice = replace(LLAMA, head=replace(LLAMA.head, count=2))
+    plain = vllm_weights(LLAMA, served()).modules
+    assert vllm_weights(twice, served(twice)).modules == plain + 2 * VOCABULARY
+    own = ModuleSpec(name="self_attn.A_log", kind=ModuleKind.PARAMETER, shapes=((5,),))
+    layer = replace(LLAMA.layers[0], modules=(*LLAMA.layers[0].modules, own))
+    model = replace(LLAMA, layers=(layer,))
+    halved = vllm_weights(LLAMA, served(ranks=2)).modules
+    assert vllm_weights(model, served(model, 2)).modules == halved + 3 * 5
+
+
+LATENT = model_spec_from_config(
+    {
+        **CONFIG, "model_type": "deepseek_v3", "q_lora_rank": 24, "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+        "first_k_dense_replace": 3, "n_routed_experts": 4, "num_key_value_heads": 4,
+        "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    }
+)  # fmt: skip
+
+
+def test_stages_divide_slots_and_latent_copies() -> None:
+    engine = {"pipeline_parallel": 3, "max_loras": 1, "max_lora_rank": 8}
+    # 1,024 columns and rows a layer, head and embedding 1,064 each, at rank 8 in 16 bit
+    r = served(engine=engine)
+    assert adapter_slot_bytes(LLAMA, r) == 16 * (3 * 1_024 + 2 * 1_064)
+    assert vllm_weights(LLAMA, r).adapters == 16 * (3 * 1_024 + 2 * 1_064) // 3
+    # fp8: W_UK and W_UV of each layer in 16 bit: 4 heads x 32 x (16 + 16)
+    whole = vllm_weights(LATENT, served(LATENT, quantization="fp8"))
+    third = vllm_weights(
+        LATENT, served(LATENT, quantization="fp8", engine={"pipeline_parallel": 3})
+    )
+    assert (whole.latent, third.latent) == (3 * 2 * 4 * 32 * 32, 2 * 4 * 32 * 32)
+
+
+def test_slots_of_latent_projections_are_whole_on_every_rank() -> None:
+    engine = {"max_loras": 1, "max_lora_rank": 8}
+    # q_a 64 + 24 and kv_a 64 + 40 whole; q_b 24 + 96, kv_b 32 + 128, o 64 + 64; gate, up 64 + 128, down
+    for ranks in (1, 2):
+        split = 24 + 96 // ranks + 32 + 128 // ranks + 64 // ranks + 64
+        mlp = 2 * (64 + 128 // ranks) + 128 // ranks + 64
+        width = 3 * (88 + 104 + split + mlp) + 64 + 1_000
+        found = adapter_slot_bytes(LATENT, served(LATENT, ranks, engine=engine))
+        assert found == 16 * width
+
+
+def test_rows_of_a_latent_cache_are_padded() -> None:
+    # 0.7 and older: 32 + 8 elements a row become 640
+    law = CURRENT.model_copy(update={"latent_row": 640})
+    plain = vllm_kv(LATENT, kv_bytes=10**8, max_model_len=16)
+    padded = vllm_kv(LATENT, kv_bytes=10**8, max_model_len=16, law=law)
+    assert padded.bytes_per_block == 16 * plain.bytes_per_block
+    assert plain.num_blocks // 16 == padded.num_blocks
+
+
+def test_scales_are_counted_by_the_row() -> None:
+    # int8: a byte a weight and an fp32 scale a row: q and o 64 rows, k and v 32, gate and up 128, down 64
+    rows = 64 + 32 + 32 + 64 + 128 + 128 + 64
+    found = vllm_weights(LLAMA, served(quantization="int8"))
+    assert found.modules == 3 * (36_864 + 4 * rows + 256) + 2 * 2 * VOCABULARY + 128

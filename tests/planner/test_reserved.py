@@ -39,13 +39,16 @@ def test_blocks_of_the_head_and_of_a_layer_are_both_held():
 def test_a_full_card_makes_the_allocator_give_blocks_back():
     free = made()
     assert free.verdict == "fits"
-    room = (free.peak_bytes + free.reserved_peak_bytes) / 2
+    room = (free.needed_bytes + free.reserved_peak_bytes) / 2
     tight = made(vram=f"{room / GiB:.3f}GiB")
     assert tight.peak_bytes == free.peak_bytes
-    assert free.peak_bytes <= tight.reserved_peak_bytes < free.reserved_peak_bytes
+    # what the card's allocator holds at last, more than what is alive and less than with room
+    assert free.peak_bytes < tight.reserved_peak_bytes < free.reserved_peak_bytes
     assert tight.reserved_peak_bytes <= tight.capacity_bytes
     assert tight.reserved.with_room == free.reserved_peak_bytes
     assert tight.verdict == "tight"
+    # fragments beside what is alive, less than what an allocator with room keeps
+    assert free.peak_bytes < free.needed_bytes < free.reserved_peak_bytes
 
 
 def test_a_run_that_does_not_fit_states_what_it_would_need():
@@ -58,7 +61,7 @@ def test_collectives_need_memory_outside_torch():
     one, two = made(), made(gpus=2, sharding="ddp")
     outside = [p.device_used_bytes - p.reserved_peak_bytes for p in (one, two)]
     assert outside[0] == one.machine.context_bytes
-    assert outside[1] - outside[0] == 800 * 1024**2
+    assert outside[1] - outside[0] == 544 * 1024**2  # a pair with NVLink
 
 
 def test_steps_of_two_lengths_hold_blocks_of_both():

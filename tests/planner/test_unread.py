@@ -18,9 +18,19 @@ FULL: dict[str, Any] = {"method": "full", "framework": "hf-trainer", "dtype": "b
 VLLM: dict[str, Any] = {"task": "grpo", "engine": {"kind": "vllm-push"}}
 SERVE: dict[str, Any] = {"task": "serve"}
 TWO_CARDS = ("sharding", "offload.parameters", "offload.device", "offload.pinned")
+SEEN, OF_IMAGES = (
+    "qwen2.5-vl-3b",
+    ("images", "image_size", "image_tokens", "videos", "video_frames"),
+)
+LONG: dict[str, Any] = {**FULL, "context": 8192}
 EXPERTS, OF_EXPERTS = "qwen3-30b-a3b", ("engine.expert_parallel",)
 
 CASES: dict[str, tuple[dict[str, Any], Any]] = {
+    "images": (LONG, 1),
+    "image_size": ({**LONG, "images": 1}, "512x512"),
+    "image_tokens": ({**LONG, "images": 1}, 64),
+    "videos": ({**LONG, "video_frames": 4, "videos": 1}, 2),
+    "video_frames": ({**LONG, "video_frames": 4, "videos": 1}, 8),
     "task": ({}, "grpo"),
     "algorithm": ({**FULL, "task": "dpo"}, "orpo"),
     "method": ({}, "full"),
@@ -47,6 +57,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "checkpoint_every": ({"checkpointing": "every-k"}, 4),
     "offload_keep_layers": ({"checkpointing": "offload"}, 8),
     "attention": ({"checkpointing": "none"}, "eager"),
+    "packing": ({"framework": "vramwise", "context": 2048}, True),
     "loss": ({**FULL, "context": 4096}, "chunked"),
     "loss_chunk_rows": ({"framework": "trl", "loss": "chunked"}, 64),
     "tiled_mlp": ({"framework": "axolotl", "context": 8192, "checkpointing": "full"}, True),
@@ -161,6 +172,7 @@ def test_a_field_moves_the_plan_or_is_named_in_it(field: str) -> None:
     base, value = CASES[field]
     gpus = 2 if field in TWO_CARDS else 1
     model = catalogue_model(EXPERTS) if field in OF_EXPERTS else MODEL
+    model = catalogue_model(SEEN) if field in OF_IMAGES else model
     before, after = (
         planned(fields, gpus=gpus, model=model) for fields in (base, changed(base, field, value))
     )
@@ -172,7 +184,7 @@ def test_a_field_moves_the_plan_or_is_named_in_it(field: str) -> None:
 
 @pytest.mark.parametrize("field", sorted(FIELDS_WITHOUT_BYTES))
 def test_a_field_without_bytes_moves_nothing(field: str) -> None:
-    value = {"engine.url": "http://host:1", "engine.timeout_s": 5.0, "packing": True}[field]
+    value = {"engine.url": "http://host:1", "engine.timeout_s": 5.0}[field]
     assert sizes(planned(VLLM)) == sizes(planned(changed(VLLM, field, value)))
     assert FIELDS_WITHOUT_BYTES[field]
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from trainer.advantages import Scale, group_advantages
-from trainer.losses import KlEstimator, LossSettings, RatioLevel, loss_normaliser, policy_loss
+from trainer.losses import KlEstimator, LossSettings, RatioLevel, policy_loss
+from trainer.policy_update import step_normaliser
 
 if importlib.util.find_spec("trl") is None:
     pytest.skip("trl is not installed", allow_module_level=True)
@@ -130,7 +131,12 @@ def our_loss(data, *, on_policy, **options):
         sequence_ids=rows,
         old_logp=None if on_policy else data["old"][keep],
         ref_logp=data["ref"][keep],
-        normaliser=loss_normaliser(settings, num_sequences=ROWS, num_tokens=int(keep.sum())),
+        normaliser=step_normaliser(
+            settings,
+            lengths=LENGTHS,
+            chosen=range(ROWS),
+            counted={row for row in range(ROWS) if keep[row].any()},
+        ),
         settings=settings,
     )
     loss.backward()
@@ -202,3 +208,14 @@ def test_advantages_equal_trl(trl_trainer, scale, monkeypatch):
     batch = trl_trainer._generate_and_score_completions([{"prompt": "a b"} for _ in rewards])
     found = group_advantages(torch.tensor(rewards), num_generations=3, scale=scale)
     torch.testing.assert_close(found.values, batch["advantages"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "dr_grpo", "dapo", "cispo"])
+def test_cut_completions_are_masked_as_in_trl(trl_trainer, name):
+    """mask_truncated_completions: rows 1 and 4 have no tokens left, and are rows still."""
+    data = numbers()
+    data["mask"][[1, 4]] = 0
+    theirs, their_gradient = trl_loss(trl_trainer, data, on_policy=False, **CASES[name])
+    ours, our_gradient, _ = our_loss(data, on_policy=False, **CASES[name])
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(our_gradient, their_gradient)

@@ -98,8 +98,8 @@ def test_a_chat_is_trained_on_its_answer(sft, train_run_of, tmp_path):
     row = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}
     path.write_text(json.dumps(row), encoding="utf-8")
     result = train_run_of(sft(train={"dataset": str(path), "steps": 1}))
-    # "yo" and the template's line end, for each of the 16 copies in the batch
-    assert result.metrics[0]["tokens"] == 16 * 3
+    # "yo" and the template's line end, once: a step repeats no row, whatever the recipe's sizes
+    assert result.metrics[0]["tokens"] == 3
 
 
 def test_an_empty_completion_is_one_line(sft, train_run_of, tmp_path):

@@ -168,7 +168,8 @@ def test_an_evaluation_is_a_planned_phase_and_rehearsed(grpo, sft, tmp_path, tas
     run, train = parse_run(made, root=tmp_path)
     ready = prepare(run, train, held_out=6)
     planned, measured = ready.planned_bytes["evaluation"], ready.measured_bytes["evaluation"]
-    assert 0 < measured < 1.3 * planned
+    # of SFT's step too little is measured on so small a model: its loss phase has -40 % as well
+    assert 0.5 * planned < measured < 1.3 * planned
     without = prepare(run, train.model_copy(update={"validation": None}))
     assert "evaluation" not in without.planned_bytes | without.measured_bytes
 
@@ -182,7 +183,7 @@ def test_an_evaluation_that_alone_does_not_fit_is_refused(sft, tmp_path):
     run, train = parse_run(sft(), root=tmp_path)
     planned = prepare(run, train, held_out=6).plan
     with pytest.raises(VramwiseError, match=r"train.validation: an evaluation needs"):
-        check_evaluation_fits(replace(planned, capacity_bytes=1))
+        check_evaluation_fits(replace(planned, capacity_bytes=1), prompts=6)
 
 
 @pytest.mark.parametrize("kind", ["grpo", "sft", "messages"])
@@ -218,7 +219,7 @@ def test_a_validation_row_that_is_trained_on_is_named(grpo, sft, train_run_of, t
         ({"validation": None, "evaluation": {}}, {}, "nothing to evaluate on"),
         ({}, {"k": [2]}, "pass@2 needs 2 generations"),
         ({}, {"pass_reward": "exakt"}, "pass_reward: 'exakt' is no reward"),
-        ({}, {"metric": "accuracy"}, "metric: 'accuracy' was not measured"),
+        ({}, {"metric": "accuracy"}, "metric: 'accuracy' is not measured"),
         ({"validation": {"name": "nowhere.jsonl"}}, {}, "train.validation: no such file"),
     ],
     ids=["no data", "no data either", "k", "reward", "metric", "file"],

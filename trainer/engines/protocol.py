@@ -17,6 +17,9 @@ class SamplingSettings:
     """0 = off."""
     stop_token_ids: tuple[int, ...] = ()
     """End a completion like EOS does; the token is kept."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion, over however many tokens they lie. An engine may stop at them; the
+    trainer cuts what goes on behind them."""
     seed: int | None = None
 
 

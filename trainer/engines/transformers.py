@@ -4,6 +4,7 @@ A group's prompt runs once and its KV cache is repeated for the group; finished 
 Shapes: U prompts, B rows, P prompt tokens, V vocabulary.
 """
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from planner.errors import VramwiseError
 from planner.run.recipe import Recipe
 from trainer.engines.protocol import Completion, SamplingSettings
 from trainer.model import Policy, eos_ids
-from trainer.sampling import draw, shape_logits
+from trainer.sampling import StopStrings, draw, shape_logits
 
 PREFILL_TOKENS = 2048
 """Prompt tokens of one forward: their activations are gone before the cache is full."""
@@ -49,18 +51,23 @@ class TransformersEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], settings: SamplingSettings
     ) -> list[Completion]:
-        """Return num_generations completions per prompt, grouped by prompt, in order."""
-        rows = [
-            _Row(prompt_index=index)
-            for index in range(len(prompts))
-            for _ in range(settings.num_generations)
-        ]
-        generator = None
-        if settings.seed is not None:
-            generator = torch.Generator(self._policy.device).manual_seed(settings.seed)
-        self._kv_bytes = 0
-        for start in range(0, len(rows), self._wave):
-            self._run(rows[start : start + self._wave], prompts, settings, generator)
+        """Return num_generations completions per prompt, grouped by prompt, in order.
+
+        When memory runs out, fewer are under way at once from then on, and all of it is done again.
+        """
+        while True:
+            rows = self._attempt(prompts, settings)
+            if rows is not None:
+                break
+            if self._wave == 1:
+                raise VramwiseError(
+                    "out of memory while generating one completion at a time",
+                    hint="lower prompt_length or completion_length, or see: vramwise advise RUN.yaml",
+                )
+            self._wave = max(1, self._wave // 2)
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
         return [
             Completion(
                 prompt_index=row.prompt_index,
@@ -71,6 +78,26 @@ class TransformersEngine:
             for row in rows
         ]
 
+    def _attempt(
+        self, prompts: Sequence[Sequence[int]], settings: SamplingSettings
+    ) -> list[_Row] | None:
+        """Return all rows, filled; or None when memory ran out: then no frame holds its tensors."""
+        rows = [
+            _Row(prompt_index=index)
+            for index in range(len(prompts))
+            for _ in range(settings.num_generations)
+        ]
+        generator = None
+        if settings.seed is not None:
+            generator = torch.Generator(self._policy.device).manual_seed(settings.seed)
+        self._kv_bytes = 0
+        try:
+            for start in range(0, len(rows), self._wave):
+                self._run(rows[start : start + self._wave], prompts, settings, generator)
+        except torch.OutOfMemoryError:
+            return None
+        return rows
+
     def _run(
         self,
         rows: list[_Row],
@@ -80,6 +107,7 @@ class TransformersEngine:
     ) -> None:
         """Fill `rows` with tokens until each has ended or is at the limit."""
         ends = set(eos_ids(self._policy)) | set(settings.stop_token_ids)
+        stops = StopStrings(self._policy.tokenizer, settings.stop)
         logits, mask, cache = self._prefill(rows, prompts)
         active = list(rows)
         while True:
@@ -91,7 +119,7 @@ class TransformersEngine:
                 if not row.finished:
                     row.tokens.append(index)
                     row.logprobs.append(value)
-                    row.finished = index in ends
+                    row.finished = index in ends or stops.end(row.tokens)
             self._kv_bytes = max(self._kv_bytes, cache_bytes(cache))
             running = [place for place, row in enumerate(active) if not row.finished]
             if not running or len(active[running[0]].tokens) >= settings.max_new_tokens:

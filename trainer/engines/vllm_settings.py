@@ -8,6 +8,7 @@ import torch
 from planner.errors import UsageError
 from planner.models.hub import find_model
 from planner.plan import Plan
+from planner.run.engine_choices import usual_sleep
 from planner.run.framework import pick
 from planner.run.recipe import EngineKind, Method, Recipe, Task
 from planner.terms.vllm_blocks import vllm_kv
@@ -83,10 +84,7 @@ def settle_engine(recipe: Recipe) -> Recipe:
 
 
 def sleep_level(recipe: Recipe) -> int:
-    """Return what vLLM gives back between rollouts: as asked, or as much as keeps what it needs.
-
-    Adapters alone are pushed, so a copy of the base must outlive the sleep (1); all weights come anew (2).
-    """
+    """Return what vLLM gives back between rollouts: as asked, or as much as keeps what it needs."""
     asked, kind = recipe.engine.sleep_level, recipe.engine.kind
     if not can_sleep():
         if asked:
@@ -103,7 +101,7 @@ def sleep_level(recipe: Recipe) -> int:
         )
     if asked is not None:
         return asked
-    return 2 if kind is EngineKind.VLLM_PUSH and recipe.method is Method.FULL else 1
+    return usual_sleep(kind, recipe.method)
 
 
 def settings_for(
