@@ -206,7 +206,13 @@ def _dataset(source: Source, settings: EvalSettings) -> tuple[DatasetSection, Pa
         # columns and chat settings of the run: its model was taught to be asked that way
         like = source.train.dataset if source.train else DatasetSection(name=name)
         split = settings.split or TEST_SPLIT.get(name, "train")
-        changes: dict[str, Any] = {"name": name, "split": split, "config": None, "options": {}, "limit": None}
+        changes: dict[str, Any] = {
+            "name": name,
+            "split": split,
+            "config": None,
+            "options": {},
+            "limit": None,
+        }
         if source.train is not None and like.name == name:
             changes["options"] = like.options
         section = like.model_copy(update=changes)
