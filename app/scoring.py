@@ -5,12 +5,14 @@ from typing import Any
 
 import streamlit as st
 
+from planner.accuracy.calibrate import fingerprint
 from planner.accuracy.score import (
     Accuracy,
     Scored,
     measurement_files,
     score_files,
 )
+from planner.accuracy.stored import stored_predictor
 from planner.units import format_bytes
 
 WORST = 10
@@ -19,8 +21,12 @@ NOT_BYTES = ("tokens", "blocks", "ratio", "concurrency", "x_")
 
 @st.cache_resource(max_entries=1, show_spinner="Planning every published run ...")
 def accuracy() -> Accuracy:
-    """Return every shipped measurement with the planner's prediction; made once per server."""
-    return score_files(measurement_files())
+    """Return every shipped measurement with the planner's prediction; made once per server.
+
+    The figures are those that were stored when the formulas were last calibrated; with formulas
+    changed since, every run is planned again.
+    """
+    return score_files(measurement_files(), predict=stored_predictor(fingerprint))
 
 
 def in_bytes(quantity: str) -> bool:

@@ -23,7 +23,7 @@ TERMS = (
     "engine",
     "overhead",
 )
-PHASES = ("load", "rollout", "score", "forward", "loss", "backward", "step")
+PHASES = ("load", "rollout", "score", "forward", "loss", "backward", "step", "evaluation")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,3 +27,11 @@ def pytest_report_header():
         except importlib.metadata.PackageNotFoundError:
             found.append(f"{name} absent")
     return ", ".join(found)
+
+
+@pytest.fixture(scope="session")
+def live_accuracy() -> object:
+    """Every published row against the plan of today's formulas; scored once in a process."""
+    from planner.accuracy.score import measurement_files, score_files
+
+    return score_files(measurement_files())

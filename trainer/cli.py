@@ -1,4 +1,4 @@
-"""Command line of the trainer: train, demo, merge."""
+"""Command line of the trainer: train, demo, merge, eval."""
 
 import signal
 from pathlib import Path
@@ -12,6 +12,7 @@ def register(app: typer.Typer) -> None:
     app.command()(train)
     app.command()(demo)
     app.command()(merge)
+    app.command("eval")(evaluate)
 
 
 def train(
@@ -74,6 +75,76 @@ def merge(
     from trainer.merge import merge_checkpoint
 
     _print(merge_checkpoint(source, output, base=base, dtype=dtype), as_json=json_output)
+
+
+def evaluate(
+    checkpoint: Annotated[
+        str, typer.Argument(help="a run's output, one checkpoint, a model's folder, or a hub id")
+    ],
+    task: Annotated[
+        str | None, typer.Option(help="gsm8k, arithmetic or reasoning-gym/TASK")
+    ] = None,
+    data: Annotated[Path | None, typer.Option(help="a file or folder of samples")] = None,
+    split: Annotated[str | None, typer.Option(help="of the data; gsm8k: test")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="the first so many samples")] = None,
+    reward: Annotated[
+        list[str] | None, typer.Option(help="what judges completions; the first says what passes")
+    ] = None,
+    pass_at: Annotated[float | None, typer.Option(help="a reward from here on passes")] = None,
+    generations: Annotated[int | None, typer.Option(min=1, help="completions a sample")] = None,
+    k: Annotated[list[int] | None, typer.Option(min=1, help="the k of pass@k")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0 = greedy")] = None,
+    top_p: Annotated[float | None, typer.Option()] = None,
+    top_k: Annotated[int | None, typer.Option(min=0)] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="transformers, vllm-shared or vllm-push")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32")] = None,
+    base: Annotated[str | None, typer.Option(help="base model of adapters")] = None,
+    prompt_length: Annotated[int | None, typer.Option(min=1)] = None,
+    completion_length: Annotated[int | None, typer.Option(min=1)] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="sequences at once")] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    completions: Annotated[
+        Path | None, typer.Option(help="write prompts and completions here, as JSON lines")
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
+) -> None:
+    """Evaluate CHECKPOINT: pass@k and rewards of completions, or the perplexity of given text.
+
+    Without --task and --data the run's own validation set. FILE.py:FUNCTION rewards run that file's code.
+    """
+    from trainer.evaluate import EvalSettings
+    from trainer.evaluate import evaluate as run_evaluation
+    from trainer.evaluation import line_of
+    from trainer.run import quiet
+
+    quiet()
+    settings = EvalSettings(
+        task=task,
+        data=data,
+        split=split,
+        limit=limit,
+        rewards=tuple(reward or ()),
+        pass_at=pass_at,
+        generations=generations,
+        k=tuple(k or ()),
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        engine=engine,
+        dtype=dtype,
+        base=base,
+        prompt_length=prompt_length,
+        completion_length=completion_length,
+        rows=rows,
+        seed=seed,
+        completions=completions,
+    )
+    document = run_evaluation(checkpoint, settings, say=_say)
+    _print(document, as_json=json_output)
+    if not json_output:
+        typer.echo(line_of(document["figures"]))
 
 
 def _say(text: str) -> None:

@@ -114,12 +114,42 @@ class LossSection(Section):
         return EPSILON, self.epsilon_high
 
 
+class EvaluationSection(Section):
+    """How held-out samples are judged, and what follows from it."""
+
+    generations: Steps = 1
+    """GRPO: completions of a held-out prompt."""
+    k: tuple[Steps, ...] = ()
+    """GRPO: the k of pass@k, each at most `generations`; none = 1 and `generations`."""
+    pass_reward: str | None = None
+    """GRPO: the reward that says whether a completion passes; None = the first."""
+    pass_at: float = 1.0
+    """GRPO: a completion passes from this reward on."""
+    sampling: SamplingSection | None = None
+    """GRPO: None = as in training; top_k: 1 is greedy."""
+    on_start: bool = False
+    """Before the first step too."""
+    metric: str | None = None
+    """What best means; None = reward (GRPO) or loss (SFT). loss and perplexity: smaller is better."""
+    save_best: bool = False
+    """Keep the weights of the best evaluation in OUTPUT/checkpoints/best."""
+    patience: Steps | None = None
+    """Stop after this many evaluations in a row without a gain; None = never."""
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    """What counts as a gain is above this."""
+
+
 class TrainSection(Section):
     """Everything about a run that moves no byte."""
 
     output: str
     overwrite: bool = False
     dataset: DatasetSection
+    validation: DatasetSection | None = None
+    """Held-out samples: a name or a section like dataset; none of them may be trained on."""
+    eval_every: Annotated[int, Field(ge=0, strict=True)] = 100
+    """Steps between evaluations; 0 = only at the end."""
+    evaluation: EvaluationSection = EvaluationSection()
     rewards: tuple[RewardSection, ...] = ()
     steps: Steps = 100
     epochs: Positive | None = None
@@ -166,7 +196,7 @@ class TrainSection(Section):
     device_memory: str | None = None
     """Pretend the device has only this much, for example 24GiB."""
 
-    @field_validator("dataset", mode="before")
+    @field_validator("dataset", "validation", mode="before")
     @classmethod
     def _dataset_by_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
@@ -233,6 +263,31 @@ def with_epochs(train: TrainSection, *, per_epoch: int, per_step: int) -> TrainS
     return train
 
 
+def _check_evaluation(run: RunFile, train: TrainSection) -> None:
+    """Refuse evaluation settings that nothing reads."""
+    given = train.evaluation.model_fields_set
+    if train.validation is None:
+        for name in ("evaluation", "eval_every"):
+            if name in train.model_fields_set:
+                raise UsageError(
+                    f"train.{name}: there is nothing to evaluate on", hint="name train.validation"
+                )
+        return
+    sampled = ("generations", "k", "pass_reward", "pass_at", "sampling")
+    unread = sorted(given & set(sampled)) if run.recipe.task is Task.SFT else []
+    if unread:
+        raise UsageError(
+            f"train.evaluation.{unread[0]}: SFT evaluates the loss, not completions",
+            hint="vramwise eval OUTPUT --task NAME samples from a checkpoint",
+        )
+    wrong = [k for k in train.evaluation.k if k > train.evaluation.generations]
+    if wrong:
+        raise UsageError(
+            f"train.evaluation.k: pass@{wrong[0]} needs {wrong[0]} generations",
+            hint=f"generations is {train.evaluation.generations}",
+        )
+
+
 def _check_together(run: RunFile, train: TrainSection) -> None:
     """Refuse choices that contradict each other, before any long work."""
     recipe = run.recipe
@@ -251,6 +306,7 @@ def _check_together(run: RunFile, train: TrainSection) -> None:
             f"train.epochs: {train.epochs:g} and steps: {train.steps} contradict each other",
             hint="give one of them",
         )
+    _check_evaluation(run, train)
     if not all(0 <= beta < 1 for beta in train.adam_betas):
         raise UsageError(f"train.adam_betas: {train.adam_betas} is not allowed", hint="in [0, 1)")
     if recipe.task is Task.GRPO:

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from planner.errors import VramwiseError
-from planner.run.recipe import RunFile
+from planner.run.recipe import RunFile, Task
 from trainer.advantages import Scale, group_advantages
 from trainer.config import TrainSection
-from trainer.data import Order, check_columns, load_samples
+from trainer.data import Order, Samples, check_columns, load_samples
 from trainer.engines.protocol import Engine, SamplingSettings
+from trainer.evaluation import check_evaluation
 from trainer.grpo_report import rollout_metrics, show_completions, step_line
 from trainer.model import load_tokenizer
 from trainer.policy_update import learn
@@ -31,6 +32,7 @@ from trainer.rewards import Rewards, check_reward_columns, load_rewards, score
 from trainer.rollout import Rollout, sample, sampling_settings
 from trainer.say import Say, silent
 from trainer.session import REWARDS_LOG, Result, Session, check_output, run_folder
+from trainer.validation import Validation, load_validation, reward_measure
 
 SEED_STRIDE = 1_000_003
 """Between the sampling seeds of two steps; a prime, so that runs of near seeds don't share them."""
@@ -53,6 +55,7 @@ def train_grpo(
     samples = load_samples(train.dataset, root=root)
     check_columns(samples, train.dataset, task="grpo")
     check_reward_columns(train.rewards, list(samples[0]))
+    held_out = load_validation(train, samples, root=root, task=Task.GRPO)
     check_output(train, resume=resume)
     prompts = read_prompts(
         samples,
@@ -65,12 +68,15 @@ def train_grpo(
     if train.loss.type == "gspo" and train.loss.epsilon is None:
         say("gspo clips at {:g} and {:g}, as its paper does".format(*train.loss.clip))
     with closing(load_rewards(train.rewards, root=root)) as rewards:
-        ready = prepare(run, train, say=say, per_epoch=len(samples))
+        check_evaluation(train.evaluation, rewards)
+        ready = prepare(run, train, say=say, per_epoch=len(samples), held_out=len(held_out or ()))
         with run_folder(run, train, resume=resume) as output:
             ready.save(output)
             rewards.pool.output.to(output / REWARDS_LOG)
             on_ready(ready)
-            return _train(ready.train, prompts, rewards, ready, output=output, resume=resume)
+            return _train(
+                ready.train, prompts, rewards, ready, held_out, output=output, resume=resume
+            )
 
 
 def _train(
@@ -78,6 +84,7 @@ def _train(
     prompts: Prompts,
     rewards: Rewards,
     ready: Preflight,
+    held_out: Samples | None,
     *,
     output: Path,
     resume: bool,
@@ -86,6 +93,8 @@ def _train(
     assert engine is not None
     order = Order(size=len(prompts), seed=train.seed, shuffle=train.dataset.shuffle)
     session = Session(train, output=output, policy=policy, stepper=ready.stepper, order=order)
+    if held_out is not None:
+        session.validation = Validation(ready, output, reward_measure(held_out, rewards, ready))
     if resume:
         session.resume()
     settings = sampling_settings(

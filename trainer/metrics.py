@@ -20,8 +20,15 @@ CELL_WIDTH = 60
 class MetricsLog:
     """Appends one JSON line a step; after a resume, lines of redone steps are dropped first."""
 
-    def __init__(self, output: Path, *, first_step: int = 0, tensorboard: bool = False) -> None:
-        self.path = output / METRICS_FILE
+    def __init__(
+        self,
+        output: Path,
+        *,
+        first_step: int = 0,
+        tensorboard: bool = False,
+        name: str = METRICS_FILE,
+    ) -> None:
+        self.path = output / name
         output.mkdir(parents=True, exist_ok=True)
         self._drop_from(first_step)
         self._file = self.path.open("a", encoding="utf-8")
@@ -29,9 +36,7 @@ class MetricsLog:
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Log one step. NaN and infinity become null: JSON has no word for them."""
-        line = json.dumps(
-            {"step": step, **{key: _jsonable(value) for key, value in metrics.items()}}
-        )
+        line = json.dumps({"step": step, **{key: finite(value) for key, value in metrics.items()}})
         self._file.write(line + "\n")
         self._file.flush()
         if self._board is not None:
@@ -181,7 +186,8 @@ def _tensorboard(output: Path) -> Any:
     return SummaryWriter(str(output / "tensorboard"))
 
 
-def _jsonable(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return `value`, or None for NaN and infinity: JSON has no word for them."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

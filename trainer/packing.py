@@ -15,17 +15,14 @@ import torch
 from torch import Tensor
 
 from planner.errors import UnsupportedError
-from planner.models.spec import MixerKind, ModelSpec
+from planner.mixers.registry import mixer_of
+from planner.models.spec import ModelSpec
 from trainer.batching import fill_rows
 from trainer.data import Order
 from trainer.shared_prefix import MASKED, padded
 
 WINDOW = 1000
 """Samples that are packed together."""
-KEEP_APART = frozenset(
-    {MixerKind.FULL, MixerKind.SLIDING, MixerKind.CHUNKED, MixerKind.MLA, MixerKind.NONE}
-)
-"""Token mixers that positions and a mask tell samples apart in: no state runs through them."""
 
 
 @dataclass
@@ -104,7 +101,7 @@ def block_mask(position_ids: Tensor, *, dtype: torch.dtype) -> Tensor:
 
 def keeps_apart(spec: ModelSpec) -> bool:
     """Return whether samples of one row can be kept apart in every layer."""
-    return all(mixer.kind in KEEP_APART for layer in spec.layers for mixer in layer.mixers)
+    return all(mixer_of(mixer).keeps_apart for layer in spec.layers for mixer in layer.mixers)
 
 
 def refuse_mixing(spec: ModelSpec, *, asked: str) -> None:

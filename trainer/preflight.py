@@ -27,6 +27,7 @@ from trainer.devices import check_driver, check_dtype, limited, occupied, run_de
 from trainer.engines import make_engine
 from trainer.engines.protocol import Engine
 from trainer.engines.vllm_settings import settle_engine
+from trainer.evaluation_phase import check_evaluation_fits, evaluation_phase
 from trainer.fields import machine_note, other_framework, unread_notes
 from trainer.model import Policy, load_policy
 from trainer.packing import keeps_apart, refuse_mixing
@@ -66,6 +67,8 @@ class Preflight:
     """What generates; None for SFT."""
     sharing: Sharing | None = None
     """How groups share their prompt in training; None: never."""
+    held_out: int = 0
+    """Samples of an evaluation; 0 = there is none."""
     measured: Recording | None = None
     """The rehearsal."""
 
@@ -74,7 +77,9 @@ class Preflight:
         """Return phase -> planned peak. Overhead is CUDA's: on a CPU there is none."""
         on_gpu = self.policy.device.type == "cuda"
         planned: dict[str, int] = {}
-        for phase in (*self.plan.phases, *(self.sharing.phases if self.sharing else ())):
+        shared = self.sharing.phases if self.sharing else ()
+        evaluation = (evaluation_phase(self.plan, prompts=self.held_out),) if self.held_out else ()
+        for phase in (*self.plan.phases, *shared, *evaluation):
             size = sum(term.bytes for term in phase.terms if on_gpu or term.name != "overhead")
             planned[phase.name] = max(size, planned.get(phase.name, 0))
         return planned
@@ -104,12 +109,17 @@ def longest_prompt(run: RunFile) -> int:
 
 
 def prepare(
-    run: RunFile, train: TrainSection, *, say: Say = silent, per_epoch: int | None = None
+    run: RunFile,
+    train: TrainSection,
+    *,
+    say: Say = silent,
+    per_epoch: int | None = None,
+    held_out: int = 0,
 ) -> Preflight:
     """Plan, load and rehearse the run. Raises VramwiseError with advice when it cannot fit.
 
     `per_epoch`: prompts (SFT: samples or packed rows) of the data set, which epochs are counted in;
-    None: not known, nothing is checked against it.
+    None: not known, nothing is checked against it. `held_out`: samples of an evaluation.
     """
     spec = find_model(run.model, revision=run.revision)
     unused = check_driver()
@@ -179,7 +189,10 @@ def prepare(
         device=_device(train, policy),
         engine=engine,
         sharing=sharing,
+        held_out=held_out,
     )
+    if held_out:
+        check_evaluation_fits(planned, prompts=held_out)
     if train.preflight:
         with ready.device:
             ready = replace(ready, measured=rehearse(ready, train))

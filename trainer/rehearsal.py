@@ -13,6 +13,7 @@ from profiler.torch_recorder import record
 from trainer.batching import MicroBatch, ScoredSequence, collate
 from trainer.config import TrainSection
 from trainer.engines.transformers import TransformersEngine
+from trainer.evaluation_phase import rehearse_evaluation
 from trainer.losses import sft_loss
 from trainer.model import Policy
 from trainer.scoring import hidden_rows, log_probs
@@ -60,6 +61,9 @@ def _rehearse_once(ready: "Preflight", train: TrainSection) -> Recording:
                     prompt_tokens=ready.prompt_tokens,
                     completion_tokens=ready.completion_tokens,
                 )
+        if ready.held_out:
+            with live.phase("evaluation"):
+                rehearse_evaluation(ready, _worst_batch(ready))
         for make in (_worst_batch, _worst_shared_batch):
             batch = make(ready)
             if batch is None:

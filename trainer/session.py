@@ -15,10 +15,12 @@ from planner.run.recipe import RunFile
 from trainer import checkpoint as checkpoints
 from trainer.config import TrainSection
 from trainer.data import Order
+from trainer.evaluation import line_of
 from trainer.metrics import COMPLETIONS_FOLDER, METRICS_FILE, MetricsLog, Progress, read_metrics
 from trainer.model import Policy
 from trainer.say import Say as Say  # trainer.demo takes it from here
 from trainer.stepping import Stepper
+from trainer.validation import Validation
 
 RUN_FILE = "run.yaml"
 REWARDS_LOG = "rewards.log"
@@ -30,6 +32,7 @@ OWN_NAMES = (
     RUN_FILE,
     "tensorboard",
     "preflight.json",
+    "evaluations.jsonl",
     REWARDS_LOG,
 )
 
@@ -47,6 +50,12 @@ class Result:
     seconds: float
     metrics: list[dict[str, Any]] = field(default_factory=list)
     """Of the steps done in this process."""
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    """Of this process, each with the number of steps done before it."""
+    best_step: int | None = None
+    """Steps done at the best evaluation; None without one."""
+    exhausted: bool = False
+    """Ended early: no evaluation was better for `evaluation.patience` times."""
 
 
 def check_output(train: TrainSection, *, resume: bool) -> None:
@@ -131,6 +140,8 @@ class Session:
         self._saved_step = -1
         self._started = time.monotonic()
         self._stop = checkpoints.StopSignal()
+        self.validation: Validation | None = None
+        """Evaluates held-out samples; set before the first step."""
 
     def resume(self) -> None:
         """Restore the newest checkpoint in the output folder."""
@@ -139,6 +150,8 @@ class Session:
         self._order.restore(state["order"])
         self._stepper.restore(state["stepper"])
         self.bad_steps = state["bad_steps"]
+        if self.validation is not None and state.get("evaluation"):
+            self.validation.restore(state["evaluation"])
         self.first_step = self._done = self._saved_step = state["step"]
 
     def __enter__(self) -> "Session":
@@ -148,6 +161,8 @@ class Session:
             self.output, first_step=self.first_step, tensorboard=self._train.tensorboard
         )
         self.progress = Progress(self._train.steps, done=self.first_step)
+        if self.validation is not None:
+            self.validation.open(self.first_step)
         self.progress.__enter__()
         self._stop.__enter__()
         return self
@@ -160,6 +175,8 @@ class Session:
             self._stop.__exit__(kind, error, trace)
             self.progress.__exit__(kind, error, trace)
             self.log_file.close()
+            if self.validation is not None:
+                self.validation.close()
 
     def _rescue(self, error: Exception) -> None:
         """Save the steps done before the one that failed, whatever ended it."""
@@ -180,6 +197,8 @@ class Session:
 
     def steps(self) -> Iterator[int]:
         """Yield the steps to do, from 0; ends early on a signal, with everything saved."""
+        if self.first_step == 0:
+            self._evaluate()
         for step in range(self.first_step, self._train.steps):
             self._place = self._order.state()
             yield step
@@ -190,10 +209,16 @@ class Session:
             self._done = step + 1
             if step == self.first_step:
                 shutil.rmtree(replaced(self.output), ignore_errors=True)
+            exhausted = self._evaluate()
             due = self._train.save_every and self._done % self._train.save_every == 0
-            if due or self._stop.received is not None or self._done == self._train.steps:
+            if (
+                due
+                or exhausted
+                or self._stop.received is not None
+                or self._done == self._train.steps
+            ):
                 self.save()
-            if self._stop.received is not None:
+            if self._stop.received is not None or exhausted:
                 return
             if self._bad_in_a_row >= self._train.max_bad_steps:
                 self.save()
@@ -233,6 +258,8 @@ class Session:
             "stepper": self._stepper.state(),
             "bad_steps": self.bad_steps,
         }
+        if self.validation is not None:
+            state["evaluation"] = self.validation.state()
         checkpoints.save(
             self.output,
             step=self._done,
@@ -252,7 +279,20 @@ class Session:
             bad_steps=self.bad_steps,
             seconds=time.monotonic() - self._started,
             metrics=self.metrics,
+            evaluations=self.validation.history if self.validation else [],
+            best_step=self.validation.best_step if self.validation else None,
+            exhausted=bool(self.validation and self.validation.exhausted),
         )
+
+    def _evaluate(self) -> bool:
+        """Evaluate if it is time; return whether the run has stopped getting better."""
+        if self.validation is None or not self.validation.due(self._done):
+            return False
+        if self._stop.received is not None:
+            return False
+        figures = self.validation.run(self._done)
+        self.progress.say(f"evaluation after {self._done} steps: {line_of(figures)}")
+        return self.validation.exhausted
 
     def _write(self, step: int, metrics: Mapping[str, Any], line: str) -> None:
         self.log_file.write(step, metrics)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from planner.run.recipe import RunFile
+from planner.run.recipe import RunFile, Task
 from trainer.batching import MicroBatch, ScoredSequence, collate, micro_batches
 from trainer.config import TrainSection
 from trainer.data import Order, check_columns, load_samples
@@ -25,6 +25,7 @@ from trainer.say import Say, silent
 from trainer.scoring import hidden_and_routers, log_probs
 from trainer.session import Result, Session, check_output, run_folder
 from trainer.sft_data import Examples, read_examples
+from trainer.validation import Validation, load_validation, loss_measure, read_held_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +58,14 @@ def train_sft(
     for number in range(min(train.print_completions, len(examples))):
         say(f"example {number + 1}, the loss is on what is in brackets: {examples.text_of(number)}")
     order, per_epoch = make_order(examples, run, train)
+    held_out = load_validation(train, samples, root=root, task=Task.SFT)
+    held = None if held_out is None else read_held_out(held_out, run, train)
+    if held is not None:
+        say(f"validation: {held.summary()}")
     config = AutoConfig.from_pretrained(run.model, revision=run.revision)
     coefficient = router_coefficient(config, train.router_aux_loss_coef)
     check_output(train, resume=resume)
-    ready = prepare(run, train, say=say, per_epoch=per_epoch)
+    ready = prepare(run, train, say=say, per_epoch=per_epoch, held_out=len(held or ()))
     with run_folder(run, train, resume=resume) as output:
         ready.save(output)
         return _train(
@@ -68,6 +73,7 @@ def train_sft(
             examples,
             order,
             ready,
+            held,
             output=output,
             resume=resume,
             coefficient=coefficient,
@@ -79,12 +85,15 @@ def _train(
     examples: Examples,
     order: Order,
     ready: Preflight,
+    held_out: Examples | None,
     *,
     output: Path,
     resume: bool,
     coefficient: float,
 ) -> Result:
     session = Session(train, output=output, policy=ready.policy, stepper=ready.stepper, order=order)
+    if held_out is not None:
+        session.validation = Validation(ready, output, loss_measure(held_out, ready))
     if resume:
         session.resume()
     with session, ready.device:
@@ -132,7 +141,11 @@ def _train(
 
 def make_order(examples: Examples, run: RunFile, train: TrainSection) -> tuple[Order, int]:
     """Return the order of samples, or of packed rows of them, and how many an epoch has."""
-    shape: dict[str, Any] = {"size": len(examples), "seed": train.seed, "shuffle": train.dataset.shuffle}
+    shape: dict[str, Any] = {
+        "size": len(examples),
+        "seed": train.seed,
+        "shuffle": train.dataset.shuffle,
+    }
     if not run.recipe.packing:
         return Order(**shape), len(examples)
     packed = PackedOrder(**shape, lengths=examples.lengths, row_tokens=examples.limit)

@@ -1,4 +1,4 @@
-"""Writes data/calibration/ratios.csv: measured figures over their plans, for planner/risk.py.
+"""Writes data/calibration: measured figures over their plans, for planner/risk.py, and the plans' figures.
 
     python -m planner.accuracy.calibrate
 
@@ -11,9 +11,11 @@ import io
 import sys
 from pathlib import Path
 
+from planner.accuracy.dispatch import predict_row
 from planner.accuracy.score import Accuracy, Scored, measurement_files, score_files
+from planner.accuracy.stored import Recorder, predictions_path
 from planner.datafiles import data_dir
-from planner.risk import Ratio, kind_of, ratios
+from planner.risk import Ratio, distribution, kind_of, ratios
 
 QUANTITIES = {
     "peak_allocated": "allocated",
@@ -92,9 +94,13 @@ def text_of(result: Accuracy) -> str:
 
 
 def main() -> int:
-    """Score every row and write the file."""
+    """Score every row and write the files; intervals are those of the ratios just written."""
     file_path().write_text(text_of(score_files(measurement_files())), encoding="utf-8")
     ratios.cache_clear()
+    distribution.cache_clear()
+    recorder = Recorder(predict_row)
+    score_files(measurement_files(), predict=recorder)
+    predictions_path().write_text(recorder.text(fingerprint()), encoding="utf-8")
     print(f"{file_path()}: {len(ratios())} ratios")
     return 0
 

@@ -25,11 +25,13 @@ class Prediction:
     high: float
     plan: Plan | None = None
     """The plan the figure was read from."""
+    planned_before: bool = False
+    """It was read from a plan that is not kept."""
 
     @property
     def planned(self) -> bool:
         """The figure comes from plan()."""
-        return self.plan is not None
+        return self.plan is not None or self.planned_before
 
 
 def around(

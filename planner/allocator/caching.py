@@ -228,6 +228,92 @@ class CachingAllocator:
         chunk.freed_at = self.requests
         chunk.pool.give_back(chunk)
 
+    def play(self, events: Iterable[tuple[int, int]], blocks: dict[int, Chunk]) -> int:
+        """Play (block, bytes) in order, 0 bytes frees; return the bytes that did not fit, or 0.
+
+        `blocks` are those that the events may free, and what they allocate is added. The same rules as
+        malloc and free, in one loop where nothing but the free blocks decides: a replay is made of this.
+        """
+        if not self._plain or self._rounds:
+            return self._play_one_by_one(events, blocks)
+        pools = self._first
+        allocated, highest = self.allocated_bytes, self.peak_allocated_bytes
+        for block, size in events:
+            if size:
+                size = size + 511 & -512
+                pool = pools[size <= SMALL_SIZE]
+                keys, chunks = pool.keys, pool.chunks
+                place = bisect_left(keys, size << SHIFT)
+                if place < len(keys):
+                    chunk = chunks.pop(keys.pop(place))
+                else:
+                    grown = self._grow(pool, size)
+                    if grown is None:
+                        self.allocated_bytes, self.peak_allocated_bytes = allocated, highest
+                        return size
+                    chunk = grown
+                rest = chunk.size - size
+                if rest >= pool.least_rest:
+                    address = chunk.address + size
+                    part = Chunk(rest, address, pool)
+                    chunk.size = size
+                    after = chunk.after
+                    part.before, part.after = chunk, after
+                    chunk.after = part
+                    if after is not None:
+                        after.before = part
+                    key = rest << SHIFT | address
+                    keys.insert(bisect_left(keys, key), key)
+                    chunks[key] = part
+                    allocated += size
+                else:
+                    allocated += size + rest
+                chunk.free = False
+                if allocated > highest:
+                    highest = allocated
+                    self.reserved_at_peak_bytes = self.reserved_bytes
+                blocks[block] = chunk
+                continue
+            chunk = blocks.pop(block)
+            keys, chunks = chunk.pool.keys, chunk.pool.chunks
+            size, address = chunk.size, chunk.address
+            allocated -= size
+            near = chunk.before
+            if near is not None and near.free:
+                key = near.size << SHIFT | near.address
+                del keys[bisect_left(keys, key)], chunks[key]
+                address = chunk.address = near.address
+                size += near.size
+                before = chunk.before = near.before
+                if before is not None:
+                    before.after = chunk
+            near = chunk.after
+            if near is not None and near.free:
+                key = near.size << SHIFT | near.address
+                del keys[bisect_left(keys, key)], chunks[key]
+                size += near.size
+                after = chunk.after = near.after
+                if after is not None:
+                    after.before = chunk
+            chunk.size = size
+            chunk.free = True
+            key = size << SHIFT | address
+            keys.insert(bisect_left(keys, key), key)
+            chunks[key] = chunk
+        self.allocated_bytes, self.peak_allocated_bytes = allocated, highest
+        return 0
+
+    def _play_one_by_one(self, events: Iterable[tuple[int, int]], blocks: dict[int, Chunk]) -> int:
+        for block, size in events:
+            if size:
+                chunk = self.malloc(size)
+                if chunk is None:
+                    return size
+                blocks[block] = chunk
+            else:
+                self.free(blocks.pop(block))
+        return 0
+
     def empty_cache(self) -> int:
         """Return every unused segment to the device; the bytes freed."""
         freed = sum(pool.release() for pool in self.pools.values())

@@ -79,12 +79,16 @@ def recommend(
 
 
 class _Candidate(NamedTuple):
-    """What fits of one model and method: growing contexts and growing batches, the last the best."""
+    """What fits of one model and method: its plans at the longest context and the largest batch."""
 
     model: ModelSpec
     method: str
-    contexts: list[Plan]
-    batches: list[Plan]
+    context: Plan
+    batch: Plan | None
+    contexts: list[Recipe]
+    """Those below `context`, in order."""
+    batches: list[Recipe]
+    """Those below `batch`, in order."""
 
     @property
     def parameters(self) -> int:
@@ -93,20 +97,21 @@ class _Candidate(NamedTuple):
 
     def proven(self) -> "_Candidate | None":
         """Return it without what a replay on the allocator refuses; None when nothing is left."""
-        contexts, batches = (_without_refused(p) for p in (self.contexts, self.batches))
-        return self._replace(contexts=contexts, batches=batches) if contexts else None
+        context = _fitting(self.context, self.contexts)
+        if context is None:
+            return None
+        return self._replace(context=context, batch=_fitting(self.batch, self.batches))
 
     def said(self) -> Recommendation:
         """Return the row."""
-        best = self.contexts[-1]
-        r = best.resolved
+        r = self.context.resolved
         settings = f"{r.checkpointing.value} checkpointing, {r.optimizer.value}"
         if not r.trains:
             settings = f"{r.kv_dtype} KV, {r.quantization or r.dtype} weights"
-        batch = self.batches[-1].resolved.sequences if self.batches else 1
+        batch = self.batch.resolved.sequences if self.batch else 1
         return Recommendation(
             self.model.name, self.parameters, self.method, r.seq_tokens, batch, settings,
-            best.peak_bytes, "fits",
+            self.context.peak_bytes, "fits",
         )  # fmt: skip
 
 
@@ -119,30 +124,44 @@ def _best(
         return None
     if weights > machine.vram_bytes:
         return None
-
-    def growing(updates: list[dict[str, int]]) -> list[Plan]:
-        made: list[Plan] = []
-        for update in updates:
-            result = _try(model, recipe.model_copy(update=update), machine)
-            if result is None:
-                break
-            made.append(result)
-        return made
-
-    contexts = [least, *(c for c in CONTEXTS if c > least)]
-    reached = growing([{"context": c} for c in contexts if c <= max(least, model.max_position)])
-    if not reached:
+    longest = max(least, model.max_position)
+    contexts = [
+        recipe.model_copy(update={"context": tokens})
+        for tokens in (least, *(c for c in CONTEXTS if least < c <= longest))
+    ]
+    context, below = _largest(model, contexts, machine)
+    if context is None:
         return None
-    batches = growing([{"context": least, "micro_batch_size": size} for size in (1, *BATCHES)])
-    return _Candidate(model, label, reached, batches)
+    batches = [
+        recipe.model_copy(update={"context": least, "micro_batch_size": size})
+        for size in (1, *BATCHES)
+    ]
+    batch, smaller = _largest(model, batches, machine)
+    return _Candidate(model, label, context, batch, below, smaller)
 
 
-def _without_refused(plans: list[Plan]) -> list[Plan]:
-    """Return growing plans up to the last one that fits."""
-    count = len(plans)
-    while count and not plans[count - 1].fits:
-        count -= 1
-    return plans[:count]
+def _largest(
+    model: ModelSpec, recipes: list[Recipe], machine: Machine
+) -> tuple[Plan | None, list[Recipe]]:
+    """Return the plan of the last of growing recipes that has room, and the recipes before it."""
+    best, low, high = None, 0, len(recipes)
+    middle = 0  # most often the least decides
+    while low < high:
+        planned = _try(model, recipes[middle], machine)
+        if planned is None:
+            high = middle
+        else:
+            best, low = planned, middle + 1
+        middle = (low + high) // 2
+    return best, recipes[: max(0, low - 1)]
+
+
+def _fitting(best: Plan | None, below: list[Recipe]) -> Plan | None:
+    """Return the largest plan that fits when it is replayed."""
+    below = list(below)
+    while best is not None and not best.fits:
+        best = plan(best.spec, below.pop(), best.machine) if below else None
+    return best
 
 
 def _try(model: ModelSpec, recipe: Recipe, machine: Machine) -> Plan | None:

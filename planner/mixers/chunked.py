@@ -14,6 +14,8 @@ def chunk_and_flight(window: int, max_model_len: int, in_flight: int) -> tuple[i
 MIXER = Mixer(
     record=a.attention,
     assumes="",
+    keeps_apart=True,
+    reads_images=False,
     cache=Cache(
         token=a.keys_and_values, beyond=a.nothing, tokens_held=a.last_tokens, state=a.nothing
     ),

@@ -8,6 +8,8 @@ from planner.mixers.mixer import Cache, Mixer
 MIXER = Mixer(
     record=a.attention,
     assumes="",
+    keeps_apart=False,
+    reads_images=True,
     cache=Cache(token=a.nothing, beyond=a.nothing, tokens_held=a.every_token, state=a.nothing),
     pages=replace(a.PAGES, own_group=True),
     lora_roots=a.ROOTS,

@@ -15,6 +15,8 @@ def as_full(mixer: MixerSpec) -> MixerSpec:
 MIXER = Mixer(
     record=a.attention,
     assumes="",
+    keeps_apart=True,
+    reads_images=False,
     cache=Cache(
         token=a.keys_and_values, beyond=a.nothing, tokens_held=a.every_token, state=a.nothing
     ),

@@ -18,6 +18,8 @@ def states_held(mixer: MixerSpec) -> int:
 MIXER = Mixer(
     record=recurrent,
     assumes="mamba-ssm and causal-conv1d",
+    keeps_apart=False,
+    reads_images=False,
     cache=Cache(token=a.nothing, beyond=a.nothing, tokens_held=a.every_token, state=states),
     pages=replace(a.PAGES, states=states_held),
     lora_roots=frozenset({"mamba", "mixer"}),

@@ -63,6 +63,10 @@ class Mixer:
     """Its program: what it allocates and autograd saves. None: it mixes no tokens."""
     assumes: str
     """Packages whose fused kernels the program takes for granted; empty: none beyond torch."""
+    keeps_apart: bool
+    """Positions and a mask tell packed samples apart in it: no state runs from one to the next."""
+    reads_images: bool
+    """Its keys and values are the images', not the text's."""
     cache: Cache
     pages: Pages
     lora_roots: frozenset[str]

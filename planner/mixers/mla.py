@@ -66,6 +66,8 @@ its block table (vLLM 0.32 DeepseekV32IndexerCache returns an MLAAttentionSpec).
 MIXER = Mixer(
     record=a.attention_by(latent_heads),
     assumes="",
+    keeps_apart=True,
+    reads_images=False,
     cache=Cache(token=latent, beyond=a.nothing, tokens_held=a.every_token, state=a.nothing),
     pages=replace(a.PAGES, divided=False),
     lora_roots=a.ROOTS | {"indexer"},

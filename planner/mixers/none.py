@@ -6,6 +6,8 @@ from planner.mixers.mixer import Cache, Mixer
 MIXER = Mixer(
     record=None,
     assumes="",
+    keeps_apart=True,
+    reads_images=False,
     cache=Cache(token=a.nothing, beyond=a.nothing, tokens_held=a.every_token, state=a.nothing),
     pages=a.PAGES,
     lora_roots=frozenset(),

@@ -27,6 +27,8 @@ def window_and_flight(window: int, max_model_len: int, in_flight: int) -> tuple[
 MIXER = Mixer(
     record=a.attention,
     assumes="",
+    keeps_apart=True,
+    reads_images=False,
     cache=Cache(
         token=a.keys_and_values, beyond=compressed, tokens_held=a.last_tokens, state=a.nothing
     ),

@@ -1,7 +1,8 @@
 """Name patterns of quantisation configs, matched in time linear in the name.
 
-The lists come from files that anyone may have written, so Python's backtracking engine never sees
-them: a pattern is parsed by `re`'s own parser and run as a set of states.
+The lists come from files that anyone may have written, so Python's backtracking engine sees only
+those with at most two repeats of single characters, which cost it the square of a name at most; any
+other pattern is parsed by `re`'s own parser and run as a set of states.
 """
 
 import re
@@ -15,6 +16,8 @@ from planner.errors import UsageError
 MAX_LENGTH = 400
 MAX_STATES = 4000
 MAX_PATTERNS = 8192
+BACKTRACKED = 2
+"""Repeats of a pattern that Python's own engine may run."""
 _PLAIN = re.compile(r"[\w./-]*")
 Test = Callable[[str], bool]
 _UNLIMITED = _parser.MAXREPEAT
@@ -33,6 +36,8 @@ class _Program:
 
     def __init__(self, text: str) -> None:
         self.text, self.states = text, list[tuple[Any, ...]]()
+        self.repeats, self.plain = 0, True
+        """Repeats so far; each of one character, and nothing looks ahead."""
         try:
             tree = _parser.parse(text)
         except (re.error, RecursionError, OverflowError):
@@ -74,6 +79,8 @@ class _Program:
         elif kind in ("ASSERT", "ASSERT_NOT") and value[0] == 1:
             inner = _Program.__new__(_Program)
             inner.text, inner.states = self.text, []
+            inner.repeats, inner.plain = 0, True
+            self.plain = False
             inner._sequence(value[1])
             inner.states.append(("done",))
             self._add("look", inner, kind == "ASSERT")
@@ -91,7 +98,15 @@ class _Program:
         for end in ends:
             self.states[end] = ("jump", len(self.states))
 
+    @property
+    def safe(self) -> bool:
+        """Backtracking over it is at worst quadratic."""
+        return self.plain and self.repeats <= BACKTRACKED
+
     def _repeat(self, least: int, most: int, items: Any) -> None:
+        self.repeats += 1
+        single = len(items) == 1 and str(items[0][0]) in ("LITERAL", "NOT_LITERAL", "ANY", "IN")
+        self.plain = self.plain and single
         for _ in range(least):
             self._sequence(items)
         if most == _UNLIMITED:
@@ -175,7 +190,11 @@ def regex(text: str) -> Test:
     """Return re.match's answer for a pattern."""
     if len(text) > MAX_LENGTH:
         raise pattern_error(text)
-    return _Program(text).match
+    program = _Program(text)
+    if program.safe:
+        found = re.compile(text).match
+        return lambda name: found(name) is not None
+    return program.match
 
 
 @lru_cache(maxsize=8192)

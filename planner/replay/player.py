@@ -53,15 +53,9 @@ class Player:
 
     def play(self, layer: LayerEvents, tokens: int, blocks: Blocks) -> Blocks:
         """Play a layer's events; `blocks` are those they may free. Returns what is left."""
-        device = self.device
-        for block, size in sized(layer, tokens):
-            if size:
-                chunk = device.malloc(size)
-                if chunk is None:
-                    raise DeviceFullError(size)
-                blocks[block] = chunk
-            else:
-                device.free(blocks.pop(block))
+        failed = self.device.play(sized(layer, tokens), blocks)
+        if failed:
+            raise DeviceFullError(failed)
         return blocks
 
 

@@ -173,7 +173,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     trains = task is not Task.SERVE
     dtype, autocast = _dtypes(model, recipe, defaults)
     quantization = base_scheme(model, recipe, framework, trains=trains, notes=notes)
-    prompt, completion = _lengths(recipe, defaults, notes)
+    prompt, completion = _lengths(model, recipe, defaults, notes)
     generations = choose(recipe.num_generations, defaults, "num_generations", 1)
     sequences = _sequences(recipe, framework, defaults, generations, notes)
     loss = Loss(choose(recipe.loss, defaults, "loss", "full"))
@@ -362,7 +362,9 @@ def _dtypes(model: ModelSpec, recipe: Recipe, defaults: dict[str, Any]) -> tuple
     return dtype, autocast
 
 
-def _lengths(recipe: Recipe, defaults: dict[str, Any], notes: list[str]) -> tuple[int, int]:
+def _lengths(
+    model: ModelSpec, recipe: Recipe, defaults: dict[str, Any], notes: list[str]
+) -> tuple[int, int]:
     prompt, completion, context = recipe.prompt_length, recipe.completion_length, recipe.context
     if context is not None:
         if prompt is not None and completion is not None and prompt + completion != context:
@@ -385,7 +387,13 @@ def _lengths(recipe: Recipe, defaults: dict[str, Any], notes: list[str]) -> tupl
         return 0, context
     if prompt is None and completion is None:
         if "context" in defaults:
-            return 0, int(defaults["context"])
+            usual = int(defaults["context"])
+            if usual <= (model.longest or usual):
+                return 0, usual
+            notes.append(
+                f"context: {model.longest:,}, all that {model.name or 'the model'} was made for"
+            )
+            return 0, model.longest
         return int(defaults.get("prompt_length", 512)), int(defaults.get("completion_length", 512))
     if recipe.task in (Task.SFT,) and (prompt is None or completion is None):
         return prompt or 0, completion or 0 if completion else (0 if prompt else 1024)

@@ -4,9 +4,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from planner.dtypes import element_bytes
+from planner.mixers.registry import mixer_of
 from planner.models.images import cut_image
 from planner.models.lora_targets import lora_counts
-from planner.models.spec import MixerKind, ModelSpec
+from planner.models.spec import ModelSpec
 from planner.models.vision_spec import VisionSpec
 from planner.run.image_fields import DEFAULT_IMAGE, cuttings
 from planner.run.recipe import Checkpointing, Method
@@ -96,7 +97,7 @@ def _merger(tower: VisionSpec, model: ModelSpec, patches: int, act: int) -> int:
 
 def _cross(model: ModelSpec, r: Resolved, patches: int, act: int) -> int:
     """Return keys and values of cross-attending layers: all of them, or one under checkpointing."""
-    layers = [layer for layer in model.layers if layer.mixer.kind is MixerKind.CROSS]
+    layers = [layer for layer in model.layers if mixer_of(layer.mixer).reads_images]
     if not layers or model.vision is None or not model.vision.cross:
         return 0
     mixer = layers[0].mixer

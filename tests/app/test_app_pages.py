@@ -9,7 +9,7 @@ from streamlit.testing.v1 import AppTest
 
 import app.runs
 from app import finder, pins, scoring
-from planner.accuracy.score import measurement_files, score_files
+from planner.accuracy.score import Accuracy
 from planner.answers.published import published
 from planner.answers.recommend import recommend
 from planner.machines.machine import make_machine
@@ -226,9 +226,9 @@ def test_explain_refuses_a_bad_config_and_an_unknown_model() -> None:
 # Accuracy
 
 
-def test_accuracy_shows_the_worst_ten_first_and_honest_statistics() -> None:
+def test_accuracy_shows_the_worst_ten_first_and_honest_statistics(live_accuracy: Accuracy) -> None:
     at = open_page("accuracy")
-    scored = score_files(measurement_files()).scored
+    scored = live_accuracy.scored
     worst = sorted(scored, key=lambda item: -abs(item.error))[:10]
     assert list(at.dataframe[0].value["id"]) == [item.row.id for item in worst]
     figures = next(item.value for item in at.metric if item.label == "Figures")

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from benchmarks.laws.score import score as score_laws
 from planner.accuracy import report
+from planner.accuracy.calibrate import fingerprint
 from planner.accuracy.prediction import NotCovered, Prediction
 from planner.accuracy.rows import Layout, Row, read_rows
 from planner.accuracy.score import (
@@ -21,6 +22,7 @@ from planner.accuracy.score import (
     score_files,
     summarise,
 )
+from planner.accuracy.stored import stored_predictor
 from planner.errors import UsageError
 from planner.verbs.accuracy import register
 
@@ -37,8 +39,27 @@ VLLM_QUANTITIES = {
 
 
 @pytest.fixture(scope="module")
-def shipped() -> Accuracy:
-    return score_files(measurement_files())
+def shipped(live_accuracy: Accuracy) -> Accuracy:
+    return live_accuracy
+
+
+def test_the_stored_figures_are_those_of_the_plans(shipped):
+    """The accuracy page reads data/calibration/predictions.csv: the same rows, figures and reasons."""
+    predict = stored_predictor(fingerprint)
+    assert predict is not None, "run: make calibrate"
+    stored = score_files(measurement_files(), predict=predict)
+    assert stored.rows == shipped.rows
+    assert stored.not_covered == shipped.not_covered
+    for kept, made in zip(stored.scored, shipped.scored, strict=True):
+        assert kept.row.id == made.row.id
+        assert kept.prediction.quantity == made.prediction.quantity
+        assert kept.prediction.value == pytest.approx(made.prediction.value, rel=1e-8)
+        assert kept.inside == made.inside
+        assert kept.prediction.planned == made.prediction.planned
+
+
+def test_figures_of_other_formulas_are_not_read():
+    assert stored_predictor(lambda: "other formulas") is None
 
 
 @pytest.mark.parametrize(("quantity", "target"), report.TARGETS.items())

@@ -235,3 +235,45 @@ def test_nothing_is_lost(sizes: list[int], kill: list[int], config: AllocatorCon
         allocator.free(chunk)
     allocator.empty_cache()
     assert allocator.reserved_bytes == allocator.allocated_bytes == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 1 << 27), st.floats(0, 1)), min_size=1, max_size=200))
+@settings(max_examples=60, deadline=None)
+def test_one_loop_plays_as_one_request_after_the_other(requests) -> None:
+    """CachingAllocator.play against malloc and free: the same blocks in the same places."""
+    events, alive = [], []
+    for number, (size, share) in enumerate(requests, 1):
+        events.append((number, size + 1))
+        alive.append(number)
+        if share > 0.4:
+            events.append((alive.pop(int(share * len(alive)) % len(alive)), 0))
+    played, called = CachingAllocator(), CachingAllocator()
+    blocks, chunks = {}, {}
+    assert played.play(events, blocks) == 0
+    for block, size in events:
+        if size:
+            chunks[block] = called.malloc(size)
+        else:
+            called.free(chunks.pop(block))
+    assert {n: (c.address, c.size) for n, c in blocks.items()} == {
+        n: (c.address, c.size) for n, c in chunks.items()
+    }
+    for name in (
+        "allocated",
+        "peak_allocated",
+        "reserved",
+        "peak_reserved",
+        "reserved_at_peak",
+        "needed",
+    ):
+        assert getattr(played, f"{name}_bytes") == getattr(called, f"{name}_bytes"), name
+    for key, pool in played.pools.items():
+        assert pool.keys == called.pools[key].keys
+
+
+def test_the_loop_stops_at_what_does_not_fit() -> None:
+    allocator = CachingAllocator(capacity_bytes=30 * MiB)
+    blocks = {}
+    assert allocator.play([(1, 20 * MiB), (2, 11 * MiB), (3, MiB)], blocks) == 11 * MiB
+    assert list(blocks) == [1]
+    assert allocator.allocated_bytes == 20 * MiB

@@ -138,12 +138,12 @@ def test_a_mixtral_layer() -> None:
     mixture = [
         8, 16, 80, 8,  # router's logits, softmax in fp32, ids and order, weights
         256, 1024, 512, 512,  # rows, gate and up, silu, product
-        256, 512, 512, 256, 128,  # down, weighted and in the tokens' order in fp32, summed, in 16 bit
+        256, 512, 512, 256, 128,  # down, weighted in fp32, in the tokens' order, summed, cast
     ]  # fmt: skip
     assert forward == [*NORM, *attention, 128, *NORM, *mixture, 128]
     assert backward[:13] == [
-        256, 512, 512,  # the sum's in fp32, a token's experts', the order's
-        256, 8, -256,  # down's and the weights', a product
+        256, 512,  # the cast's, the order's: the sum's is a view of it
+        512, 256, 8, -256,  # the weighted rows', down's cast, the weights', a product
         512,  # the product through down
         512, 512,  # silu's and up's
         512, 1024,  # gate through silu; both in one buffer

@@ -43,6 +43,8 @@ def record(p, x, layer, linears, width):
 MIXER = Mixer(
     record=record,
     assumes="toy-kernels",
+    keeps_apart=True,
+    reads_images=False,
     cache=Cache(
         token=a.keys_and_values,
         beyond=a.nothing,
@@ -145,6 +147,7 @@ def test_only_families_and_mixers_name_a_kind() -> None:
     """No if-chain over kinds anywhere else: what a kind does is asked of the registry."""
     builders = {
         "planner/terms/standing.py",
+        "planner/terms/tower.py",
         "profiler/meta_model.py",
     }
     named = [

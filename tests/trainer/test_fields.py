@@ -41,6 +41,9 @@ def no(value, task="sft", **base):
 
 OWN_REWARD = {"train.rewards": [{"name": "own.py:own"}]}
 HALVES = {"recipe.context": ..., "recipe.prompt_length": 7, "recipe.completion_length": 3}
+HELD = {"train.validation": "held.jsonl", "train.steps": 3, "train.eval_every": 1}
+SUMS = {"name": "arithmetic", "options": {"digits": 1, "size": 4, "seed": 1}}
+SAMPLED = {"train.validation": SUMS}
 FIELDS: dict[str, Case] = {
     "recipe.task": no("dpo"),
     "recipe.algorithm": no("orpo"),
@@ -99,6 +102,11 @@ FIELDS: dict[str, Case] = {
     "recipe.reference": no("separate", "grpo", recipe__beta=0.1),
     "recipe.sharding": no("fsdp"),
     "recipe.compile": no(True),
+    "recipe.images": no(1),
+    "recipe.image_size": no("64x64"),
+    "recipe.image_tokens": no(16),
+    "recipe.videos": no(1),
+    "recipe.video_frames": no(2),
     "machine.gpu": Case("rtx-4090"),
     "machine.gpus": no(4),
     "machine.vram": Case("24GiB"),
@@ -119,6 +127,20 @@ FIELDS: dict[str, Case] = {
     "train.dataset.limit": Case(3),
     "train.dataset.shuffle": Case(False),
     "train.dataset.options": no({"digits": 2}),
+    "train.validation": Case("held.jsonl"),
+    "train.eval_every": Case(2, base=HELD),
+    "train.evaluation.generations": Case(2, "grpo", base=SAMPLED),
+    "train.evaluation.k": Case([2], "grpo", base=SAMPLED | {"train.evaluation.generations": 2}),
+    "train.evaluation.pass_reward": no("exakt", "grpo", train__validation=SUMS),
+    "train.evaluation.pass_at": Case(-1.0, "grpo", base=SAMPLED),
+    "train.evaluation.sampling": Case(
+        {"top_k": 1}, "grpo", base=SAMPLED | {"train.evaluation.generations": 4}
+    ),
+    "train.evaluation.on_start": Case(True, base=HELD),
+    "train.evaluation.metric": no("accuracy", train__validation="held.jsonl"),
+    "train.evaluation.save_best": Case(True, base=HELD),
+    "train.evaluation.patience": Case(1, base=HELD | {"train.evaluation.min_delta": 9.0}),
+    "train.evaluation.min_delta": Case(9.0, base=HELD),
     "train.rewards": no([REWARD]),
     "train.rewards.name": Case("exact", "grpo"),
     "train.rewards.weight": Case(2.0, "grpo"),
@@ -244,6 +266,8 @@ def run_of(document, tmp_path):
     ]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
     (tmp_path / "other.jsonl").write_text("\n".join(lines[3:]), encoding="utf-8")
+    held = json.dumps({"prompt": "11+11=", "completion": "22"})
+    (tmp_path / "held.jsonl").write_text(held, encoding="utf-8")
     (tmp_path / "own.py").write_text(
         "def own(completions, **columns):\n    return [float(len(completions))] * len(completions)\n",
         encoding="utf-8",
@@ -324,7 +348,7 @@ def observe(monkeypatch, tmp_path):
         failed = ""
         try:
             result = train_parsed(run_file, train, root=tmp_path, say=said.append)
-            metrics = result.metrics
+            metrics = [*result.metrics, *result.evaluations]
         except VramwiseError as error:
             if "ready" not in seen:
                 raise

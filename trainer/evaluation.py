@@ -1,0 +1,191 @@
+"""Held-out data: what a policy makes of samples it never trained on.
+
+Two kinds: completions that rewards judge (pass@k, every reward's mean), and the loss on given text
+(perplexity). Both take the policy as it is; `trainer.validation` calls them while a run goes on,
+`trainer.evaluate` for a checkpoint.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from planner.errors import UsageError
+from trainer.batching import Layout, ScoredSequence, collate, micro_batches
+from trainer.config import DatasetSection, EvaluationSection
+from trainer.data import Prompt, Sample, Samples
+from trainer.engines.protocol import Engine, SamplingSettings
+from trainer.intervals import Estimate, bootstrap, bootstrap_mean, pass_rate
+from trainer.model import Policy
+from trainer.rewards import Rewards, Scores, score
+from trainer.rollout import Rollout, sample
+from trainer.scoring import hidden_rows, log_probs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """Figures of one evaluation, flat, and the completions they rest on."""
+
+    figures: dict[str, float]
+    rollout: Rollout | None = None
+    scores: Scores | None = None
+
+
+def measure_rewards(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    settings: SamplingSettings,
+    *,
+    tokenizer: Any,
+    rewards: Rewards,
+    section: EvaluationSection,
+    state: dict[str, Any] | None = None,
+) -> Measured:
+    """Return pass@k and every reward's mean over completions of `prompts` under the engine's weights."""
+    rollout = sample(engine, prompts, settings, tokenizer=tokenizer)
+    scores = score(
+        rewards,
+        prompts=rollout.prompts,
+        texts=rollout.texts,
+        completion_ids=[completion.token_ids for completion in rollout.completions],
+        state=state,
+    )
+    each = settings.num_generations
+    figures: dict[str, float] = {"samples": len(prompts), "generations": each}
+    for name, values in scores.by_reward.items():
+        said = [_mean(part) for part in _by_prompt(values, each)]
+        _put(figures, f"rewards/{name}", [value for value in said if value is not None])
+    _put(
+        figures, "reward", [v for v in map(_mean, _by_prompt(scores.totals, each)) if v is not None]
+    )
+    passed = scores.by_reward[section.pass_reward or rewards[0].name]
+    correct = [
+        sum(value is not None and value >= section.pass_at for value in part)
+        for part in _by_prompt(passed, each)
+    ]
+    for k in section.k or sorted({1, each}):
+        _add(figures, f"pass@{k}", pass_rate(correct, samples=each, k=k))
+    figures["mean_length"] = sum(rollout.lengths) / len(rollout.lengths)
+    cut = sum(not completion.finished for completion in rollout.completions)
+    figures["truncated_frac"] = cut / len(rollout.completions)
+    figures["reward_failures"] = len(scores.failures)
+    return Measured(figures=figures, rollout=rollout, scores=scores)
+
+
+@torch.no_grad()
+def measure_loss(
+    policy: Policy,
+    sequences: Sequence[ScoredSequence],
+    *,
+    budget_tokens: int,
+    layout: Layout,
+    chunk_rows: int | None = None,
+) -> dict[str, float]:
+    """Return the mean loss a trained token and its perplexity, with intervals over sequences."""
+    lengths = [len(sequence.token_ids) for sequence in sequences]
+    pad = policy.tokenizer.pad_token_id or 0
+    sums, counts = [0.0] * len(sequences), [0] * len(sequences)
+    row = max(lengths)
+    budget = max(budget_tokens, row)
+    for pick in micro_batches(lengths, budget_tokens=budget, layout=layout, row_tokens=row):
+        batch = collate(sequences, pick, layout=layout, pad_id=pad, row_tokens=row)
+        batch = batch.to(policy.device)
+        hidden = hidden_rows(policy, batch)
+        logp = log_probs(policy, batch, hidden, chunk_rows=chunk_rows).logp.double()
+        for owner, value in zip(batch.sequence_ids.tolist(), logp.tolist(), strict=True):
+            sums[batch.indices[owner]] -= value
+            counts[batch.indices[owner]] += 1
+    loss = bootstrap(
+        len(sequences), lambda rows: sum(sums[r] for r in rows) / sum(counts[r] for r in rows)
+    )
+    figures: dict[str, float] = {"samples": len(sequences), "tokens": sum(counts)}
+    _add(figures, "loss", loss)
+    _add(figures, "perplexity", Estimate(*(_exp(v) for v in (loss.value, loss.low, loss.high))))
+    return figures
+
+
+def refuse_overlap(
+    training: Samples, section: DatasetSection, held_out: Samples, other: DatasetSection
+) -> None:
+    """Raise UsageError naming the first held-out row that the training set has too."""
+    ours: dict[str, int] = {}
+    for row in range(len(held_out)):
+        ours.setdefault(_key(held_out[row], other), row)
+    for row in range(len(training)):
+        same = ours.get(_key(training[row], section))
+        if same is not None:
+            raise UsageError(
+                f"train.validation: row {same + 1} of {held_out.source} is row {row + 1} of the "
+                f"training set {training.source}",
+                hint="hold data out: another file, split or seed",
+            )
+
+
+def _key(sample: Sample, section: DatasetSection) -> str:
+    """Return what makes a sample the same one: its question, whatever else stands beside it."""
+    for column in (section.messages_column, section.prompt_column, section.text_column):
+        if sample.get(column) is not None:
+            asked = [sample[column]]
+            if column == section.prompt_column:
+                asked.append(sample.get(section.completion_column))
+            text = json.dumps(asked, sort_keys=True, default=str)
+            return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(repr(sorted(sample.items())).encode(), digest_size=16).hexdigest()
+
+
+def check_evaluation(section: EvaluationSection, rewards: Rewards) -> None:
+    """Raise UsageError when the reward that decides is not there."""
+    names = [reward.name for reward in rewards]
+    if section.pass_reward is not None and section.pass_reward not in names:
+        raise UsageError(
+            f"train.evaluation.pass_reward: {section.pass_reward!r} is no reward of this run",
+            hint=f"one of {', '.join(names)}",
+        )
+    passing = [f"pass@{k}" for k in section.k or sorted({1, section.generations})]
+    check_metric(section, ["reward", *passing, *(f"rewards/{name}" for name in names)])
+
+
+def check_metric(section: EvaluationSection, measured: Sequence[str]) -> None:
+    """Raise UsageError when what decides about the best is not among what is measured."""
+    if section.metric is not None and section.metric not in measured:
+        raise UsageError(
+            f"train.evaluation.metric: {section.metric!r} is not measured",
+            hint=f"one of {', '.join(measured)}",
+        )
+
+
+def line_of(figures: Mapping[str, float]) -> str:
+    """Return the figures that matter, as one line."""
+    names = [n for n in figures if n.startswith("pass@") and "/" not in n]
+    names += [n for n in ("reward", "loss", "perplexity") if n in figures]
+    parts = [
+        f"{name} {figures[name]:.3f} ({figures[f'{name}/low']:.3f} to {figures[f'{name}/high']:.3f})"
+        for name in names
+    ]
+    return "  ".join([*parts, f"{figures['samples']:.0f} samples"])
+
+
+def _by_prompt(values: Sequence[Any], each: int) -> list[Sequence[Any]]:
+    return [values[start : start + each] for start in range(0, len(values), each)]
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    said = [value for value in values if value is not None and math.isfinite(value)]
+    return sum(said) / len(said) if said else None
+
+
+def _put(figures: dict[str, float], name: str, values: Sequence[float]) -> None:
+    if values:
+        _add(figures, name, bootstrap_mean(values))
+
+
+def _add(figures: dict[str, float], name: str, estimate: Estimate) -> None:
+    figures |= {name: estimate.value, f"{name}/low": estimate.low, f"{name}/high": estimate.high}
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf

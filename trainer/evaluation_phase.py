@@ -1,0 +1,73 @@
+"""What an evaluation holds: its phase of the plan, and its part of the rehearsal."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from planner.errors import VramwiseError
+from planner.phases import Phase, budget
+from planner.plan import Plan
+from planner.run.recipe import EngineKind, Reference, Task
+from planner.terms.activations import activations
+from planner.terms.term import Term
+from planner.units import format_bytes
+from trainer.batching import MicroBatch
+from trainer.engines.transformers import PREFILL_TOKENS, TransformersEngine
+from trainer.scoring import hidden_rows, log_probs
+
+if TYPE_CHECKING:
+    from trainer.preflight import Preflight
+
+
+def evaluation_phase(planned: Plan, *, prompts: int) -> Phase:
+    """Return what an evaluation holds: a rollout of the same engine, or a forward without a graph."""
+    if planned.resolved.task is Task.GRPO:
+        rollout = planned.phase("rollout")
+        prefill = _prefill(planned, prompts)
+        terms = (*rollout.terms, *prefill)
+        return Phase("evaluation", terms, rollout.total_bytes + sum(term.bytes for term in prefill))
+    # the planner's own scoring pass; a reference by switching adapters off holds nothing more
+    scored = replace(planned.resolved, reference=Reference.ADAPTER_OFF)
+    phases = budget(planned.spec, scored, planned.machine).phases
+    return replace(next(phase for phase in phases if phase.name == "score"), name="evaluation")
+
+
+def _prefill(planned: Plan, prompts: int) -> tuple[Term, ...]:
+    """Return what one chunk of held-out prompts holds beside the cache: they are all different ones."""
+    r = planned.resolved
+    if r.engine is not EngineKind.TRANSFORMERS:
+        return ()
+    tokens = min(PREFILL_TOKENS, prompts * r.prompt_tokens)
+    size = activations(planned.spec, r, tokens).no_grad
+    text = "one layer of a forward of {0:,} prompt tokens"
+    return (Term("activations", size, text, (tokens,), "trainer/engines/transformers.py"),)
+
+
+@torch.no_grad()
+def rehearse_evaluation(ready: "Preflight", batch: MicroBatch) -> None:
+    """Hold what the largest evaluation holds: a full cache, or a forward of the worst micro-batch."""
+    engine, train = ready.engine, ready.train
+    if engine is None:
+        hidden = hidden_rows(ready.policy, batch)
+        log_probs(ready.policy, batch, hidden, chunk_rows=ready.recipe.loss_chunk_rows)
+    elif isinstance(engine, TransformersEngine):  # vLLM has its whole pool since it started
+        generations = train.evaluation.generations
+        rows = engine.max_rows(ready.held_out * generations)
+        engine.rehearse(
+            rows,
+            num_prompts=-(-rows // generations),
+            prompt_tokens=ready.prompt_tokens,
+            completion_tokens=ready.completion_tokens,
+        )
+
+
+def check_evaluation_fits(planned: Plan, *, prompts: int) -> None:
+    """Raise VramwiseError when training fits but an evaluation does not."""
+    needed = evaluation_phase(planned, prompts=prompts).total_bytes
+    if needed > planned.capacity_bytes:
+        raise VramwiseError(
+            f"train.validation: an evaluation needs {format_bytes(needed)}, "
+            f"{format_bytes(planned.capacity_bytes)} on the device",
+            hint="lower recipe.engine.max_num_seqs or recipe.micro_batch_size",
+        )
