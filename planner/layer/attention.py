@@ -41,7 +41,7 @@ def attend(p: "Program", q: Value, k: Value, v: Value, shape: Shape) -> Value:
         return _math(p, q, k, v, heads, out_size, width)
     lse = tape.value(heads * 4, needs_grad=False)
     saves = [q, k, v, lse]
-    if masked:
+    if masked and not (s.masked and s.additive_mask):
         # a boolean mask becomes an additive one in every layer, which is saved: zeros, its inverse
         bias = tape.op((), s.seq * width, forward_scratch=s.seq)
         saves.append(bias)

@@ -59,6 +59,8 @@ class OpSettings(NamedTuple):
     """The flash path of old code repeats keys and values for every query head."""
     masked: bool = False
     """An attention mask is there, so SDPA repeats keys and values for its heads."""
+    additive_mask: bool = False
+    """The mask is additive as it comes: no layer makes one of a boolean mask."""
     norm: str = "rmsnorm"
     rope: bool = True
     """Queries and keys are rotated (not with learned or ALiBi positions)."""

@@ -124,6 +124,7 @@ def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
         score_cap=eager and any(layer.mixer.softcap for layer in model.layers),
         sinks=eager and _sinks(model),
         masked=r.padded,
+        additive_mask=r.switches.mask == "packed",
         repeat_kv=model.model_type in r.switches.repeat_kv or _repeats_heads(model),
         norm=model.norm,
         rope=model.model_type not in NO_ROPE,
@@ -232,7 +233,8 @@ def masks(model: ModelSpec, r: Resolved, settings: OpSettings) -> int:
     elif r.attention.value == "sdpa":
         width = 1
         if r.switches.mask == "packed" and settings.masked:
-            return _packed_mask(r, settings)
+            # rows that share a prompt have a mask too, which the trainer's plan of them counts
+            return _packed_mask(r, settings) if r.packing else 0
         if not settings.masked:
             windows = {window for window in windows if 0 < window <= r.seq_tokens}
     else:

@@ -54,7 +54,7 @@ def test_the_loss_is_the_one_that_was_asked_for(document, tmp_path, loss):
     # an enum member, for the losses are told apart by identity
     assert settings.loss_type is LossType(loss)
     assert settings.per_sequence == (loss in ("grpo", "gspo"))
-    assert settings.upper == (5.0 if loss == "cispo" else 0.2)
+    assert settings.upper == {"cispo": 5.0, "gspo": 4e-4}.get(loss, 0.2)
 
 
 def test_without_detach_nothing_is_learnt(document, train_run_of, tmp_path):
