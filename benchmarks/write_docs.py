@@ -33,6 +33,7 @@ VERBS: tuple[tuple[str, ...], ...] = (
     ("trace",),
     *(("profile", verb) for verb in PROFILE_VERBS),
     ("train",),
+    ("eval",),
     ("merge",),
     ("demo",),
     ("app",),
