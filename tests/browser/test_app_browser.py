@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.browser.driving import chromium, go, open_browser, running_app, settle
+from tests.browser.driving import PATIENCE_MS, chromium, go, open_browser, running_app, settle
 from trainer.config import read_run
 
 pytestmark = [
@@ -42,6 +42,7 @@ def browser() -> Iterator[Any]:
 @pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
     context = browser.new_context(viewport=DESKTOP, accept_downloads=True)
+    context.set_default_timeout(PATIENCE_MS)
     yield context.new_page()
     context.close()
 
