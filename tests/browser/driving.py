@@ -24,8 +24,6 @@ ARGUMENTS = (
 START_S = 60
 QUIET_MS = 400
 """A page is settled when its script has ended and nothing moved for this long."""
-PATIENCE_MS = 240_000
-"""A page may take long on a busy machine: how long is no test's business."""
 
 
 def chromium() -> str | None:
@@ -81,12 +79,12 @@ def open_browser() -> Iterator[Any]:
 
 def settle(page: Any) -> None:
     """Wait until the page's script has ended and its elements are drawn."""
-    page.wait_for_selector("h1", timeout=PATIENCE_MS)
+    page.wait_for_selector("h1", timeout=60_000)
     quiet = """() => document.querySelector('[data-testid="stApp"]')
         ?.getAttribute('data-test-script-state') === 'notRunning'
         && !document.querySelector('[data-testid="stSkeleton"], [data-stale="true"]')"""
     for _ in range(2):
-        page.wait_for_function(quiet, timeout=PATIENCE_MS)
+        page.wait_for_function(quiet, timeout=60_000)
         page.wait_for_timeout(QUIET_MS)
 
 
