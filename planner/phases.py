@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 from planner.dtypes import element_bytes
 from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
-from planner.run.recipe import EngineKind, Method, Reference, Task
+from planner.quant.table import BITSANDBYTES
+from planner.run.recipe import VLLM, EngineKind, Method, Reference, Task
 from planner.run.resolve import Resolved
 from planner.terms.activations import Activations, activations, dequantized
 from planner.terms.adapters import lora
 from planner.terms.embedding import backward_blocks
-from planner.terms.engine import VLLM, EngineCosts, Serving, engine_costs
+from planner.terms.engine import EngineCosts, Serving, engine_costs
 from planner.terms.generation import generating
 from planner.terms.gradients import gradient_width, gradients
 from planner.terms.host import host
@@ -241,7 +242,7 @@ def _load(model: ModelSpec, r: Resolved, base: Term) -> Term:
             (size,),
             "litgpt finetune/lora.py: load_checkpoint before FSDP frees the full weights",
         )
-    if r.quantization not in ("nf4", "fp4", "int8"):
+    if r.quantization not in BITSANDBYTES:
         return Term("overhead", 0)
     size = dequantized(model, r)
     return Term(

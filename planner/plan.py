@@ -11,9 +11,9 @@ from planner.phases import Phase, budget
 from planner.reserved import Reserved, outside_bytes, reserved
 from planner.risk import EVEN, TAIL, Distribution, Risk, distribution, kind_of
 from planner.run.framework import planned_as, spelled
-from planner.run.recipe import Recipe, Task
+from planner.run.recipe import VLLM, Recipe, Task
 from planner.run.resolve import Resolved, resolve
-from planner.terms.engine import VLLM, Serving
+from planner.terms.engine import Serving
 from planner.terms.term import Term
 from planner.terms.vision import left_out
 from planner.units import format_bytes

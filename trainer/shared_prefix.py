@@ -19,12 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from planner.terms.activations import MASK_ALIGNMENT
 from trainer.batching import MicroBatch, ScoredSequence
 
 MAX_SHARED_TOKENS = 8192
 """A row's mask has 2 T^2 bytes in half precision: 128 MiB at this length."""
-ALIGNMENT = 16
-"""Elements; torch wants 8 or 16 by version (mem_eff_alignment)."""
 MASKED = -65504.0
 """Added where a token must not look; fp16's lowest. torch takes it for cuDNN's kernel, which has trouble
 with -inf (attention.cpp, convert_boolean_attn_mask_cudnn); its exponential is 0 all the same."""
@@ -154,7 +153,7 @@ def shared_mask(
     """Return the additive mask [B, 1, T, T] of rows whose parts end at `ends`, made on `device`.
 
     A token sees the earlier tokens of the prompt and of its own completion. Padding sees the prompt: a
-    softmax over nothing would be NaN. In memory rows are padded to ALIGNMENT.
+    softmax over nothing would be NaN. In memory rows are padded to MASK_ALIGNMENT.
     """
     width = max(row[-1] for row in ends)
     mask = torch.full((len(ends), 1, width, padded(width)), MASKED, dtype=dtype, device=device)
@@ -172,5 +171,5 @@ def mask_bytes(rows: int, tokens: int, element_bytes: int) -> int:
 
 
 def padded(width: int) -> int:
-    """Return `width` rounded up to ALIGNMENT."""
-    return -(-width // ALIGNMENT) * ALIGNMENT
+    """Return `width` rounded up to MASK_ALIGNMENT."""
+    return -(-width // MASK_ALIGNMENT) * MASK_ALIGNMENT

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from planner.layer.program import LINEARS, Program, in_tiles
+from planner.layer.program import Program, in_tiles
 from planner.layer.tape import Value
 from planner.models.lora_targets import is_mlp
-from planner.models.spec import LayerSpec, MlpKind, ModuleKind, ModuleSpec
+from planner.models.spec import LINEARS, LayerSpec, MlpKind, ModuleKind, ModuleSpec
 
 DOWN_LEAVES = frozenset(
     {"down_proj", "fc2", "c_proj", "dense_4h_to_h", "w2", "fc_out", "output_linear"}

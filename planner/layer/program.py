@@ -9,9 +9,7 @@ from typing import NamedTuple
 
 from planner.layer.attention import Shape, attend
 from planner.layer.tape import Tape, Value, envelope, largest
-from planner.models.spec import ModuleKind, ModuleSpec
-
-LINEARS = (ModuleKind.LINEAR, ModuleKind.CONV1D)
+from planner.models.spec import ModuleSpec
 
 
 class OpSettings(NamedTuple):

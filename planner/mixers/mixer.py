@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from planner.layer.program import LINEARS, Program
+from planner.layer.program import Program
 from planner.layer.tape import Value
-from planner.models.spec import LayerSpec, MixerKind, MixerSpec, ModuleSpec
+from planner.models.spec import LINEARS, LayerSpec, MixerKind, MixerSpec, ModuleSpec
 
 OUT_LEAVES = frozenset({"o_proj", "out_proj", "c_proj", "dense", "wo", "output_proj"})
 

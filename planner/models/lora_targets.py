@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from planner.errors import UnsupportedError, UsageError
 from planner.mixers.registry import mixer_of
-from planner.models.spec import LayerSpec, ModelSpec, ModuleKind, ModuleSpec
+from planner.models.spec import LINEARS, LayerSpec, ModelSpec, ModuleKind, ModuleSpec
 
-LINEARS = (ModuleKind.LINEAR, ModuleKind.CONV1D)
 _MLP_ROOTS = {"mlp", "feed_forward", "block_sparse_moe", "shared_mlp", "fc1", "fc2", "mixer"}
 """Nemotron-H calls every block a mixer, its MLPs as well."""
 _BY_PROJECTION = {"gate_proj": "gate_up", "up_proj": "gate_up", "down_proj": "down"}

@@ -32,6 +32,10 @@ class ModuleKind(StrEnum):
     """A persistent buffer: in the checkpoint and on the GPU, never trained (router correction bias)."""
 
 
+LINEARS = (ModuleKind.LINEAR, ModuleKind.CONV1D)
+"""Matrices that a token is multiplied with; experts are a kind of their own."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleSpec:
     """One leaf module (or `count` equal ones)."""

@@ -5,9 +5,9 @@ from fractions import Fraction
 from typing import Any
 
 from planner.errors import UnsupportedError, UsageError
-from planner.models.spec import ModuleKind
+from planner.models.spec import LINEARS, ModuleKind
 from planner.quant import schemes, training
-from planner.quant.methods import LINEARS, Reading, converted, group_of, hit, names_in, whole
+from planner.quant.methods import Reading, converted, group_of, hit, names_in, whole
 from planner.quant.patterns import Test, below, exact_or_regex, prefix_or_suffix, wildcard
 from planner.quant.schemes import Scheme
 from planner.quant.sites import Site

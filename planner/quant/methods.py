@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from planner.errors import UnsupportedError, UsageError
-from planner.models.spec import ModuleKind
+from planner.models.spec import LINEARS, ModuleKind
 from planner.quant import schemes, training
 from planner.quant.patterns import (
     MAX_PATTERNS,
@@ -23,7 +23,6 @@ from planner.quant.schemes import Scheme
 from planner.quant.sites import Site
 
 Decide = Callable[[Site], Scheme | None]
-LINEARS = (ModuleKind.LINEAR, ModuleKind.CONV1D)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ from math import prod
 
 from planner.dtypes import GGUF_BYTES, QUANTIZATIONS
 from planner.models.quantization import TEXT_ONLY
-from planner.models.spec import ModelSpec, ModuleKind, ModuleSpec
-from planner.quant.methods import LINEARS
+from planner.models.spec import LINEARS, ModelSpec, ModuleKind, ModuleSpec
 from planner.quant.reading import read
 from planner.quant.schemes import Scheme, chosen
 from planner.quant.sites import layer_sites, other_names, outside_sites

@@ -4,9 +4,7 @@ from math import ceil
 
 from planner.errors import UsageError
 from planner.models.spec import ModelSpec
-from planner.run.recipe import EngineKind
-
-VLLM = (EngineKind.VLLM_SHARED, EngineKind.VLLM_PUSH, EngineKind.VLLM_SERVER)
+from planner.run.recipe import VLLM, EngineKind
 
 
 def context_notes(model: ModelSpec, tokens: int, engine: EngineKind) -> list[str]:

@@ -78,6 +78,9 @@ class EngineKind(StrEnum):
     VLLM_SERVER = "vllm-server"
 
 
+VLLM = (EngineKind.VLLM_SHARED, EngineKind.VLLM_PUSH, EngineKind.VLLM_SERVER)
+
+
 class Sharding(StrEnum):
     """How training state is divided over GPUs."""
 

@@ -8,6 +8,7 @@ from planner.errors import UsageError
 from planner.machines.machine import Machine
 from planner.mixers.registry import mixer_of
 from planner.models.spec import ModelSpec
+from planner.quant.table import BITSANDBYTES
 from planner.run.base_scheme import base_scheme
 from planner.run.engine_choices import choose, engine_fields, engine_kind, four_bit_refusal
 from planner.run.framework import fallback_note, pick
@@ -189,7 +190,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         notes.append("expert_parallel moves nothing: the model has no experts")
     if trains:
         notes.extend(_kernel_notes(model))
-        if quantization in ("nf4", "fp4", "int8") and model.model_type in OWN_LINEAR:
+        if quantization in BITSANDBYTES and model.model_type in OWN_LINEAR:
             notes.append(
                 f"{model.model_type}: counted as quantised; transformers 5 quantises nn.Linear only, "
                 "not this model's own class, and then keeps these weights at full width"

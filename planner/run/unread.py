@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
 
-from planner.run.recipe import Checkpointing, EngineKind, Loss, Method, Recipe, Task
+from planner.run.recipe import VLLM, Checkpointing, EngineKind, Loss, Method, Recipe, Task
 
 if TYPE_CHECKING:
     from planner.run.resolve import Resolved
@@ -27,7 +27,6 @@ ALGORITHMS = frozenset(
     }
 )  # fmt: skip
 """Algorithms whose tensors are those of their task, the reference apart."""
-_VLLM = (EngineKind.VLLM_SHARED, EngineKind.VLLM_PUSH, EngineKind.VLLM_SERVER)
 _RULES: tuple[tuple[tuple[str, ...], Callable[["Resolved"], bool], str], ...] = (
     (
         ("lora.rank", "lora.targets", "lora.dtype", "lora.dora", "lora.modules_to_save", "lora.dropout"),
@@ -57,7 +56,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[["Resolved"], bool], str], ...] = 
         ("engine.kv_bytes", "engine.gpu_memory_utilization", "engine.max_num_batched_tokens",
          "engine.block_size", "engine.sleep_level", "engine.cuda_graphs", "engine.tensor_parallel",
          "engine.pipeline_parallel", "engine.expert_parallel", "engine.max_loras", "engine.max_lora_rank"),
-        lambda r: r.engine in _VLLM,
+        lambda r: r.engine in VLLM,
         "no vLLM engine runs",
     ),
     (("engine.offline",), lambda r: r.task is Task.SERVE, "only serving has other defaults in LLM()"),

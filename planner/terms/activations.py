@@ -36,7 +36,8 @@ UNDECLARED_GROUPS = frozenset({"falcon"})
 MLP_TILE_TOKENS = 2048
 """Tokens of one tile of a tiled MLP; the trainer cuts by it."""
 MASK_ALIGNMENT = 16
-"""Elements that a mask's rows are rounded up to, for SDPA's kernels take no others without a copy."""
+"""Elements that a mask's rows are rounded up to, for SDPA's kernels take no others without a copy; torch
+wants 8 or 16 by version (mem_eff_alignment)."""
 
 
 class Moment(NamedTuple):

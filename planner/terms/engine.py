@@ -14,7 +14,7 @@ from planner.machines.vllm_overheads import NOTHING as FREE
 from planner.machines.vllm_overheads import Measured, communicators, graphs, kernels, spread
 from planner.mixers.registry import mixer_of
 from planner.models.spec import LayerSpec, ModelSpec
-from planner.run.recipe import EngineKind, Task
+from planner.run.recipe import VLLM, EngineKind, Task
 from planner.run.resolve import Resolved
 from planner.terms.kv_cache import rollout_sequences, sequence_bytes
 from planner.terms.overhead import workspace
@@ -24,9 +24,7 @@ from planner.terms.vllm_profile import Profile, profile, widest_layer
 from planner.terms.vllm_weights import SLOT_RANKS, adapter_slot_bytes, vllm_weights
 from planner.units import format_bytes
 
-__all__ = ["SLOT_RANKS", "VLLM", "EngineCosts", "Serving", "engine_costs"]
-
-VLLM = (EngineKind.VLLM_SHARED, EngineKind.VLLM_PUSH, EngineKind.VLLM_SERVER)
+__all__ = ["SLOT_RANKS", "EngineCosts", "Serving", "engine_costs"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,9 +12,9 @@ from planner.models.spec import (
     ModuleKind,
     ModuleSpec,
 )
+from planner.run.recipe import VLLM
 from planner.run.resolve import Resolved
 from planner.terms.adapters import lora
-from planner.terms.engine import VLLM
 from planner.terms.gradients import gradients
 from planner.terms.optimizer import optimizer
 from planner.terms.vllm_weights import vllm_weights

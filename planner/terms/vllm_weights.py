@@ -11,7 +11,7 @@ from math import prod
 from typing import NamedTuple
 
 from planner.dtypes import GGUF_BYTES, element_bytes
-from planner.models.spec import LayerSpec, MixerSpec, ModelSpec, ModuleKind, ModuleSpec
+from planner.models.spec import LINEARS, LayerSpec, MixerSpec, ModelSpec, ModuleKind, ModuleSpec
 from planner.quant.schemes import Scheme, quantized_bytes
 from planner.quant.table import Table, scheme_table, weight_bytes
 from planner.run.resolve import Resolved
@@ -29,7 +29,6 @@ INPUT_SPLIT = frozenset(
 """RowParallelLinear: split over its inputs, the bias whole."""
 FUSED_QKV = frozenset({"qkv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack"})
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
-LINEARS = (ModuleKind.LINEAR, ModuleKind.CONV1D)
 EMBEDDED_ADAPTERS = frozenset(
     "llama mistral mixtral granite granitemoe granitemoeshared cohere exaone gpt_bigcode bamba jamba "  # noqa: SIM905
     "minicpm nemotron phimoe solar".split()
