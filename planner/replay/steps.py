@@ -23,7 +23,7 @@ from planner.terms.activations import masks, op_settings
 from planner.terms.embedding import backward_blocks
 from planner.terms.gradients import gradient_width
 from planner.terms.optimizer_kinds import KINDS
-from planner.terms.weights import weights
+from planner.terms.weights import flat_units, weights
 from planner.units import MiB
 
 STEPS = 2
@@ -145,9 +145,7 @@ class Run:
 
     def _shards(self, total: int) -> list[int]:
         """Return one flat block for the root unit and each layer, of `total` together."""
-        order = [self.model.layers[index].parameters for index in self.model.layer_order]
-        root = max(0, self.model.parameters - sum(order))
-        return [total * part // self.model.parameters for part in (root, *order)]
+        return [total * part // self.model.parameters for part in flat_units(self.model)]
 
     def step(self, length: int) -> None:
         """Play one optimizer step on sequences of `length` tokens."""

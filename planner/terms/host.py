@@ -17,7 +17,7 @@ from planner.terms.counts import base_weights
 from planner.terms.gradients import gradient_width, largest_trained
 from planner.terms.optimizer_kinds import KINDS
 from planner.terms.term import Term
-from planner.terms.weights import trained_width
+from planner.terms.weights import flat_units, trained_width
 
 GPUS_PER_NODE = 8
 """Ranks of a node where there are more: boards of DGX and HGX machines."""
@@ -182,7 +182,7 @@ def _fsdp(model: ModelSpec, r: Resolved, states: Term) -> Iterator[Term]:
     width = trained_width(r) if full else element_bytes(r.dtype)
     base = base_weights(model, r)
     total = base.total if base.quantized else model.parameters * width
-    shards = [_shard(total, part, model, r) for part in _units(model)]
+    shards = [_shard(total, part, model, r) for part in flat_units(model)]
     yield Term(
         "weights",
         sum(shards),
@@ -195,20 +195,13 @@ def _fsdp(model: ModelSpec, r: Resolved, states: Term) -> Iterator[Term]:
             "gradients",
             sum(
                 _shard(model.parameters * gradient_width(r), part, model, r)
-                for part in _units(model)
+                for part in flat_units(model)
             ),
             "{0:,} parameters x {1} B over {2} rank(s), pinned as the weights",
             (model.parameters, gradient_width(r), r.placement.gradient_shards),
             FSDP,
         )
     yield states
-
-
-def _units(model: ModelSpec) -> Iterator[int]:
-    """Yield the parameters of each flat unit: every layer, and what is outside."""
-    order = [model.layers[index].parameters for index in model.layer_order]
-    yield max(0, model.parameters - sum(order))
-    yield from order
 
 
 def _shard(total: int, parameters: int, model: ModelSpec, r: Resolved) -> int:

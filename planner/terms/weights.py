@@ -45,6 +45,12 @@ def weights(model: ModelSpec, r: Resolved) -> Term:
     return Term("weights", size, template, args, "config.json, module by module")
 
 
+def flat_units(model: ModelSpec) -> tuple[int, ...]:
+    """Return the parameters of each flat unit of FSDP: what is outside the layers, then every layer."""
+    order = [model.layers[index].parameters for index in model.layer_order]
+    return max(0, model.parameters - sum(order)), *order
+
+
 def gathered(model: ModelSpec, r: Resolved, layers: int) -> Term:
     """Return the unsharded copies while layers run: the root unit and `layers` layers (prefetch)."""
     if not r.placement.gathers:
