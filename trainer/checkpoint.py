@@ -88,7 +88,7 @@ def save(
         document = json.dumps({"step": step, **state}, indent=1)
         (partial / "state.json").write_text(document, encoding="utf-8")
         _flush(partial)
-        _drop(final)
+        drop(final)
         partial.rename(final)
         _flush_folder(folder)
     except Exception as error:
@@ -97,7 +97,7 @@ def save(
             raise _not_written(output, step, error) from None
         raise
     for old in checkpoints(output)[:-keep]:
-        _drop(old.path)
+        drop(old.path)
     return Checkpoint(path=final, step=step)
 
 
@@ -190,7 +190,7 @@ class StopSignal:
         self.received = number
 
 
-def _drop(path: Path) -> None:
+def drop(path: Path) -> None:
     """Delete a checkpoint; first it loses its name, for a kill must not leave half of one."""
     if path.exists():
         doomed = path.with_name(f"{PARTIAL}{path.name}")

@@ -6,7 +6,6 @@ OUTPUT/evaluations.jsonl has a line an evaluation; OUTPUT/checkpoints/best holds
 import json
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -199,7 +198,6 @@ def save_best(output: Path, policy: Policy, *, step: int, figures: Figures) -> P
     checkpoints.write_weights(policy, partial)
     document = {"step": step, "figures": {k: v for k, v in figures.items() if math.isfinite(v)}}
     (partial / "evaluation.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
-    if final.exists():
-        shutil.rmtree(final)
+    checkpoints.drop(final)
     partial.rename(final)
     return final
