@@ -7,10 +7,13 @@ from planner.dtypes import element_bytes
 from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
 from planner.quant.table import BITSANDBYTES
-from planner.run.recipe import VLLM, EngineKind, Method, Reference, Task
+from planner.run.recipe import VLLM, EngineKind, Method, Task
 from planner.run.resolve import Resolved
-from planner.terms.activations import Activations, activations, dequantized
+from planner.run.tasks import TASKS
+from planner.terms.activations import Activations, dequantized
 from planner.terms.adapters import lora
+from planner.terms.columns import micro_batch
+from planner.terms.companions import offloaded
 from planner.terms.embedding import backward_blocks
 from planner.terms.engine import EngineCosts, Serving, engine_costs
 from planner.terms.generation import generating
@@ -19,12 +22,16 @@ from planner.terms.host import host
 from planner.terms.logits import Logits, held_outputs, logits
 from planner.terms.optimizer import optimizer
 from planner.terms.overhead import workspace
-from planner.terms.term import Term
+from planner.terms.passes import passes
+from planner.terms.term import Term, merged
 from planner.terms.vision import vision
 from planner.terms.vllm_weights import vllm_weights_term
 from planner.terms.weights import gathered, weights
 
-PHASES = ("load", "rollout", "score", "forward", "loss", "backward", "step")
+PHASES = (
+    "load", "rollout", "score", "reference", "teacher", "reward", "critic",
+    "forward", "loss", "backward", "step", "evaluate", "save", "resume",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +74,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     if not r.trains:
         return _serve(model, r, machine, base, space)
     adapter, grads, states = lora(model, r), gradients(model, r), optimizer(model, r)
-    acts, head = activations(model, r, r.tokens), logits(model, r)
+    acts, head = micro_batch(model, r), logits(model, r)
     fixed = (base, adapter, states.states, space)
     held = grads if r.grad_accum > 1 else Term("gradients", 0)
     outputs = held_outputs(model, r)
@@ -76,22 +83,14 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     resident = running.resident
     seen = vision(model, r, acts.forward)
     phases = [_phase("load", base, adapter, _load(model, r, base))]
-    if r.task is Task.GRPO:
+    if TASKS[r.task].generates:
         phases.append(_rollout(r, running, fixed))
-        phases.append(
-            _phase(
-                "score",
-                *fixed,
-                seen.no_grad,
-                _acts("score", acts.no_grad, acts),
-                head.score,
-                resident,
-            )
-        )
-    elif r.reference is not Reference.NONE:
-        phases.append(
-            _phase("score", *fixed, seen.no_grad, _acts("score", acts.no_grad, acts), head.score)
-        )
+    if r.task in (Task.GRPO, Task.PPO):
+        scored = _acts("score", acts.no_grad, acts)
+        phases.append(_phase("score", *fixed, seen.no_grad, scored, head.score, resident))
+    for side in passes(model, r, acts, head):
+        alive = (base, adapter, space) if side.before_training else fixed
+        phases.append(_phase(side.name, *merged(*alive, seen.no_grad, *side.terms, resident)))
     before = acts.forward + acts.outliving  # of the step before
     phases.append(
         _phase(
@@ -127,7 +126,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     inputs = Term(
         "activations", acts.host, "offloaded checkpoint inputs, pinned", (), "checkpoint offload"
     )
-    held_there = host(model, r, states.host, (inputs, running.host))
+    held_there = host(model, r, states.host, (inputs, running.host, offloaded(r)))
     return Budget(tuple(phases), held_there, running.problem, running.serving)
 
 
@@ -227,6 +226,9 @@ def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, i
         # it, and then torch adds them into a third buffer
         copies = 2 if r.law.kind == "full" else 1
         grads += copies * model.vocab * model.hidden * gradient_width(r)
+    elif r.columns:
+        # another text's gradient of the embedding is there when this one's is made
+        grads += model.vocab * model.hidden * gradient_width(r)
     return grads, r.tokens * model.hidden * element_bytes(r.dtype) + scratch
 
 

@@ -23,7 +23,10 @@ TERMS = (
     "engine",
     "overhead",
 )
-PHASES = ("load", "rollout", "score", "forward", "loss", "backward", "step", "evaluation")
+PHASES = (
+    "load", "rollout", "score", "reference", "teacher", "reward", "critic",
+    "forward", "loss", "backward", "step", "evaluation", "evaluate", "save", "resume",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,14 @@ class Task(StrEnum):
     SFT = "sft"
     GRPO = "grpo"
     DPO = "dpo"
+    KTO = "kto"
+    ORPO = "orpo"
+    SIMPO = "simpo"
+    REWARD = "reward"
+    PPO = "ppo"
+    DISTILL = "distill"
+    EMBED = "embed"
+    RERANK = "rerank"
     SERVE = "serve"
 
 
@@ -60,12 +68,25 @@ class Loss(StrEnum):
 
 
 class Reference(StrEnum):
-    """Where the KL reference model lives."""
+    """Where the reference model lives."""
 
     NONE = "none"
     ADAPTER_OFF = "adapter-off"
     SEPARATE = "separate"
     OFFLOADED = "offloaded"
+    """In host memory, on the GPU for its own pass."""
+    PRECOMPUTED = "precomputed"
+    """Its log-probabilities were made before training and stored."""
+
+
+class TeacherPlacement(StrEnum):
+    """Where a teacher's weights are."""
+
+    RESIDENT = "resident"
+    OFFLOADED = "offloaded"
+    """In host memory, on the GPU for its own pass."""
+    SERVED = "served"
+    """In another process or machine: its log-probabilities of the top tokens come by network."""
 
 
 class EngineKind(StrEnum):
@@ -224,6 +245,19 @@ class Recipe(Section):
     tiled_mlp: bool | None = None
     beta: Annotated[float, Field(ge=0)] | None = None
     reference: Reference | None = None
+    teacher: str | None = None
+    """distill: the teacher, a catalogue name, folder or hub id."""
+    teacher_placement: TeacherPlacement | None = None
+    teacher_top_k: Count | None = None
+    """distill: log-probabilities per token that a served teacher sends."""
+    value_model: str | None = None
+    """ppo: what the critic starts from; None = the policy's own kind."""
+    reward_model: str | None = None
+    """ppo: the model that judges; None = the policy's own kind, "none" = a function."""
+    negatives: Annotated[int, Field(ge=0, le=4096, strict=True)] | None = None
+    """embed: hard negatives of one pair; rerank: negative documents of one query."""
+    mini_batch: Count | None = None
+    """embed: pairs embedded at once under GradCache; None = all of the batch with their graphs."""
     sharding: Sharding = Sharding.NONE
     compile: bool = False
 

@@ -98,6 +98,9 @@ class Switches(Section):
     transformers: Annotated[str, Field(pattern=r"^(\d+\.\d+)?$")] = ""
     """Release of transformers whose loss code runs, like 4.48; empty: 4.49 or newer."""
 
+    reference_first: Flag = False
+    """Pairs and distillation: the reference or teacher runs before the policy's forward. Others, TRL and
+    what is built on it, run it after, while the policy's graph waits for its loss."""
     grpo_temperature: Temperature = "none"
     """How full logits are divided by the sampling temperature: in-place on a slice, whose CopySlices
     node copies the gradient of all logits, or as a copy."""

@@ -14,6 +14,8 @@ from profiler.subjects.options import StepOptions
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FLASH = "vramwise_fa2"
+TASK_TYPES = {"vocabulary": "CAUSAL_LM", "score": "SEQ_CLS", "none": "FEATURE_EXTRACTION"}
+"""PEFT's; a sequence classifier's score is trained whole (modules_to_save)."""
 NF4_BLOCK = 64
 ABSMAX_BLOCK = 256
 
@@ -46,7 +48,12 @@ def build(options: StepOptions) -> torch.nn.Module:
 
 def base_model(options: StepOptions) -> Any:
     """Return the plain causal LM on the meta device."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import (
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
+    )
     from transformers.modeling_utils import AttentionInterface
 
     config = transformers_config(options.config, layers=options.layers)
@@ -63,6 +70,10 @@ def base_model(options: StepOptions) -> Any:
     kind = type(config)
     causal = kind in AutoModelForCausalLM._model_mapping
     family: Any = AutoModelForCausalLM if causal else AutoModelForImageTextToText
+    if options.head == "score":
+        family, config.num_labels, config.pad_token_id = AutoModelForSequenceClassification, 1, 0
+    elif options.head == "none":
+        family = AutoModel
     settings = {"dtype": torch_dtype(options.dtype), "attn_implementation": attention}
     try:
         try:
@@ -185,7 +196,7 @@ def add_adapters(model: Any, options: StepOptions) -> Any:
                 lora_alpha=options.lora_rank,
                 lora_dropout=options.lora_dropout,
                 target_modules=targets if isinstance(targets, str) else list(targets),
-                task_type="CAUSAL_LM",
+                task_type=TASK_TYPES[options.head],
             ),
             autocast_adapter_dtype=options.adapter_dtype == "fp32",
         )

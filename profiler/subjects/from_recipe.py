@@ -8,6 +8,7 @@ from planner.machines.machine import GpuSpec
 from planner.models.lora_targets import peft_targets
 from planner.run.recipe import Checkpointing, Method
 from planner.run.resolve import Resolved
+from planner.run.tasks import TASKS
 from planner.terms.overhead import blas_workspace_bytes
 from profiler.subjects.options import StepOptions
 
@@ -31,6 +32,7 @@ def step_options(
         )
     return StepOptions(
         config=config,
+        head=TASKS[resolved.task].head.value,
         method=resolved.method,
         dtype=resolved.dtype,
         autocast=resolved.autocast or "none",

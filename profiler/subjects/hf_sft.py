@@ -154,5 +154,10 @@ def decoder_of(model: Any) -> torch.nn.Module:
     """Return the decoder stack under adapters and head."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     named = getattr(inner, inner.base_model_prefix, None)
-    decoder: torch.nn.Module = inner.get_decoder() if named is None else named
+    if named is None and not hasattr(inner, "get_output_embeddings"):
+        named = inner
+    bare = named is None and inner.get_output_embeddings() is None
+    decoder: torch.nn.Module = (
+        inner if bare else named if named is not None else inner.get_decoder()
+    )
     return decoder

@@ -13,6 +13,8 @@ class StepOptions:
 
     config: dict[str, Any]
     """The model's config.json."""
+    head: str = "vocabulary"
+    """vocabulary, score (a sequence classifier of one number) or none (the bare decoder)."""
     method: Method = Method.LORA
     dtype: str = "bf16"
     """dtype of the base weights: bf16, fp16, fp32."""

@@ -42,7 +42,8 @@ ALLOWED: dict[tuple[str, float], str] = {
     ("importers/unsloth.py", 0.1): TOOL,
     ("importers/verl.py", 0.001): TOOL,
     ("run/engine_law.py", 0.92): TOOL + ": vLLM's gpu_memory_utilization",
-    ("run/resolve.py", 0.1): TOOL + ": TRL's DPO beta",
+    ("run/tasks.py", 0.1): TOOL + ": TRL's DPO and KTO beta",
+    ("run/tasks.py", 0.05): TOOL + ": TRL's PPO kl_coef",
     ("run/recipe.py", 1800.0): "a time limit in seconds",
     # a rule of vLLM's code
     ("terms/vllm_blocks.py", 1.5): "vLLM v1/core/kv_cache_utils: pages of a group within 1.5 x",

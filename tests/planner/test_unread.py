@@ -17,6 +17,7 @@ GRPO: dict[str, Any] = {"task": "grpo", "framework": "trl-1.9"}
 FULL: dict[str, Any] = {"method": "full", "framework": "hf-trainer", "dtype": "bf16"}
 VLLM: dict[str, Any] = {"task": "grpo", "engine": {"kind": "vllm-push"}}
 SERVE: dict[str, Any] = {"task": "serve"}
+DISTILL: dict[str, Any] = {"task": "distill", "framework": "trl", "teacher": "llama-3.2-3b"}
 TWO_CARDS = ("sharding", "offload.parameters", "offload.device", "offload.pinned")
 SEEN, OF_IMAGES = (
     "qwen2.5-vl-3b",
@@ -63,6 +64,13 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "tiled_mlp": ({"framework": "axolotl", "context": 8192, "checkpointing": "full"}, True),
     "beta": ({**GRPO, "method": "full"}, 0.1),
     "reference": ({**GRPO, "method": "full", "beta": 0.1}, "offloaded"),
+    "teacher": (DISTILL, "llama-3.1-8b"),
+    "teacher_placement": (DISTILL, "served"),
+    "teacher_top_k": ({**DISTILL, "context": 8192, "teacher_placement": "served"}, 4096),
+    "value_model": ({"task": "ppo"}, "llama-3.1-8b"),
+    "reward_model": ({"task": "ppo"}, "none"),
+    "negatives": ({"task": "embed", "method": "full"}, 4),
+    "mini_batch": ({"task": "embed", "method": "full", "micro_batch_size": 64}, 4),
     "sharding": (FULL, "zero3"),
     "compile": ({}, True),
     "lora.rank": ({}, 64),
