@@ -29,6 +29,8 @@ from planner.run.resolve import Resolved, resolve
 LOSSES = ("grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo")
 MATRIX = (Optimizer.ADAFACTOR, Optimizer.MUON)
 """Torch's own optimizers: they have neither masters nor state on the host, and betas of their own."""
+NO_BETAS = (*MATRIX, Optimizer.SGD)
+NO_EPS = (*NO_BETAS, Optimizer.SGD_MOMENTUM, Optimizer.LION, Optimizer.LION_8BIT)
 _IN_PROCESS = ("kv_bytes", "max_num_seqs", "max_num_batched_tokens", "sleep_level", "cuda_graphs", "timeout_s")  # fmt: skip
 ENGINE_FIELDS: dict[EngineKind, tuple[str, ...]] = {
     EngineKind.TRANSFORMERS: ("max_num_seqs", "max_num_batched_tokens"),
@@ -196,11 +198,12 @@ def _refuse_train(recipe: Recipe, train: Any) -> None:
                 hint="leave it out: only hub data sets and folders have one",
             )
     kind = recipe.optimizer
-    if "adam_betas" in _changed(train) and kind in (*MATRIX, Optimizer.SGD):
-        raise UsageError(
-            f"train.adam_betas: {train.adam_betas} has no effect with optimizer {kind}",
-            hint="leave it out",
-        )
+    for name, useless in (("adam_betas", NO_BETAS), ("adam_eps", NO_EPS)):
+        if name in _changed(train) and kind in useless:
+            raise UsageError(
+                f"train.{name}: {getattr(train, name)} has no effect with optimizer {kind}",
+                hint="leave it out",
+            )
     if train.lora_alpha is not None and recipe.method is Method.FULL:
         raise UsageError(
             f"train.lora_alpha: {train.lora_alpha:g} has no effect with method full",
