@@ -236,6 +236,11 @@ def parse_run(document: dict[str, Any], *, root: Path) -> tuple[RunFile, TrainSe
         train = train.model_copy(update={"loss": train.loss.model_copy(update={"type": kind})})
     _check_together(run, train)
     output = root / Path(train.output).expanduser()
+    start = run.recipe.lora.start_from
+    if start is not None and (root / start).is_dir():
+        # counted from the run file's folder, like its other paths; the output's copy has it in full
+        lora = run.recipe.lora.model_copy(update={"start_from": str((root / start).resolve())})
+        run = run.model_copy(update={"recipe": run.recipe.model_copy(update={"lora": lora})})
     return run, train.model_copy(update={"output": str(output)})
 
 

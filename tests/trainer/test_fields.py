@@ -56,6 +56,10 @@ FIELDS: dict[str, Case] = {
     "recipe.lora.target_parameters": no(["mlp.experts.down_proj"]),
     "recipe.lora.dtype": Case("bf16"),
     "recipe.lora.dora": Case(True),
+    "recipe.lora.from": no("./nowhere"),
+    "recipe.lora.use_rslora": Case(True),
+    "recipe.lora.init": Case("pissa"),
+    "recipe.lora.bias": no("all"),
     "recipe.lora.modules_to_save": Case(["norm"]),
     "recipe.lora.dropout": Case(0.5, base={"train.lr": 0.05}),
     "recipe.engine.kind": no("vllm-push"),
@@ -208,7 +212,7 @@ def leaves(section, prefix):
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             yield from leaves(inner, f"{prefix}.{name}")
         else:
-            yield f"{prefix}.{name}"
+            yield f"{prefix}.{info.alias or name}"
 
 
 def every_field():
