@@ -7,19 +7,21 @@ from planner.dtypes import element_bytes
 from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
 from planner.quant.table import BITSANDBYTES
-from planner.run.recipe import VLLM, EngineKind, Method, Task
+from planner.run.recipe import VLLM, EngineKind, Method
 from planner.run.resolve import Resolved
 from planner.run.tasks import TASKS
 from planner.terms.activations import Activations, dequantized
-from planner.terms.adapters import lora
+from planner.terms.adapters import lora, pissa_work, trains_embedding, trains_head, trains_tied
 from planner.terms.columns import micro_batch
 from planner.terms.companions import offloaded
+from planner.terms.critic import Critic, critic, rollout_logits
 from planner.terms.embedding import backward_blocks
 from planner.terms.engine import EngineCosts, Serving, engine_costs
 from planner.terms.generation import generating
-from planner.terms.gradients import gradient_width, gradients
+from planner.terms.gradients import gradients
 from planner.terms.host import host
-from planner.terms.logits import Logits, held_outputs, logits
+from planner.terms.lifecycle import lifecycle, lifecycle_host
+from planner.terms.logits import Logits, head_gradient_width, held_outputs, logits
 from planner.terms.optimizer import optimizer
 from planner.terms.overhead import workspace
 from planner.terms.passes import passes
@@ -85,7 +87,6 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     phases = [_phase("load", base, adapter, _load(model, r, base))]
     if TASKS[r.task].generates:
         phases.append(_rollout(r, running, fixed))
-    if r.task in (Task.GRPO, Task.PPO):
         scored = _acts("score", acts.no_grad, acts)
         phases.append(_phase("score", *fixed, seen.no_grad, scored, head.score, resident))
     for side in passes(model, r, acts, head):
@@ -123,11 +124,38 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         states.step.source or states.states.source,
     )
     phases.append(_phase("step", base, adapter, grads, step, outputs, left, space, resident))
+    second = critic(r)
+    if second is not None:
+        phases = _with_critic(phases, second, grads, rollout_logits(model, r), fixed)
+    phases.extend(_phase(each.name, *merged(*each.terms)) for each in lifecycle(model, r, phases))
     inputs = Term(
         "activations", acts.host, "offloaded checkpoint inputs, pinned", (), "checkpoint offload"
     )
-    held_there = host(model, r, states.host, (inputs, running.host, offloaded(r)))
+    held_there = host(
+        model, r, states.host, (inputs, running.host, offloaded(r), *lifecycle_host(model, r))
+    )
     return Budget(tuple(phases), held_there, running.problem, running.serving)
+
+
+def _with_critic(
+    phases: list[Phase], second: Critic, grads: Term, logit: Term, fixed: tuple[Term, ...]
+) -> list[Phase]:
+    """Return the policy's phases with the critic beside them, and the critic's own before the step."""
+    found = []
+    for phase in phases:
+        more: tuple[Term, ...] = second.standing if phase.name != "load" else (second.adapters,)
+        if phase.name in ("rollout", "score", "reference", "reward"):
+            copies = 2 if phase.name == "rollout" else 1  # the list of steps and its stack
+            more = (*more, *copies * (logit,))
+        elif phase.name in ("forward", "loss", "backward"):
+            more = (*more, second.held)
+        elif phase.name == "step":
+            back = _backward(second.spec, second.r, second.acts, second.gradients)
+            together = grads if second.held.bytes else Term("gradients", 0)
+            found.append(_phase("critic", *merged(*fixed, *second.standing, together, *back)))
+            more = (*more, second.step, second.gradients)
+        found.append(_phase(phase.name, *merged(*phase.terms, *more)))
+    return found
 
 
 def _loss(r: Resolved, acts: Activations, head: Logits) -> tuple[int, Term, int]:
@@ -207,7 +235,8 @@ def _earlier_grads(model: ModelSpec, r: Resolved, total: int, layers_left: int) 
         return total
     done = model.num_layers - layers_left
     if r.method is not Method.FULL:
-        return total * done // model.num_layers
+        head, embedding = _outside_grads(model, r)
+        return head + (total - head - embedding) * done // model.num_layers
     above = sum(module.parameters for module in model.final)
     if model.head is not None:
         above += model.head.parameters
@@ -215,20 +244,28 @@ def _earlier_grads(model: ModelSpec, r: Resolved, total: int, layers_left: int) 
     return min(total, total * above // max(1, model.parameters))
 
 
+def _outside_grads(model: ModelSpec, r: Resolved) -> tuple[int, int]:
+    """Return gradients of a head and an embedding that modules_to_save trains: first and last ones."""
+    shards, one = r.placement.gradient_shards, model.vocab * model.hidden * head_gradient_width(r)
+    head = one // shards if trains_head(model, r) else 0
+    own = trains_embedding(model, r) and not trains_tied(model, r)
+    return head, one // shards if own else 0
+
+
 def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, int]:
     """Return gradients and activations while a trained embedding gets its gradient."""
-    if r.method is not Method.FULL:
+    if not trains_embedding(model, r):
         return 0, 0
     scratch = sum(backward_blocks(r.tokens, model.vocab, model.hidden))
     grads = total
-    if model.tied:
+    if trains_tied(model, r):
         # the embedding's gradient comes on top of the head's; that one is a view when a linear made
         # it, and then torch adds them into a third buffer
         copies = 2 if r.law.kind == "full" else 1
-        grads += copies * model.vocab * model.hidden * gradient_width(r)
+        grads += copies * model.vocab * model.hidden * head_gradient_width(r)
     elif r.columns:
         # another text's gradient of the embedding is there when this one's is made
-        grads += model.vocab * model.hidden * gradient_width(r)
+        grads += model.vocab * model.hidden * head_gradient_width(r)
     return grads, r.tokens * model.hidden * element_bytes(r.dtype) + scratch
 
 
@@ -244,6 +281,8 @@ def _load(model: ModelSpec, r: Resolved, base: Term) -> Term:
             (size,),
             "litgpt finetune/lora.py: load_checkpoint before FSDP frees the full weights",
         )
+    if r.lora_init.startswith("pissa") and r.method is not Method.FULL:
+        return pissa_work(model, r)
     if r.quantization not in BITSANDBYTES:
         return Term("overhead", 0)
     size = dequantized(model, r)

@@ -75,7 +75,7 @@ class Framework:
             for laws in (self.logits, common):
                 if key in laws:
                     return laws[key]
-        return self.logits[loss] if loss in self.logits else common[loss]
+        return self.logits[loss] if loss in self.logits else common[USUAL.get(loss, loss)]
 
     @property
     def range(self) -> str:
@@ -101,6 +101,10 @@ class Framework:
 def _relative(task: str) -> str:
     """Return the task whose habits hold where a file states none for this one."""
     return TASKS[Task(task)].relative.value if task in tuple(Task) else task
+
+
+USUAL = {"full-fp32": "full-fp32-outputs"}
+"""The common law of a loss that a file does not state under the loss' own name."""
 
 
 @cache

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 MAX_TOKENS = 2**27
 """134 million tokens: an upper bound that catches typing errors, not a real limit."""
 
+INITS = r"^(default|gaussian|pissa|pissa_niter_[1-9][0-9]{0,2})$"
 RUN_FILE_VERSION = 1
 """The newest run.yaml this release reads."""
 
@@ -138,13 +139,28 @@ class Section(BaseModel):
 class LoraSection(Section):
     """Adapters."""
 
+    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
+
+    start_from: Annotated[str, Field(min_length=1, max_length=1000)] | None = Field(
+        default=None, alias="from"
+    )
+    """A folder or hub id with an adapter to go on with; its rank and targets hold."""
     rank: Annotated[int, Field(ge=1, le=2**14, strict=True)] = 16
     targets: str | tuple[str, ...] = "all-linear"
     """all-linear, attention, mlp, or module names such as ("q_proj", "v_proj")."""
+    target_parameters: tuple[str, ...] = ()
+    """Fused expert tensors adapted beside them, as PEFT names them: "mlp.experts.gate_up_proj"."""
     dtype: str | None = None
     """Adapter dtype; None = the framework's (PEFT upcasts bf16 to fp32)."""
     dora: bool = False
+    use_rslora: bool = False
+    """Adapters act at alpha / sqrt(rank) instead of alpha / rank."""
+    init: Annotated[str, Field(pattern=INITS)] = "default"
+    """default (B is zero), gaussian, or pissa, pissa_niter_N: the base's first singular vectors."""
+    bias: Literal["none", "all", "lora_only"] = "none"
+    """The base's biases are trained too: all, or those of adapted modules."""
     modules_to_save: tuple[str, ...] = ()
+    """Modules of which a copy is trained whole: embed_tokens, lm_head."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
 
@@ -187,6 +203,19 @@ class OffloadSection(Section):
     pinned: bool | None = None
     """Buffers are page-locked, each rounded up to a power of two. Default: FSDP's are, DeepSpeed's
     are where its config says pin_memory."""
+
+
+class EvaluationSection(Section):
+    """Evaluation while a run goes on, as the HF Trainer does it."""
+
+    samples: Annotated[int, Field(ge=0, le=2**31, strict=True)] = 0
+    """Held-out samples; 0 = no evaluation."""
+    batch_size: Count | None = None
+    """Samples of one forward on one GPU (per_device_eval_batch_size)."""
+    logits: bool = False
+    """Metrics want the logits (compute_metrics), which are gathered from all GPUs and kept."""
+    accumulation_steps: Count | None = None
+    """Batches after which kept logits move to the host (eval_accumulation_steps); None = at the end."""
 
 
 class Recipe(Section):
@@ -258,6 +287,11 @@ class Recipe(Section):
     """embed: hard negatives of one pair; rerank: negative documents of one query."""
     mini_batch: Count | None = None
     """embed: pairs embedded at once under GradCache; None = all of the batch with their graphs."""
+    evaluation: EvaluationSection = EvaluationSection()
+    save: Literal["none", "whole", "sharded"] = "none"
+    """Plan the saving of a checkpoint: gathered on rank 0, or each rank its own shard."""
+    resume: bool = False
+    """Plan the start from a checkpoint."""
     sharding: Sharding = Sharding.NONE
     compile: bool = False
 

@@ -16,6 +16,7 @@ from planner.run.framework import fallback_note, pick
 from planner.run.framework_files import Framework, common_laws
 from planner.run.image_fields import image_fields, image_notes
 from planner.run.logits_law import LogitsLaw
+from planner.run.lora_fields import lora_fields, with_start
 from planner.run.placement import Placement, offloaded, place
 from planner.run.positions import context_notes
 from planner.run.recipe import (
@@ -32,7 +33,13 @@ from planner.run.recipe import (
     Task,
 )
 from planner.run.switches import Switches
-from planner.run.task_fields import Column, pair_fields, refuse_foreign, sequences_of
+from planner.run.task_fields import (
+    Column,
+    lifecycle_fields,
+    pair_fields,
+    refuse_foreign,
+    sequences_of,
+)
 from planner.run.tasks import DEFAULT_BETA, TASKS, Head, planned_task
 from planner.run.unread import unread
 
@@ -61,7 +68,13 @@ class Resolved:
     adapter_dtype: str
     lora_rank: int
     lora_targets: str | tuple[str, ...]
+    target_parameters: tuple[str, ...]
     modules_to_save: tuple[str, ...]
+    lora_bias: str
+    lora_init: str
+    keeps_start: bool
+    """What is trained stays once more as it was at the start: the reference of a policy that was another
+    than its base from the first step."""
     dora: bool
     lora_dropout: float
     optimizer: Optimizer
@@ -82,6 +95,13 @@ class Resolved:
     companions: tuple[Companion, ...]
     """Models beside the trained one."""
     teacher_top_k: int
+    eval_samples: int
+    eval_batch: int
+    eval_logits: bool
+    eval_accumulation: int
+    """Batches after which kept logits leave the GPU; 0 = at the end."""
+    save: str
+    resume: bool
     grad_accum: int
     prompt_tokens: int
     completion_tokens: int
@@ -191,10 +211,11 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     if task is not recipe.task:
         recipe = recipe.model_copy(update={"task": task})
     refuse_foreign(recipe, task)
+    recipe, started = with_start(model, recipe)
     framework = _on_card(pick(recipe.framework), machine)
     switches = framework.switches_of(task.value)
     defaults = framework.task_defaults(task.value)
-    notes = list(filter(None, [fallback_note(framework, recipe.framework)]))
+    notes = [*filter(None, [fallback_note(framework, recipe.framework)]), *started]
     trains = task is not Task.SERVE
     dtype, autocast = _dtypes(model, recipe, defaults)
     quantization = base_scheme(model, recipe, framework, trains=trains, notes=notes)
@@ -238,13 +259,14 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         double_quant=bool(choose(recipe.double_quant, defaults, "double_quant", True)),
         master_weights=_master(recipe, switches, dtype),
         gradient_dtype=normal_dtype(recipe.gradient_dtype or dtype, field="gradient_dtype"),
-        **_lora_fields(recipe, switches, quantization, dtype),
+        **lora_fields(recipe, switches, quantization, dtype, reference),
         optimizer=Optimizer(choose(recipe.optimizer, defaults, "optimizer", "adamw")),
         optimizer_offload=recipe.optimizer_offload,
         offload=_offload(recipe, trains),
         optimizer_in_backward=recipe.optimizer_in_backward,
         sequences=sequences,
         **pairs,
+        **lifecycle_fields(recipe, defaults, trains=trains),
         companions=companions(model, recipe, task, reference),
         # GradCache adds up the gradients of its mini-batches
         grad_accum=recipe.gradient_accumulation * -(-batch // pairs["at_once"]),
@@ -343,25 +365,6 @@ def _master(recipe: Recipe, switches: Switches, dtype: str) -> bool:
         # our own trainer rounds bf16 weights stochastically instead of keeping a master
         return switches.master_weights_full_bf16
     return True
-
-
-def _lora_fields(
-    recipe: Recipe, switches: Switches, quantization: str, dtype: str
-) -> dict[str, Any]:
-    lora = recipe.lora
-    usual = switches.adapter_dtype_quantized if quantization else switches.adapter_dtype
-    adapter = lora.dtype or usual
-    return {
-        # "weights": adapters in the dtype of the base (our own trainer)
-        "adapter_dtype": normal_dtype(
-            dtype if adapter == "weights" else adapter, field="lora.dtype"
-        ),
-        "lora_rank": lora.rank,
-        "lora_targets": lora.targets,
-        "modules_to_save": lora.modules_to_save,
-        "dora": lora.dora,
-        "lora_dropout": lora.dropout,
-    }
 
 
 def _on_card(framework: Framework, machine: Machine) -> Framework:

@@ -29,6 +29,8 @@ class Switches(Section):
     """dtype of LoRA matrices on a 16-bit base: PEFT's autocast_adapter_dtype makes them fp32."""
     adapter_dtype_quantized: AdapterDtype = "fp32"
     """The same on a quantised base; TRL from 1.0 on casts them to bf16."""
+    ties_saved_modules: Flag = False
+    """A tied head stays tied to an embedding of modules_to_save (PEFT's ensure_weight_tying)."""
 
     # optimizer
     master_weights: Flag = False
@@ -101,6 +103,10 @@ class Switches(Section):
     reference_first: Flag = False
     """Pairs and distillation: the reference or teacher runs before the policy's forward. Others, TRL and
     what is built on it, run it after, while the policy's graph waits for its loss."""
+    critic_apart: Flag = False
+    """PPO's critic has an optimizer and a backward of its own (verl's critic worker)."""
+    keeps_rollout_logits: Flag = False
+    """PPO: the scores of every generated token stay on the GPU until the rollout is scored (TRL)."""
     grpo_temperature: Temperature = "none"
     """How full logits are divided by the sampling temperature: in-place on a slice, whose CopySlices
     node copies the gradient of all logits, or as a copy."""

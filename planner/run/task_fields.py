@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 from planner.errors import UsageError
+from planner.run.engine_choices import choose
 from planner.run.recipe import Recipe, Task, TeacherPlacement
 from planner.run.tasks import TASKS
 
@@ -74,4 +75,17 @@ def pair_fields(
         "cached": task is Task.EMBED and recipe.mini_batch is not None,
         "teacher_top_k": recipe.teacher_top_k or DEFAULT_TOP_K,
         "columns": columns_of(task, at_once, negatives, prompt, completion),
+    }
+
+
+def lifecycle_fields(recipe: Recipe, defaults: dict[str, Any], *, trains: bool) -> dict[str, Any]:
+    """Return what the resolved recipe holds of evaluation, saving and resuming."""
+    evaluation = recipe.evaluation
+    return {
+        "eval_samples": evaluation.samples if trains else 0,
+        "eval_batch": choose(evaluation.batch_size, defaults, "micro_batch_size", 1),
+        "eval_logits": evaluation.logits,
+        "eval_accumulation": evaluation.accumulation_steps or 0,
+        "save": recipe.save if trains else "none",
+        "resume": recipe.resume and trains,
     }

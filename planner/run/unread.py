@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 FIELDS_WITHOUT_BYTES = {
     "engine.url": "an address",
     "engine.timeout_s": "a time",
+    "lora.use_rslora": "a factor",
 }
 """Recipe fields that move no byte of any plan, and why they are in a recipe."""
 ALGORITHMS = frozenset(
@@ -30,7 +31,8 @@ ALGORITHMS = frozenset(
 """Algorithms whose tensors are those of their task, the reference apart."""
 _RULES: tuple[tuple[tuple[str, ...], Callable[["Resolved"], bool], str], ...] = (
     (
-        ("lora.rank", "lora.targets", "lora.dtype", "lora.dora", "lora.modules_to_save", "lora.dropout"),
+        ("lora.rank", "lora.targets", "lora.target_parameters", "lora.dtype", "lora.dora", "lora.from", "lora.init", "lora.bias", "lora.use_rslora", "lora.modules_to_save",
+         "lora.dropout"),
         lambda r: r.trains and r.method is not Method.FULL,
         "no adapters are trained",
     ),
@@ -42,6 +44,9 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[["Resolved"], bool], str], ...] = 
         "nothing is trained",
     ),
     (("optimizer_in_backward", "gradient_dtype"), lambda r: r.method is Method.FULL, "the weights are frozen"),
+    (("evaluation.samples", "save", "resume"), lambda r: r.trains, "nothing is trained"),
+    (("evaluation.batch_size", "evaluation.logits"), lambda r: r.eval_samples > 0, "nothing is evaluated"),
+    (("evaluation.accumulation_steps",), lambda r: r.eval_samples > 0 and r.eval_logits, "no logits are kept"),
     (("checkpoint_every",), lambda r: r.checkpointing is Checkpointing.EVERY_K, "checkpointing is not every-k"),
     (("offload_keep_layers",), lambda r: r.checkpointing is Checkpointing.OFFLOAD, "checkpointing is not offload"),
     (("loss_chunk_rows",), lambda r: r.loss is Loss.CHUNKED, "the loss is not chunked"),
@@ -74,7 +79,7 @@ def leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, BaseMode
         if isinstance(value, BaseModel):
             yield from leaves(value, f"{prefix}{name}.")
         else:
-            yield prefix + name, section
+            yield prefix + (type(section).model_fields[name].alias or name), section
 
 
 def unread(recipe: Recipe, r: "Resolved") -> list[str]:
@@ -106,5 +111,5 @@ def _set(section: BaseModel, prefix: str = "") -> set[str]:
         if isinstance(value, BaseModel):
             found |= _set(value, f"{prefix}{name}.")
         elif value != defaults[name]:
-            found.add(prefix + name)
+            found.add(prefix + (type(section).model_fields[name].alias or name))
     return found

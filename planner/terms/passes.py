@@ -39,9 +39,26 @@ def passes(model: ModelSpec, r: Resolved, acts: Activations, head: Logits) -> li
         found.append(Pass("score", (_work(acts.no_grad, head.score, model, r, "mini-batch"),)))
     if r.reference is not Reference.NONE and r.task is not Task.GRPO:
         found.append(_reference(model, r, acts, head))
+    if r.task is Task.PPO:
+        found.extend(_judged(r))
     if r.task is Task.DISTILL:
         found.extend(_teacher(r, acts, head))
     return found
+
+
+def _judged(r: Resolved) -> list[Pass]:
+    """Return the largest pass of value and reward model over what was generated."""
+    works = []
+    for role in ("value", "reward"):
+        companion = r.companion(role)
+        if companion is not None:
+            other = as_companion(r, companion)
+            layer = micro_batch(companion.spec, other).no_grad
+            works.append(
+                _work(layer, Term("logits", 0), companion.spec, other, f"the {role} model")
+            )
+    largest = max(works, key=lambda work: work.bytes)
+    return [Pass("reward", (largest,))]
 
 
 def _teacher(r: Resolved, acts: Activations, head: Logits) -> list[Pass]:

@@ -35,7 +35,7 @@ OPTIONS: dict[str, Any] = {
     "gpus": _option(int | None, "--gpus", "How many of them.", _RUN),
     "vram": _option(str | None, "--vram", "Memory torch sees, instead of or on top of --gpu: 24GiB.", _RUN),
     "host_ram": _option(str | None, "--host-ram", "Host memory, for example 64GiB.", _RUN),
-    "task": _option(str | None, "--task", "sft, grpo, dpo or serve.", _RUN),
+    "task": _option(str | None, "--task", "sft, grpo, dpo, kto, orpo, simpo, reward, ppo, distill, embed, rerank or serve.", _RUN),
     "method": _option(str | None, "--method", "full, lora or qlora.", _RUN),
     "framework": _option(str | None, "--framework", "vramwise, trl, trl==1.9, unsloth, hf-trainer ...", _RUN),
     "framework_version": _option(str | None, "--framework-version", "Of the framework: 1.9, 0.18.2.", _RUN),
@@ -57,7 +57,12 @@ OPTIONS: dict[str, Any] = {
     "video_frames": _option(int | None, "--video-frames", "Frames of one video.", _SIZE),
     "lora_rank": _option(int | None, "--lora-rank", "Rank of the adapters.", _HOW),
     "lora_targets": _option(str | None, "--lora-targets", "all-linear, attention, mlp, or names: q_proj,v_proj.", _HOW),
+    "lora_target_parameters": _option(str | None, "--lora-target-parameters", "Fused experts: mlp.experts.gate_up_proj,mlp.experts.down_proj.", _HOW),
     "lora_dtype": _option(str | None, "--lora-dtype", "fp32 or bf16 adapters.", _HOW),
+    "lora_from": _option(str | None, "--lora-from", "A folder or hub id with an adapter to go on with.", _HOW),
+    "lora_init": _option(str | None, "--lora-init", "default, gaussian, pissa or pissa_niter_N.", _HOW),
+    "lora_bias": _option(str | None, "--lora-bias", "Biases trained beside adapters: none, all, lora_only.", _HOW),
+    "lora_modules_to_save": _option(str | None, "--lora-modules-to-save", "Modules trained whole: embed_tokens,lm_head.", _HOW),
     "dtype": _option(str | None, "--dtype", "Weights as loaded: bf16, fp16, fp32.", _HOW),
     "mixed_precision": _option(str | None, "--mixed-precision", "Autocast: none, bf16, fp16.", _HOW),
     "quantization": _option(str | None, "--quantization", "nf4, int8, fp8, gptq-4bit, awq-4bit ...", _HOW),
@@ -69,7 +74,20 @@ OPTIONS: dict[str, Any] = {
     "attention": _option(str | None, "--attention", "eager, sdpa or flash.", _HOW),
     "loss": _option(str | None, "--loss", "full or chunked logits.", _HOW),
     "beta": _option(float | None, "--beta", "KL weight; 0 = no reference.", _HOW),
-    "reference": _option(str | None, "--reference", "none, adapter-off, separate, offloaded.", _HOW),
+    "reference": _option(str | None, "--reference", "none, adapter-off, separate, offloaded, precomputed.", _HOW),
+    "teacher": _option(str | None, "--teacher", "distill: the teacher's name, folder or hub id.", _HOW),
+    "teacher_placement": _option(str | None, "--teacher-placement", "resident, offloaded or served.", _HOW),
+    "teacher_top_k": _option(int | None, "--teacher-top-k", "Log-probabilities a token that a served teacher sends.", _HOW),
+    "value_model": _option(str | None, "--value-model", "ppo: what the critic starts from.", _HOW),
+    "reward_model": _option(str | None, "--reward-model", "ppo: the judge; none = a function.", _HOW),
+    "negatives": _option(int | None, "--negatives", "embed, rerank: hard negatives of one sample.", _SIZE),
+    "mini_batch": _option(int | None, "--mini-batch", "embed: pairs embedded at once under GradCache.", _SIZE),
+    "eval_samples": _option(int | None, "--eval-samples", "Evaluate on so many held-out samples.", _SIZE),
+    "eval_batch_size": _option(int | None, "--eval-batch-size", "Samples of one forward of it.", _SIZE),
+    "eval_logits": _option(bool | None, "--eval-logits/--no-eval-logits", "Metrics want the logits: gathered and kept.", _SIZE),
+    "eval_accumulation_steps": _option(int | None, "--eval-accumulation-steps", "Batches after which they leave the GPU.", _SIZE),
+    "save_checkpoint": _option(str | None, "--save-checkpoint", "Plan saving one: whole or sharded.", _HOW),
+    "resume": _option(bool | None, "--resume/--no-resume", "Plan the start from a checkpoint.", _HOW),
     "packing": _option(bool | None, "--packing/--no-packing", "Sequences joined without padding.", _HOW),
     "shard": _option(str | None, "--shard", "none, ddp, zero1, zero2, zero3 or fsdp.", _HOW),
     "engine": _option(str | None, "--engine", "none, transformers, vllm-shared, vllm-push, vllm-server.", _ENGINE),
@@ -79,6 +97,11 @@ OPTIONS: dict[str, Any] = {
     "sleep_level": _option(int | None, "--sleep-level", "0, 1 or 2: what vLLM gives back while training.", _ENGINE),
 }  # fmt: skip
 RECIPE_FIELDS = {
+    "eval_samples": "evaluation.samples",
+    "eval_batch_size": "evaluation.batch_size",
+    "eval_logits": "evaluation.logits",
+    "eval_accumulation_steps": "evaluation.accumulation_steps",
+    "save_checkpoint": "save",
     "batch_size": "micro_batch_size",
     "grad_accum": "gradient_accumulation",
     "generations": "num_generations",
@@ -87,6 +110,9 @@ RECIPE_FIELDS = {
     "offload_device": "offload.device",
     "lora_rank": "lora.rank",
     "lora_dtype": "lora.dtype",
+    "lora_from": "lora.from",
+    "lora_init": "lora.init",
+    "lora_bias": "lora.bias",
     "engine": "engine.kind",
     "kv_dtype": "engine.kv_dtype",
     "gpu_memory_utilization": "engine.gpu_memory_utilization",
@@ -155,6 +181,9 @@ def describe(subject: str, flags: dict[str, Any]) -> Described:
         if flags.get("launch"):
             document |= launch_document(flags["launch"])
     run = _with_flags(document, flags, validate)
+    for name in (run.recipe.teacher, run.recipe.value_model, run.recipe.reward_model):
+        if name not in (None, "", "none") and flags["offline"]:
+            find_model(name, offline=True)  # raises unless it is here
     model = resolve_model(run.model) if imported is not None and run.revision is None else None
     if model is None:
         model = find_model(run.model, revision=run.revision, offline=bool(flags["offline"]))
@@ -177,6 +206,8 @@ def _with_flags(
             machine[name] = value
         elif name == "lora_targets":
             _nest(recipe, "lora.targets", _targets(value))
+        elif name in ("lora_target_parameters", "lora_modules_to_save"):
+            _nest(recipe, f"lora.{name.removeprefix('lora_')}", _names(value))
         else:
             _nest(recipe, RECIPE_FIELDS.get(name, name), value)
     if flags.get("framework_version") is not None:
@@ -204,6 +235,10 @@ def _versioned(framework: str | None, version: str) -> str:
 def _targets(text: str) -> str | tuple[str, ...]:
     if text in ("all-linear", "attention", "mlp"):
         return text
+    return _names(text)
+
+
+def _names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 

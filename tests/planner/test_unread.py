@@ -1,5 +1,6 @@
 """Every recipe field moves a plan, or is named as one that does not."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ GRPO: dict[str, Any] = {"task": "grpo", "framework": "trl-1.9"}
 FULL: dict[str, Any] = {"method": "full", "framework": "hf-trainer", "dtype": "bf16"}
 VLLM: dict[str, Any] = {"task": "grpo", "engine": {"kind": "vllm-push"}}
 SERVE: dict[str, Any] = {"task": "serve"}
+GATHERED: dict[str, Any] = {**FULL, "evaluation": {"samples": 64, "logits": True}}
 DISTILL: dict[str, Any] = {"task": "distill", "framework": "trl", "teacher": "llama-3.2-3b"}
 TWO_CARDS = ("sharding", "offload.parameters", "offload.device", "offload.pinned")
 SEEN, OF_IMAGES = (
@@ -24,7 +26,10 @@ SEEN, OF_IMAGES = (
     ("images", "image_size", "image_tokens", "videos", "video_frames"),
 )
 LONG: dict[str, Any] = {**FULL, "context": 8192}
-EXPERTS, OF_EXPERTS = "qwen3-30b-a3b", ("engine.expert_parallel",)
+EXPERTS, OF_EXPERTS = "qwen3-30b-a3b", ("engine.expert_parallel", "lora.target_parameters")
+
+BIASED, OF_BIASED = "qwen2.5-0.5b", ("lora.bias",)
+ADAPTER = str(Path(__file__).parent / "adapter")
 
 CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "images": (LONG, 1),
@@ -64,6 +69,12 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "tiled_mlp": ({"framework": "axolotl", "context": 8192, "checkpointing": "full"}, True),
     "beta": ({**GRPO, "method": "full"}, 0.1),
     "reference": ({**GRPO, "method": "full", "beta": 0.1}, "offloaded"),
+    "evaluation.samples": (FULL, 64),
+    "evaluation.batch_size": ({**FULL, "evaluation": {"samples": 64}}, 32),
+    "evaluation.logits": ({**FULL, "evaluation": {"samples": 64}}, True),
+    "evaluation.accumulation_steps": (GATHERED, 1),
+    "save": (FULL, "whole"),
+    "resume": (FULL, True),
     "teacher": (DISTILL, "llama-3.1-8b"),
     "teacher_placement": (DISTILL, "served"),
     "teacher_top_k": ({**DISTILL, "context": 8192, "teacher_placement": "served"}, 4096),
@@ -75,8 +86,12 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "compile": ({}, True),
     "lora.rank": ({}, 64),
     "lora.targets": ({}, ("q_proj",)),
+    "lora.target_parameters": ({"lora": {"targets": ("q_proj",)}}, ("mlp.experts.down_proj",)),
     "lora.dtype": ({}, "fp32"),
     "lora.dora": ({}, True),
+    "lora.from": ({}, ADAPTER),
+    "lora.init": ({}, "pissa"),
+    "lora.bias": ({}, "all"),
     "lora.modules_to_save": ({}, ("lm_head",)),
     "lora.dropout": ({"checkpointing": "none"}, 0.1),
     "engine.kind": (GRPO, "vllm-push"),
@@ -103,12 +118,23 @@ UNREAD: dict[str, tuple[dict[str, Any], Any]] = {
         for name, value in {
             "rank": 64,
             "targets": "mlp",
+            "target_parameters": ("mlp.experts.down_proj",),
             "dtype": "fp32",
             "dora": True,
+            "from": ADAPTER,
+            "init": "pissa",
+            "bias": "all",
+            "use_rslora": True,
             "modules_to_save": ("lm_head",),
             "dropout": 0.1,
         }.items()
     },
+    "evaluation.samples": (SERVE, 64),
+    "evaluation.batch_size": (FULL, 32),
+    "evaluation.logits": (FULL, True),
+    "evaluation.accumulation_steps": ({**FULL, "evaluation": {"samples": 8}}, 2),
+    "save": (SERVE, "whole"),
+    "resume": (SERVE, True),
     "optimizer": (SERVE, "sgd"),
     "optimizer_offload": (SERVE, True),
     "offload.parameters": (SERVE, True),
@@ -180,6 +206,7 @@ def test_a_field_moves_the_plan_or_is_named_in_it(field: str) -> None:
     base, value = CASES[field]
     gpus = 2 if field in TWO_CARDS else 1
     model = catalogue_model(EXPERTS) if field in OF_EXPERTS else MODEL
+    model = catalogue_model(BIASED) if field in OF_BIASED else model
     model = catalogue_model(SEEN) if field in OF_IMAGES else model
     before, after = (
         planned(fields, gpus=gpus, model=model) for fields in (base, changed(base, field, value))
@@ -192,8 +219,8 @@ def test_a_field_moves_the_plan_or_is_named_in_it(field: str) -> None:
 
 @pytest.mark.parametrize("field", sorted(FIELDS_WITHOUT_BYTES))
 def test_a_field_without_bytes_moves_nothing(field: str) -> None:
-    value = {"engine.url": "http://host:1", "engine.timeout_s": 5.0}[field]
-    assert sizes(planned(VLLM)) == sizes(planned(changed(VLLM, field, value)))
+    values = {"engine.url": "http://host:1", "engine.timeout_s": 5.0, "lora.use_rslora": True}
+    assert sizes(planned(VLLM)) == sizes(planned(changed(VLLM, field, values[field])))
     assert FIELDS_WITHOUT_BYTES[field]
 
 
