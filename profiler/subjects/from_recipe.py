@@ -63,6 +63,12 @@ def step_options(
         layers=layers,
         fp32_outputs=resolved.switches.fp32_outputs and bool(resolved.autocast),
         keep_outputs=resolved.switches.keeps_outputs,
+        eval_batches=0
+        if TASKS[resolved.task].generates
+        else -(-resolved.eval_samples // resolved.eval_batch),
+        eval_rows=resolved.eval_batch * TASKS[resolved.task].rows,
+        eval_logits=resolved.eval_logits,
+        eval_accumulation=resolved.eval_accumulation,
         workspace_bytes=blas_workspace_bytes(gpu),
     )
 

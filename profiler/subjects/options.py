@@ -64,6 +64,14 @@ class StepOptions:
     """accelerate's conversion of the outputs to fp32; None = with autocast, as accelerate does."""
     transformers: str = ""
     """Release whose causal loss is used ("4.45"); empty = the installed one."""
+    eval_batches: int = 0
+    """Batches of an evaluation after the steps; 0 = none."""
+    eval_rows: int = 1
+    """Sequences of one of them."""
+    eval_logits: bool = False
+    """Their logits are kept for metrics."""
+    eval_accumulation: int = 0
+    """Batches after which those leave the device; 0 = at the end."""
     max_grad_norm: float = 1.0
     """0 = no clipping."""
     workspace_bytes: int = BLAS_WORKSPACE_BYTES
