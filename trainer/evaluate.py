@@ -245,12 +245,13 @@ def _completions(
     check_reward_columns([RewardSection(name=name) for name in names], list(samples[0]))
     recipe = _recipe(source, settings, generations)
     policy = _policy(source, recipe)
-    with closing(make_engine(policy, recipe=recipe)) as engine:
+    drawn = _sampling(source, settings)
+    with closing(make_engine(policy, recipe=recipe, guided=drawn.guided)) as engine:
         engine.release()
         if source.adapter is not None:
             checkpoints.read_weights(policy, source.adapter)
         sampling = sampling_settings(
-            _sampling(source, settings),
+            drawn,
             policy.tokenizer,
             num_generations=generations,
             max_new_tokens=recipe.completion_length or 0,

@@ -248,6 +248,13 @@ def _refuse_train(recipe: Recipe, train: Any) -> None:
         return
     loss = train.loss
     own = recipe.engine.kind in (None, EngineKind.TRANSFORMERS)
+    for name, section in (
+        ("sampling", train.sampling),
+        ("evaluation.sampling", train.evaluation.sampling),
+    ):
+        if section is not None:
+            _refuse_sampling(f"train.{name}", section, own=own)
+    own = own and not train.sampling.off_policy
     for name in _changed(loss):
         useless_here = (
             (own and name in ("is_correction", "is_mode", "is_cap"), "the policy itself samples"),
@@ -260,6 +267,21 @@ def _refuse_train(recipe: Recipe, train: Any) -> None:
                     f"train.loss.{name}: {getattr(loss, name)} has no effect: {why}",
                     hint="leave it out",
                 )
+
+
+def _refuse_sampling(path: str, section: Any, *, own: bool) -> None:
+    """Refuse a grammar that the engine has not, and two of them."""
+    if section.guided_regex is not None and section.guided_json is not None:
+        raise UsageError(
+            f"{path}.guided_regex: {section.guided_regex!r} and guided_json contradict each other",
+            hint="give one of them",
+        )
+    name = "guided_regex" if section.guided_regex is not None else "guided_json"
+    if own and section.guided:
+        raise UnsupportedError(
+            f"{path}.{name}: {getattr(section, name)!r} has no effect with engine kind transformers",
+            hint="engine kind vllm-push, vllm-shared or vllm-server",
+        )
 
 
 def _changed(section: BaseModel) -> list[str]:
