@@ -214,7 +214,7 @@ def test_a_tracker_that_is_not_installed_is_one_line(sft, train_run_of, monkeypa
     assert result.steps == 2
     said = capsys.readouterr().err
     assert sum("trackio" in line for line in said.splitlines()) == 1
-    assert 'trackio is not installed: pip install "vramwise[reporters]"' in said
+    assert 'trackio is not installed: pip install "vramwise[trackio]"' in said
 
 
 class Raises:

@@ -96,6 +96,7 @@ def stdout_kept_clean() -> Any:
 def one_line(error: BaseException) -> str:
     """Return an error as one short line; a package that is not installed with what installs it."""
     if isinstance(error, ModuleNotFoundError):
-        return f'{error.name} is not installed: pip install "vramwise[reporters]"'
+        extra = "trackio" if error.name == "trackio" else "reporters"
+        return f'{error.name} is not installed: pip install "vramwise[{extra}]"'
     said = " ".join(str(error).split())
     return f"{type(error).__name__}: {said}"[:MAX_ERROR_CHARACTERS].removesuffix(": ")
