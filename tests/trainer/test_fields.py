@@ -198,6 +198,7 @@ FIELDS: dict[str, Case] = {
     "train.save_every": Case(1, base={"train.steps": 3}),
     "train.keep_checkpoints": Case(1, base={"train.steps": 3, "train.save_every": 1}),
     "train.max_bad_steps": Case(1, base={"train.lr": 1e30, "train.steps": 4}),
+    "train.push_to_hub": Case("me/sums"),
     "train.callbacks": Case(["stop.py:Stop"], base={"train.steps": 3}),
     "train.report_to": Case("tensorboard"),
     "train.project": no("sums"),
