@@ -10,7 +10,7 @@ from enum import StrEnum
 from functools import cached_property
 from math import prod
 
-from planner.models.vision_spec import VisionSpec
+from planner.models.vision_spec import AudioSpec, VisionSpec
 
 
 class ModuleKind(StrEnum):
@@ -226,6 +226,8 @@ class ModelSpec:
     """Vision/audio towers and projectors, flat."""
     vision: VisionSpec | None = None
     """The tower as images meet it; None: no tower, or one whose images are not planned."""
+    audio: AudioSpec | None = None
+    """The encoder as sounds meet it; None: none, or one whose sounds are not planned."""
     extra: tuple[ModuleSpec, ...] = ()
     """In the checkpoint but not loaded by AutoModelForCausalLM: MTP blocks."""
     norm: str = "rmsnorm"
