@@ -31,11 +31,15 @@ def audio_towers(fields: ConfigFields, text_hidden: int) -> Modules:
     width = audio.integer("intermediate_size")
     block = (
         linear("self_attn.k_proj", hidden, hidden),
-        *(linear(f"self_attn.{n}", hidden, hidden, bias=True) for n in ("q_proj", "v_proj", "out_proj")),
+        *(
+            linear(f"self_attn.{n}", hidden, hidden, bias=True)
+            for n in ("q_proj", "v_proj", "out_proj")
+        ),
         norm("self_attn_layer_norm", hidden, bias=True),
         *two_layer(hidden, width, ("fc1", "fc2")),
         norm("final_layer_norm", hidden, bias=True),
     )
+    projector: Modules
     if fields.model_type == "voxtral":
         projector = (
             linear(f"{PROJECTOR}.linear_1", width, text_hidden),

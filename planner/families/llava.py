@@ -112,10 +112,7 @@ def internvl(fields: ConfigFields, text_hidden: int) -> Modules:
     query_norms = vision.flag("use_qk_norm")
     block = (
         parameter("", (hidden,), (hidden,)),
-        *(
-            linear(f"attention.{name}_proj", hidden, hidden, bias=bias)
-            for name in ("q", "k", "v")
-        ),
+        *(linear(f"attention.{name}_proj", hidden, hidden, bias=bias) for name in ("q", "k", "v")),
         linear("attention.projection_layer", hidden, hidden, bias=True),
         *(norm(f"attention.{name}_norm", hidden) for name in ("q", "k") if query_norms),
         *two_layer(hidden, vision.integer("intermediate_size")),
@@ -127,7 +124,9 @@ def internvl(fields: ConfigFields, text_hidden: int) -> Modules:
         tokens.append((1, patches + 1, hidden))
     wide = hidden * shuffle(fields) ** 2
     root, projector = "vision_tower", "multi_modal_projector"
-    after = () if vision.flag("use_mean_pooling") else (norm(f"{root}.layernorm", hidden, bias=True),)
+    after = (
+        () if vision.flag("use_mean_pooling") else (norm(f"{root}.layernorm", hidden, bias=True),)
+    )
     return (
         parameter(f"{root}.embeddings", *tokens),
         conv(f"{root}.embeddings.patch_embeddings.projection", kernel, (hidden,)),

@@ -9,7 +9,9 @@ QWEN_VIDEO_PIXELS = 768 * 28 * 28
 """models/qwen2_vl/video_processing_qwen2_vl.py: size's longest edge."""
 NEXT_PINPOINTS = ((336, 672), (672, 336), (672, 672), (1008, 336), (336, 1008))
 """configuration_llava_next.py; (height, width)."""
-ONEVISION_PINPOINTS = tuple((384 * high, 384 * wide) for high in range(1, 7) for wide in range(1, 7))
+ONEVISION_PINPOINTS = tuple(
+    (384 * high, 384 * wide) for high in range(1, 7) for wide in range(1, 7)
+)
 """configuration_llava_onevision.py."""
 INTERNVL_TILES = 12
 """models/got_ocr2/image_processing_got_ocr2.py: max_patches."""
@@ -149,6 +151,7 @@ def _siglip(vision: ConfigFields, outer: ConfigFields, text_hidden: int) -> Visi
         channels=vision.integer("num_channels"),
         size=side(vision, "image_size"),
         tokens=outer.integer("mm_tokens_per_image", 256),
+        masks_text=True,
         projector=Projector(
             root=PROJECTOR, norm="rmsnorm", wide=hidden, out=text_hidden, leaves=("",)
         ),
@@ -167,6 +170,7 @@ def _mllama(vision: ConfigFields, text_hidden: int) -> VisionSpec:
         activation=vision.text("hidden_act", "gelu"),
         bias=False,
         masked=True,
+        norm_first=True,
         root="vision_model.transformer.layers.*",
         names=_names("self_attn", "o_proj", ("mlp.fc1", "mlp.fc2")),
         patch=side(vision, "patch_size"),
@@ -193,7 +197,7 @@ def _llava(fields: ConfigFields, text_hidden: int) -> VisionSpec:
     onevision = fields.model_type == "llava_onevision"
     patches = (size // patch) ** 2
     kept = patches + (clip and fields.text("vision_feature_select_strategy") == "full")
-    video = -(-(size // patch) // 2) ** 2
+    video = (-(-(size // patch) // 2)) ** 2  # pooled two by two, rounded up
     return VisionSpec(
         cut=Cut.FIXED if fields.model_type == "llava" else Cut.ANYRES,
         hidden=hidden,
@@ -201,6 +205,7 @@ def _llava(fields: ConfigFields, text_hidden: int) -> VisionSpec:
         depth=depth,
         intermediate=vision.integer("intermediate_size"),
         activation=vision.text("hidden_act"),
+        norm_first=clip,
         unused=depth - used,
         states=depth + 1,
         root="vision_tower.encoder.layers.*",

@@ -12,6 +12,10 @@ DOWN_LEAVES = frozenset(
 )
 
 
+INTO, OUT = 0, 1
+"""The sides of fused experts."""
+
+
 def mlp_linears(layer: LayerSpec) -> tuple[list[ModuleSpec], ModuleSpec]:
     """Return the projections into the channel mixer, and the one out of it."""
     found = [m for m in layer.modules if m.kind in LINEARS and is_mlp(m, layer)]
@@ -19,7 +23,7 @@ def mlp_linears(layer: LayerSpec) -> tuple[list[ModuleSpec], ModuleSpec]:
     return [m for m in found if m is not down], down
 
 
-def _activation(p: Program, x: Value, size: float, kind: str) -> Value:
+def activation(p: Program, x: Value, size: float, kind: str) -> Value:
     """Record an activation function; `x` is dropped."""
     tape = p.tape
     if kind in ("gelu_new", "gelu_fast", "gelu_python"):
@@ -75,7 +79,7 @@ def mlp_block(p: Program, x: Value, layer: LayerSpec, width: int) -> Value:
     size = mlp.intermediate * inner
     first = p.linear(x, ins[0], width)
     if mlp.kind is MlpKind.PLAIN:
-        product = _activation(p, first, size, mlp.activation)
+        product = activation(p, first, size, mlp.activation)
     elif mlp.fused_gate_up:
         product = _gated(p, first, size, mlp.activation)
     elif "swiglu" in s.fused:
@@ -83,7 +87,7 @@ def mlp_block(p: Program, x: Value, layer: LayerSpec, width: int) -> Value:
         product = tape.op((first, up), size, saves=(first, up))
         tape.drop(first, up)
     else:
-        activated = _activation(p, first, size, mlp.activation)
+        activated = activation(p, first, size, mlp.activation)
         up = p.linear(x, ins[1], width)
         product = tape.op((activated, up), size, saves=(activated, up))
         tape.drop(activated, up)
@@ -102,7 +106,7 @@ def _gated(p: Program, both: Value, size: float, kind: str) -> Value:
         product = tape.op((gate, up), size, saves=(gate, up))
         tape.drop(gate, up)
         return product
-    activated = _activation(p, gate, size, kind)
+    activated = activation(p, gate, size, kind)
     product = tape.op((up, activated), size, saves=(up, activated))
     tape.drop(up, activated)
     return product
@@ -139,17 +143,17 @@ def _experts(p: Program, x: Value, layer: LayerSpec, hidden: int, weights: Value
     held: list[Value] = []
     rows = tape.op((x,), wide)
     up, down_bias = _biases(layer, mlp.top_k * s.act)
-    both = _grouped(p, rows, (parts - 1) * narrow, count * (parts - 1) // parts, "in", held)
+    both = _grouped(p, rows, (parts - 1) * narrow, count * (parts - 1) // parts, INTO, held)
     bias = tape.value(up, needs_grad=False)  # a row for every row, added in place
     if mlp.activation == "clamped_swiglu":
         product = _clamped(p, both, narrow)
     elif mlp.expert_gated:
         product = _gated(p, both, narrow, mlp.activation)
     else:
-        product = _activation(p, both, narrow, mlp.activation)
+        product = activation(p, both, narrow, mlp.activation)
     second = tape.value(down_bias, needs_grad=False)
     tape.drop(bias)
-    down = _grouped(p, product, wide, count // parts, "out", held)
+    down = _grouped(p, product, wide, count // parts, OUT, held)
     tape.drop(product)
     each = 4 / s.act if mlp.routing_fp32 else 1
     weighted = tape.op((down, weights), wide * each, saves=(down, weights), scratch=wide)
@@ -209,7 +213,7 @@ def _summed(p: Program, ordered: Value, full: float, hidden: int) -> Value:
 
 
 def _grouped(
-    p: Program, x: Value, per_token: float, count: int, side: str, held: list[Value]
+    p: Program, x: Value, per_token: float, count: int, side: int, held: list[Value]
 ) -> Value:
     """Record one grouped matmul over fused expert weights of `count` elements.
 
@@ -217,14 +221,14 @@ def _grouped(
     experts run (`held`), and a gradient of its size in backward.
     """
     s, tape = p.s, p.tape
-    if not s.expert_adapters:
+    share = s.expert_adapters[side]
+    if not share:
         return tape.op(
             (x,),
             per_token,
             saves=(x,) if s.full else (),
             weight_grad=count * s.grad if s.full else 0,
         )
-    share = s.expert_adapters * (2 if side == "in" else 1) // 3
     factors = tape.value(0, share * s.act, needs_grad=False)
     merged = tape.op((), 0, count * s.act, saves=(factors,), weight_grad=share * s.adapter)
     out = tape.op((x, merged), per_token, saves=(x, merged))

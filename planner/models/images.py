@@ -105,7 +105,8 @@ def cut_video(vision: VisionSpec, width: int, height: int, frames: int) -> Cutti
         tokens = frames * vision.video_tokens + (vision.cut is Cut.ANYRES)
         return _tiled(vision, frames, tokens, f"{frames} frames of {side} x {side}")
     raise UnsupportedError(
-        "videos: not planned for this model", hint="Qwen-VL, LLaVA-OneVision, InternVL; or give images"
+        "videos: not planned for this model",
+        hint="Qwen-VL, LLaVA-OneVision, InternVL; or give images",
     )
 
 
@@ -127,9 +128,7 @@ def _tiled(vision: VisionSpec, tiles: int, tokens: int, said: str) -> Cutting:
 
 def _cutting(vision: VisionSpec, patches: int, tokens: int, said: str) -> Cutting:
     numbers = vision.channels * vision.frames * vision.patch**2
-    return Cutting(
-        patches, tokens, patches * numbers, said, features=patches // vision.merge**2
-    )
+    return Cutting(patches, tokens, patches * numbers, said, features=patches // vision.merge**2)
 
 
 def cut_tokens(vision: VisionSpec, tokens: int) -> Cutting:

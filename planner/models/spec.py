@@ -179,6 +179,8 @@ class LayerSpec:
     """Norms over the full hidden width in the residual path (Gemma-2: 4)."""
     parallel: bool = False
     """Attention and MLP read the same input (Falcon, GPT-J, GPT-NeoX, Phi-2)."""
+    scaled: bool = False
+    """What a block adds to the stream is multiplied by a vector of its own (InternVL's tower)."""
     side_mixer: MixerSpec | None = None
     """A second mixer beside `mixer` on the same input: Falcon-H1 has attention and Mamba2."""
 
@@ -242,6 +244,9 @@ class ModelSpec:
     quantization_config: dict[str, object] = field(default_factory=dict)
     embedding_scale_copy: bool = False
     """Embeddings are multiplied by a factor, one extra [tokens, hidden] tensor (Gemma, Granite)."""
+    norm_first: bool = False
+    """A layer norm before the first layer, which answers in fp32 under autocast: the stream stays so
+    (the towers of CLIP and Llama 3.2 Vision)."""
     residual_streams: int = 1
     """Copies of the residual stream between layers (DeepSeek-V4's hyper-connections)."""
     attention_dropout: float = 0.0

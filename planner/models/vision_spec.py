@@ -56,6 +56,8 @@ class TowerSpec:
     fused_qkv: bool = False
     bias: bool = True
     rope: bool = False
+    norm_first: bool = False
+    """A layer norm before the first block."""
     scaled: bool = False
     """Each block's two results are multiplied by a trained vector (InternVL)."""
     masked: bool = False
@@ -103,6 +105,8 @@ class VisionSpec(TowerSpec):
     max_pixels: int = 0
     video_max_pixels: int = 0
     """Of one frame."""
+    masks_text: bool = False
+    """An image's tokens see each other, so the text's attention gets masks in full (Gemma 3)."""
     cross: bool = False
     """The text attends to the features by cross-attention: no tokens of its own."""
 

@@ -120,6 +120,8 @@ class LoraSection(Section):
     rank: Annotated[int, Field(ge=1, le=2**14, strict=True)] = 16
     targets: str | tuple[str, ...] = "all-linear"
     """all-linear, attention, mlp, or module names such as ("q_proj", "v_proj")."""
+    target_parameters: tuple[str, ...] = ()
+    """Fused expert tensors adapted beside them, as PEFT names them: "mlp.experts.gate_up_proj"."""
     dtype: str | None = None
     """Adapter dtype; None = the framework's (PEFT upcasts bf16 to fp32)."""
     dora: bool = False
@@ -213,6 +215,10 @@ class Recipe(Section):
     videos: Annotated[int, Field(ge=0, le=1_000, strict=True)] = 0
     video_frames: Count | None = None
     """Frames of one video."""
+    audio: Annotated[int, Field(ge=0, le=1_000, strict=True)] = 0
+    """Sounds of one sample; their tokens are part of its length."""
+    audio_seconds: Annotated[float, Field(gt=0)] | None = None
+    """Length of one sound."""
     packing: bool | None = None
 
     checkpointing: Checkpointing | None = None

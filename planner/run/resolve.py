@@ -13,7 +13,7 @@ from planner.run.base_scheme import base_scheme
 from planner.run.engine_choices import choose, engine_fields, engine_kind, four_bit_refusal
 from planner.run.framework import fallback_note, pick
 from planner.run.framework_files import Framework
-from planner.run.image_fields import image_fields, image_notes
+from planner.run.image_fields import image_fields, image_notes, sees_images_whole
 from planner.run.logits_law import LogitsLaw
 from planner.run.placement import Placement, offloaded, place
 from planner.run.positions import context_notes
@@ -58,6 +58,7 @@ class Resolved:
     adapter_dtype: str
     lora_rank: int
     lora_targets: str | tuple[str, ...]
+    target_parameters: tuple[str, ...]
     modules_to_save: tuple[str, ...]
     dora: bool
     lora_dropout: float
@@ -76,6 +77,8 @@ class Resolved:
     image_tokens: int
     videos: int
     video_frames: int
+    audio: int
+    audio_seconds: float
     packing: bool
     padded: bool
     """A mask goes to attention, so SDPA's keys and values are repeated for all query heads."""
@@ -221,7 +224,8 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         num_generations=generations,
         **pictures,
         packing=bool(recipe.packing),
-        padded=trains and _padded(recipe, switches, sequences),
+        padded=trains
+        and (_padded(recipe, switches, sequences) or sees_images_whole(model, recipe)),
         checkpointing=Checkpointing(
             choose(recipe.checkpointing, defaults, "checkpointing", "none")
         ),
@@ -326,6 +330,7 @@ def _lora_fields(
         ),
         "lora_rank": lora.rank,
         "lora_targets": lora.targets,
+        "target_parameters": lora.target_parameters,
         "modules_to_save": lora.modules_to_save,
         "dora": lora.dora,
         "lora_dropout": lora.dropout,

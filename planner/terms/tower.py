@@ -1,16 +1,11 @@
 """A tower as a small model: the same operations, tape and laws as the text's layers."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from enum import StrEnum
 from functools import lru_cache
-from typing import NamedTuple
 
 from planner.dtypes import element_bytes
 from planner.families.blocks import gated_mlp, linear, norm
-from planner.layer.channel import activation
-from planner.layer.program import OpSettings, Program
-from planner.layer.tape import Tape, envelope, largest
 from planner.models.lora_targets import lora_counts
 from planner.models.spec import (
     LayerSpec,
@@ -21,7 +16,7 @@ from planner.models.spec import (
     ModelSpec,
     ModuleSpec,
 )
-from planner.models.vision_spec import Projector, TowerSpec, VisionSpec
+from planner.models.vision_spec import TowerSpec, VisionSpec
 from planner.run.recipe import Attention, Checkpointing, Method
 from planner.run.resolve import Resolved
 from planner.terms.activations import Activations, activations, op_settings
@@ -54,11 +49,12 @@ def graph_of(model: ModelSpec, tower: TowerSpec, r: Resolved) -> Graph:
 
 def adapted(model: ModelSpec, tower: TowerSpec, r: Resolved) -> tuple[str, ...]:
     """Return the block's linears that have adapters, by the names that programs know."""
-    found = _adapted_names(model, r)
+    found = adapted_names(model, r)
     return tuple(name for name, own in tower.names if f"{tower.root}.{own}" in found)
 
 
-def _adapted_names(model: ModelSpec, r: Resolved) -> frozenset[str]:
+def adapted_names(model: ModelSpec, r: Resolved) -> frozenset[str]:
+    """Return the adapted modules outside the text's layers."""
     if r.method is Method.FULL:
         return frozenset()
     counts = lora_counts(
@@ -125,10 +121,13 @@ def tower_model(tower: TowerSpec) -> ModelSpec:
         final=(),
         head=None,
         norm=tower.norm,
+        norm_first=tower.norm_first,
     )
 
 
-def tower_run(r: Resolved, graph: Graph, names: tuple[str, ...], rows: int, sequences: int) -> Resolved:
+def tower_run(
+    r: Resolved, graph: Graph, names: tuple[str, ...], rows: int, sequences: int
+) -> Resolved:
     """Return the run as the tower sees it: `sequences` of `rows` rows each."""
     method = r.method
     if graph is Graph.TRAINED:
@@ -150,6 +149,11 @@ def tower_run(r: Resolved, graph: Graph, names: tuple[str, ...], rows: int, sequ
     )
 
 
+def stream_width(tower: TowerSpec, r: Resolved, graph: Graph) -> int:
+    """Return bytes of an element of the tower's hidden stream."""
+    return op_settings(tower_model(tower), tower_run(r, graph, (), 1, 1)).residual
+
+
 def tower_activations(
     tower: TowerSpec,
     r: Resolved,
@@ -162,7 +166,7 @@ def tower_activations(
     """Return the tower's activations on `sequences` images, tiles or windows of `rows` rows each."""
     own = tower_run(r, graph, names if graph is Graph.ADAPTED else (), rows, sequences)
     if tower.masked and own.attention is Attention.SDPA:
-        # the mask comes additive, once for all blocks: _images counts it
+        # the mask comes additive, once for all blocks: planner/terms/vision.py counts it
         switches = own.switches.model_copy(update={"mask": "packed"})
         own = replace(own, padded=True, switches=switches)
     model = tower_model(tower)
@@ -172,7 +176,11 @@ def tower_activations(
     if not joins or graph is Graph.NONE:
         return found
     return _joined(
-        found, tower.depth, sequences * rows * tower.hidden * element_bytes(own.compute_dtype), own, saved=saved
+        found,
+        tower.depth,
+        sequences * rows * tower.hidden * element_bytes(own.compute_dtype),
+        own,
+        saved=saved,
     )
 
 
@@ -190,39 +198,3 @@ def _joined(found: Activations, depth: int, one: int, r: Resolved, *, saved: boo
             for number, moment in enumerate(found.backward)
         ),
     )
-
-
-class Projected(NamedTuple):
-    """A projector, on all rows."""
-
-    kept: int
-    forward: int
-    backward: int
-
-
-def projector_costs(
-    projector: Projector, model: ModelSpec, r: Resolved, features: int, *, graph: Graph
-) -> Projected:
-    """Return what the projector keeps and needs on `features` rows, its input included."""
-    found = _adapted_names(model, r)
-    leaves = {leaf: f"{projector.root}.{leaf}".rstrip(".") for leaf in projector.leaves}
-    names = frozenset(leaf for leaf, name in leaves.items() if name in found)
-    if graph is Graph.NONE and names:
-        graph = Graph.ADAPTED
-    own = tower_run(r, graph, (), 1, features)
-    settings = op_settings(tower_model(_STUB), own)._replace(norm=projector.norm, adapted=names)
-    tape = Tape(grad_enabled=graph is not Graph.NONE, keep_weight_grads=r.grad_accum == 1)
-    _project(tape, settings, projector)
-    forward = largest(envelope(tape.points), features).at(features)
-    kept = tape.now().at(features)
-    backward = kept
-    if graph is not Graph.NONE:
-        tape.points.clear()
-        _last(tape, projector, settings)
-        backward = largest(envelope(tape.points), features).at(features)
-    more = (projector.count - 1) * kept
-    return Projected(kept + more, forward + more, backward + more)
-
-
-_STUB = TowerSpec(hidden=1, heads=1, depth=1, intermediate=1)
-_Step = Callable[[], None]

@@ -8,7 +8,7 @@ import contextlib
 import importlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -43,8 +43,10 @@ class HfImages(HfSft):
     name = "hf-images"
 
     def __init__(self, options: StepOptions, pictures: Pictures) -> None:
-        super().__init__(options)
+        super().__init__(replace(options, multimodal=True))
         self.pictures = pictures
+        self.batch: dict[str, Any] = {}
+        """Trainer.get_batch_samples holds a step's batches until the step is over."""
 
     def run(self, model: torch.nn.Module, tracker: StorageTracker) -> None:
         """Run the optimizer steps."""
@@ -58,6 +60,7 @@ class HfImages(HfSft):
             made[name] = torch.zeros(shape)
         for name, shape in self.pictures.ints.items():
             made[name] = torch.zeros(shape, dtype=torch.long)
+        self.batch = dict(made)
         return made | self.pictures.numbers
 
 

@@ -20,6 +20,8 @@ class StepOptions:
     """none, bf16 or fp16 (fp16 brings a gradient scaler)."""
     lora_rank: int = 16
     lora_targets: tuple[str, ...] | str = "all-linear"
+    lora_target_parameters: tuple[str, ...] = ()
+    """Fused expert tensors adapted beside them, by PEFT's ParamWrapper."""
     lora_dropout: float = 0.0
     adapter_dtype: str = "fp32"
     """PEFT upcasts 16-bit adapters to fp32 unless autocast_adapter_dtype=False."""
@@ -47,6 +49,8 @@ class StepOptions:
     """Optimizer steps: the second sees the optimizer's state."""
     warm_optimizer: bool = False
     """Make the optimizer's state before the first step, so that one step shows the steady state."""
+    multimodal: bool = False
+    """Build the model with its towers, where transformers has a class of the text alone as well."""
     layers: int | None = None
     """Trace only this many decoder layers."""
     keep_outputs: bool = False
