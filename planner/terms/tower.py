@@ -6,7 +6,6 @@ from functools import lru_cache
 
 from planner.dtypes import element_bytes
 from planner.families.blocks import gated_mlp, linear, norm
-from planner.models.lora_targets import lora_counts
 from planner.models.spec import (
     LayerSpec,
     MixerKind,
@@ -20,6 +19,7 @@ from planner.models.vision_spec import TowerSpec, VisionSpec
 from planner.run.recipe import Attention, Checkpointing, Method
 from planner.run.resolve import Resolved
 from planner.terms.activations import Activations, activations, op_settings
+from planner.terms.counts import lora_of
 
 
 class Graph(StrEnum):
@@ -57,14 +57,7 @@ def adapted_names(model: ModelSpec, r: Resolved) -> frozenset[str]:
     """Return the adapted modules outside the text's layers."""
     if r.method is Method.FULL:
         return frozenset()
-    counts = lora_counts(
-        model,
-        r.lora_targets,
-        rank=r.lora_rank,
-        modules_to_save=r.modules_to_save,
-        target_parameters=r.target_parameters,
-    )
-    return frozenset(module.name for module in counts.adapted if module.layer is None)
+    return frozenset(m.name for m in lora_of(model, r).adapted if m.layer is None)
 
 
 @lru_cache(maxsize=256)
@@ -143,6 +136,7 @@ def tower_run(
         lora_targets=names,
         target_parameters=(),
         modules_to_save=(),
+        lora_bias="none",
         padded=False,
         packing=False,
         tiled_mlp=False,
