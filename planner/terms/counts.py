@@ -157,5 +157,5 @@ def _adapters(model: ModelSpec, resolved: Resolved) -> Adapters:
         leaves=frozenset(leaves),
         experts=(max(experts["in"], default=0), max(experts["out"], default=0)),
         rest=counts.rest,
-        largest=max(*(size for module in counts.adapted for size in module.tensors), *sizes, 0),
+        largest=max([*(n for module in counts.adapted for n in module.tensors), *sizes, 0]),
     )

@@ -42,13 +42,15 @@ def projector_costs(
     r: Resolved,
     features: int,
     graph: Graph,
+    *,
+    fed: bool,
 ) -> Projected:
-    """Return what the projector keeps and needs on `features` rows."""
+    """Return what the projector keeps and needs on `features` rows; `fed`: they need a gradient."""
     own = tower_run(r, graph, (), 1, features)
     names = frozenset(leaf.rsplit(".", 1)[-1] for leaf in _adapted(model, projector, r))
     settings = op_settings(tower_model(tower), own)._replace(norm=projector.norm, adapted=names)
     tape = Tape(grad_enabled=graph is not Graph.NONE, keep_weight_grads=r.grad_accum == 1)
-    x = tape.value(projector.wide * settings.residual, needs_grad=graph is not Graph.ADAPTED)
+    x = tape.value(projector.wide * settings.residual, needs_grad=fed)
     out = _forward(Program(tape, settings), x, projector)
     forward = largest(envelope(tape.points), features).at(features)
     tape.drop(x, out)

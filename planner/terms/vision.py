@@ -83,6 +83,8 @@ def vision(model: ModelSpec, r: Resolved, text_forward: int) -> Vision:
     passing = max(one.passing for one in seen)
     cross = _cross(model, r, seen[0].features)
     rows = sum(one.rows for one in seen)
+    leaf = _text_leaf(model, r)
+    kept, late = kept + leaf, late + leaf
     source = " and ".join(t.source for t in (model.vision, model.audio) if t is not None)
 
     def term(size: int, what: str) -> Term:
@@ -124,7 +126,7 @@ def _seen(
     projector = tower.projector
     assert projector is not None
     bridged = projector_graph(model, projector, r, graph)
-    bridge = projector_costs(projector, model, tower, r, made, bridged)
+    bridge = projector_costs(projector, model, tower, r, made, bridged, fed=graph is not Graph.NONE)
     features = act * projector.out * made
     mask = _masks(tower, cuts, r, act)
     copies = act * values
@@ -154,6 +156,18 @@ def _seen(
         passing=max(passing + copies, bridge.forward + output),
         own=own,
     )
+
+
+def _text_leaf(model: ModelSpec, r: Resolved) -> int:
+    """Return the text's embeddings under checkpoints and adapters: a hook made them a leaf, and what goes
+    into the first layer is a copy with the features in it (masked_scatter)."""
+    hooked = r.switches.frozen_embedding_leaf and r.method is not Method.FULL
+    merged = any(
+        t is not None and not getattr(t, "cross", False) for t in (model.vision, model.audio)
+    )
+    if not hooked or not merged or r.checkpointing in (Checkpointing.NONE, Checkpointing.OFFLOAD):
+        return 0
+    return r.tokens * model.hidden * element_bytes(r.compute_dtype)
 
 
 def _leaf(tower: TowerSpec, r: Resolved, graph: Graph, rows: int) -> int:
