@@ -114,6 +114,8 @@ FIELDS: dict[str, Case] = {
     "recipe.image_tokens": no(16),
     "recipe.videos": no(1),
     "recipe.video_frames": no(2),
+    "recipe.audio": no(1),
+    "recipe.audio_seconds": no(2.0),
     "machine.gpu": Case("rtx-4090"),
     "machine.gpus": no(4),
     "machine.vram": Case("24GiB"),
