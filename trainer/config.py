@@ -181,6 +181,25 @@ class EvaluationSection(Section):
     """What counts as a gain is above this."""
 
 
+class PushSection(Section):
+    """Where on the hub the model goes. Tokens are not for files: HF_TOKEN, or --token."""
+
+    repo: str
+    """USER/NAME, or NAME under the token's own user; made if it is not there."""
+    private: bool | None = None
+    """Of a repository that is made; None = as the user or organisation has it."""
+    strategy: Literal["end", "every_save"] = "end"
+    merged: bool = False
+    """The whole model, adapters folded in, instead of the adapters."""
+
+    @field_validator("repo")
+    @classmethod
+    def _repo_id(cls, value: str) -> str:
+        if not re.fullmatch(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]{0,95}", value):
+            raise ValueError("USER/NAME, of letters, digits, -, _ and .")
+        return value
+
+
 class TrainSection(Section):
     """Everything about a run that moves no byte."""
 
@@ -245,6 +264,8 @@ class TrainSection(Section):
     keep_checkpoints: Steps = 2
     max_bad_steps: Steps = 5
     """Stop (state saved) after this many steps in a row with a NaN reward or loss."""
+    push_to_hub: PushSection | None = None
+    """A repository's name, or a section of repo, private, strategy (end, every_save), merged."""
     callbacks: tuple[str, ...] = ()
     """FILE.py:NAME of your own objects (or classes), called after steps, evaluations and checkpoints."""
     report_to: tuple[str, ...] = ()
@@ -271,6 +292,11 @@ class TrainSection(Section):
         if isinstance(value, str):
             return () if value == "none" else (value,)
         return () if value is None else value
+
+    @field_validator("push_to_hub", mode="before")
+    @classmethod
+    def _repo_by_name(cls, value: Any) -> Any:
+        return {"repo": value} if isinstance(value, str) else value
 
     @field_validator("callbacks", mode="before")
     @classmethod
@@ -384,10 +410,26 @@ def _check_reports(train: TrainSection) -> None:
             )
 
 
+def _check_push(recipe: Recipe, train: TrainSection) -> None:
+    """Refuse to merge what is whole, or at every checkpoint."""
+    if train.push_to_hub is None or not train.push_to_hub.merged:
+        return
+    if recipe.method is Method.FULL:
+        raise UsageError(
+            "train.push_to_hub.merged: true has no effect with method full", hint="leave it out"
+        )
+    if train.push_to_hub.strategy == "every_save":
+        raise UsageError(
+            "train.push_to_hub.merged: true with strategy every_save would merge at every checkpoint",
+            hint="strategy: end",
+        )
+
+
 def _check_together(run: RunFile, train: TrainSection) -> None:
     """Refuse choices that contradict each other, before any long work."""
     recipe = run.recipe
     _check_reports(train)
+    _check_push(recipe, train)
     if recipe.task not in (Task.GRPO, Task.SFT):
         raise UsageError(f"recipe.task: {recipe.task} cannot be trained", hint="grpo or sft")
     if recipe.method is Method.QLORA and recipe.quantization not in (None, "nf4", "fp4"):

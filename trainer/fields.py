@@ -128,6 +128,8 @@ def _recipe(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
         ("image_size", recipe.image_size is not None, "nothing: the trainer trains on text alone"),
         ("image_tokens", recipe.image_tokens is not None, "nothing: the trainer trains on text alone"),
         ("video_frames", recipe.video_frames is not None, "nothing: the trainer trains on text alone"),
+        ("audio", recipe.audio > 0, "0: the trainer trains on text alone"),
+        ("audio_seconds", recipe.audio_seconds is not None, "nothing: the trainer trains on text alone"),
         ("sharding", recipe.sharding is not Sharding.NONE, "none: the trainer uses one device"),
         ("mixed_precision", recipe.mixed_precision not in (None, "none"), "none: set dtype instead"),
         ("gradient_dtype", recipe.gradient_dtype not in (None, trained), f"{trained}: a gradient has its weight's dtype"),
