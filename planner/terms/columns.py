@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
+from planner.run.recipe import Method
 from planner.run.resolve import Resolved
 from planner.run.task_fields import Column
 from planner.terms.activations import Activations, activations
@@ -21,20 +22,22 @@ def micro_batch(model: ModelSpec, r: Resolved) -> Activations:
     # every column waits for the loss; the last one to run forward runs backward first
     others = sum(column.kept for column in each) - largest.kept
     outputs = _outputs(model, r)
+    # a trained norm's output is among what its graph keeps; of a frozen one the features alone hold it
+    last = 0 if r.method is Method.FULL else max(sizes) * model.hidden * element_bytes(r.dtype)
     return largest._replace(
         kept=largest.kept + others,
         forward=largest.forward + others + outputs,
         loss_forward=largest.loss_forward + others + outputs,
-        loss_backward=largest.loss_backward + others + outputs,
+        loss_backward=largest.loss_backward + others + outputs + last,
         loss_copied=largest.loss_copied + others + outputs,
         backward=(
             *(
-                moment._replace(activations=moment.activations + others + outputs)
+                moment._replace(activations=moment.activations + others + outputs + last)
                 for moment in largest.backward
             ),
             # the first column runs backward last, when the others' gradients are all there
             *(
-                moment._replace(activations=moment.activations + outputs, layers_left=0)
+                moment._replace(activations=moment.activations + outputs + last, layers_left=0)
                 for moment in largest.backward
             ),
         ),

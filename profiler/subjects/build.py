@@ -53,6 +53,7 @@ def base_model(options: StepOptions) -> Any:
         AutoModel,
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
+        AutoModelForMultimodalLM,
         AutoModelForSequenceClassification,
     )
     from transformers.modeling_utils import AttentionInterface
@@ -69,8 +70,13 @@ def base_model(options: StepOptions) -> Any:
         AttentionInterface.register(FLASH, flash_attention_2)
         AttentionMaskInterface.register(FLASH, flash_attention_mask)
     kind = type(config)
-    causal = kind in AutoModelForCausalLM._model_mapping
-    family: Any = AutoModelForCausalLM if causal else AutoModelForImageTextToText
+    families: list[Any] = [
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForMultimodalLM,
+    ]
+    known = [each for each in families[options.multimodal :] if kind in each._model_mapping]
+    family: Any = known[0] if known else AutoModelForImageTextToText
     if options.head == "score":
         family, config.num_labels, config.pad_token_id = AutoModelForSequenceClassification, 1, 0
     elif options.head == "none":
