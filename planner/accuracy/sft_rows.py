@@ -10,7 +10,7 @@ from planner.accuracy.prediction import NotCovered, Prediction, around
 from planner.accuracy.rows import Row
 from planner.accuracy.sft_recipe import recipe_of
 from planner.accuracy.stages import is_split, stage_models
-from planner.accuracy.variants import litgpt_model, selective_bytes
+from planner.accuracy.variants import litgpt_model
 from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
@@ -94,8 +94,6 @@ def _answer(run: Run) -> Prediction:
     result = plan(run.model, run.recipe, run.machine)
     _refuse_impossible(run.row, result)
     extra = _second_set(run) if run.quantity == "peak_reserved" else 0
-    if run.row["grad_ckpt"].startswith("selective"):
-        extra += selective_bytes(run.model, result.resolved.tokens)
     return figure(run.quantity, result, extra)
 
 

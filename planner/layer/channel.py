@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from planner.layer.program import Program, in_tiles
-from planner.layer.tape import Value
+from planner.layer.tape import Op, Value
 from planner.models.lora_targets import is_mlp
 from planner.models.spec import LINEARS, LayerSpec, MlpKind, ModuleKind, ModuleSpec
 
@@ -80,7 +80,7 @@ def mlp_block(p: Program, x: Value, layer: LayerSpec, width: int) -> Value:
         product = _gated(p, first, size, mlp.activation)
     elif "swiglu" in s.fused:
         up = p.linear(x, ins[1], width)
-        product = tape.op((first, up), size, saves=(first, up))
+        product = tape.op((first, up), size, saves=(first, up), kind=Op.KERNEL)
         tape.drop(first, up)
     else:
         activated = _activation(p, first, size, mlp.activation)
@@ -99,7 +99,7 @@ def _gated(p: Program, both: Value, size: float, kind: str) -> Value:
     gate, up = tape.split(both, (size, size))
     tape.drop(both)
     if "swiglu" in p.s.fused:
-        product = tape.op((gate, up), size, saves=(gate, up))
+        product = tape.op((gate, up), size, saves=(gate, up), kind=Op.KERNEL)
         tape.drop(gate, up)
         return product
     activated = _activation(p, gate, size, kind)
@@ -223,11 +223,12 @@ def _grouped(
             per_token,
             saves=(x,) if s.full else (),
             weight_grad=count * s.grad if s.full else 0,
+            kind=Op.KERNEL,
         )
     share = s.expert_adapters * (2 if side == "in" else 1) // 3
     factors = tape.value(0, share * s.act, needs_grad=False)
     merged = tape.op((), 0, count * s.act, saves=(factors,), weight_grad=share * s.adapter)
-    out = tape.op((x, merged), per_token, saves=(x, merged))
+    out = tape.op((x, merged), per_token, saves=(x, merged), kind=Op.KERNEL)
     tape.drop(factors)
     held.append(merged)
     return out

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from planner.layer.attention import Shape, attend
-from planner.layer.tape import Tape, Value, envelope, largest
+from planner.layer.tape import Op, Tape, Value, envelope, largest
 from planner.models.spec import ModuleSpec
 
 
@@ -73,6 +73,13 @@ class OpSettings(NamedTuple):
     """The layer's input needs a gradient; not the first layer's of a frozen model, unless asked."""
     accumulate: bool = False
     """Gradients exist already: new ones are added and freed."""
+    compiled: str = ""
+    """What torch.compile compiles at once: layer, model; empty: nothing."""
+    again: str = ""
+    """What a kept layer computes again: ops (all but what the policy of planner/layer/selective.py
+    keeps), all; empty: nothing."""
+    float8: bool = False
+    """Linears cast what they multiply to float8 (torchao)."""
 
 
 class Program:
@@ -90,7 +97,7 @@ class Program:
         count = module.weight_parameters
         inner, cast = x, False
         if width != s.act and (s.autocast or s.quantized):
-            inner, cast = tape.op((x,), columns * s.act), True
+            inner, cast = tape.op((x,), columns * s.act, same="cast"), True
         weight_copy = None
         if s.autocast and s.weight != s.act and not s.quantized:
             # autocast's copy of the weight is what autograd saves
@@ -98,7 +105,7 @@ class Program:
         saves = (inner,) if s.full else ()
         if s.quantized and s.saved_input:
             if s.saved_input != inner.size / columns:
-                wide = tape.op((inner,), columns * s.saved_input)
+                wide = tape.op((inner,), columns * s.saved_input, same="cast")
                 inner, cast = wide, True
             tape.hold(inner)  # freed with the graph, not with the node
         out = tape.op(
@@ -108,6 +115,7 @@ class Program:
             weight_grad=module.parameters * s.grad if s.full else 0,
             weight_scratch=count * s.act if s.quantized else 0,
             view_grad=not s.quantized,
+            kind=_kind(module, quantized=s.quantized),
         )
         if weight_copy:
             tape.drop(weight_copy)
@@ -130,6 +138,7 @@ class Program:
             saves=(x,) if s.full else (),
             weight_grad=count * s.grad if s.full else 0,
             view_grad=True,
+            kind=Op.MATMUL,
         )
 
     def cast(self, x: Value, per_token: float) -> Value:
@@ -150,7 +159,7 @@ class Program:
         inner = x
         peft_casts = not fused and s.adapter != width and not (s.quantized and s.autocast)
         if peft_casts:
-            inner = tape.op((x,), columns * s.adapter)
+            inner = tape.op((x,), columns * s.adapter, same="cast")
             held.append(inner)  # PEFT's own variable, until its forward returns
         passing: list[Value] = []
         if s.dropout:
@@ -159,7 +168,7 @@ class Program:
             tape.drop(mask)
             passing.append(inner)
         if inside != inner.size / columns:
-            inner = tape.op((inner,), columns * inside)  # autocast
+            inner = tape.op((inner,), columns * inside, same="cast")  # autocast
             passing.append(inner)
         low = self._adapter((inner,), s.rank * columns, s.rank * inside)
         tape.drop(*passing)
@@ -176,7 +185,14 @@ class Program:
         saves = inputs
         if s.autocast and s.adapter != s.act:
             saves = (*inputs, tape.value(0, count * s.act, needs_grad=False))
-        out = tape.op(inputs, per_token, saves=saves, weight_grad=count * s.adapter, view_grad=True)
+        out = tape.op(
+            inputs,
+            per_token,
+            saves=saves,
+            weight_grad=count * s.adapter,
+            view_grad=True,
+            kind=Op.MATMUL,
+        )
         tape.drop(*saves[1:])
         return out
 
@@ -209,12 +225,14 @@ class Program:
                 return out
             return self._fused_norm(x, features * width, 2 * weight_grad)
         if "rmsnorm" in s.fused:
-            return self._fused_norm(x, features * width, weight_grad)
+            return self._fused_norm(x, features * width, weight_grad, kind=Op.KERNEL)
         return self._rms_norm(x, width, features, weight_grad)
 
-    def _fused_norm(self, x: Value, size: float, weight_grad: int) -> Value:
+    def _fused_norm(
+        self, x: Value, size: float, weight_grad: int, *, kind: Op = Op.FUSED
+    ) -> Value:
         statistics = self.tape.value(8, needs_grad=False)
-        out = self.tape.op((x,), size, saves=(x, statistics), weight_grad=weight_grad)
+        out = self.tape.op((x,), size, saves=(x, statistics), weight_grad=weight_grad, kind=kind)
         self.tape.drop(statistics)
         return out
 
@@ -302,4 +320,11 @@ def in_tiles(p: Program, x: Value, tokens: int, run: Callable[[Program, Value], 
         weight_grad=max(point.weight_grads for point in again.points),
         weight_scratch=largest(envelope(again.points), tokens).at(tokens),
         forward_constant=largest(envelope(forward.points), tokens).at(tokens),
+        kind=Op.KERNEL,
     )
+
+
+def _kind(module: ModuleSpec, *, quantized: bool) -> Op:
+    if quantized:
+        return Op.KERNEL
+    return Op.ADDMM if len(module.shapes) > 1 else Op.MATMUL

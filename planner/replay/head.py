@@ -102,6 +102,9 @@ class Head:
         if not self.trained:  # a frozen head saves nothing
             player.give(hidden)
         self._play(backward, alive)
+        if self.law.chunk_count > 1:
+            part = -(-self.rows // self.law.chunk_count) * self.model.vocab
+            player.passing(*(part * width(dtype, act) for _, dtype in self.law.chunk))
         if self.r.switches.keeps_outputs:
             names = [name for name in alive if name.startswith("outputs.")]
             self.outputs = alive.pop(names[0]) if names else None
@@ -156,6 +159,8 @@ class Head:
         return whole
 
     def _weight_grad(self, grads: list[Chunk], *, accumulate: bool) -> None:
+        if self.law.kind == "full" and self.law.chunk_count > 1:  # a chunk's, added to the sum
+            self.player.passing(self.model.vocab * self.model.hidden * gradient_width(self.r))
         chunk = self.player.take(self.model.vocab * self.model.hidden * gradient_width(self.r))
         if accumulate:
             self.player.give(chunk)

@@ -90,6 +90,16 @@ class Switches(Section):
     exact_host_slab: Flag = False
     """Offloaded inputs go to one registered slab; torch's pinned blocks round up to a power of two."""
 
+    # torch.compile and float8
+    compiles: Literal["none", "layer", "model"] = "model"
+    """What `compile` hands to torch.compile: each decoder layer, or the model with its loss."""
+    compiles_loss: Flag = True
+    """`compile` compiles the loss as well."""
+    float8: Flag = False
+    """Linears can be trained in float8 (torchao)."""
+    selective: Flag = False
+    """Checkpointing can keep the results of chosen operations, or of layers."""
+
     # loss and outputs
     fp32_outputs: Flag = False
     """Outputs become fp32 under mixed precision (accelerate's ConvertOutputsToFp32)."""

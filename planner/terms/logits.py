@@ -39,9 +39,10 @@ def logits(model: ModelSpec, r: Resolved) -> Logits:
     made = _new_head_gradient(model, r)
     if law.kind == "full":
         extra, cap = _casts(model, r, rows, act), bool(model.softcap)
+        one = _chunk_beside(model, law, rows, act)
         return Logits(
             _full(rows, model.vocab, law.forward, act, law.source, extra, cap),
-            _full(rows, model.vocab, law.backward, act, law.source, extra, cap),
+            _full(rows, model.vocab, law.backward, act, law.source, extra + one, cap),
             _full(rows, model.vocab, law.forward, act, law.source, extra, cap),
             _ending(model, r, rows, act, extra) if made else none,
             made,
@@ -57,7 +58,17 @@ def _new_head_gradient(model: ModelSpec, r: Resolved) -> int:
     """Return bytes of the head's gradient when a micro-batch makes it anew and whole."""
     if r.method is not Method.FULL or not r.trains or r.grad_accum > 1 or r.placement.reduces:
         return 0
-    return model.vocab * model.hidden * gradient_width(r)
+    # a head that runs chunk by chunk: a chunk's gradient, and the sum it is added to
+    copies = 2 if r.law.chunk_count > 1 else 1
+    return copies * model.vocab * model.hidden * gradient_width(r)
+
+
+def _chunk_beside(model: ModelSpec, law: LogitsLaw, rows: int, act: int) -> int:
+    """Return the tensors of the one chunk whose loss runs backward, all chunks' logits being there."""
+    if law.chunk_count < 2:
+        return 0
+    each = sum(width(dtype, act) for _, dtype in law.chunk)
+    return -(-rows // law.chunk_count) * model.vocab * each
 
 
 def _ending(model: ModelSpec, r: Resolved, rows: int, act: int, extra: int) -> Term:
