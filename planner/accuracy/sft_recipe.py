@@ -166,8 +166,8 @@ def _mixed_precision(row: Row) -> str | None:
 
 def _optimizer(text: str, framework: str) -> Optimizer | None:
     folded = text.lower()
-    if folded.split(" ")[0] == "adamw" and framework == "torchtune":
-        return None  # its configurations say which implementation
+    if folded.split(" ")[0] == "adamw" and framework.startswith(("torchtune", "torchtitan")):
+        return None  # their configurations say which implementation
     if "paged" in folded:
         return Optimizer.PAGED_ADAMW_8BIT if "8bit" in folded else Optimizer.PAGED_ADAMW
     if "8bit" in folded:

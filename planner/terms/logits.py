@@ -87,6 +87,8 @@ def head_width(r: Resolved) -> int:
     """Return bytes of an element of the head's weight."""
     if r.quantization:
         return 4 if r.switches.kbit_upcast == "all" else element_bytes(r.dtype)
+    if r.placement.gathers and r.autocast:  # gathered in the compute dtype
+        return element_bytes(r.autocast)
     return trained_width(r) if r.method is Method.FULL else element_bytes(r.dtype)
 
 
