@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from planner.errors import UnsupportedError, UsageError
 from planner.models.spec import ModelSpec
+from planner.run.compiling import SELECTIVE
 from planner.run.recipe import (
     EngineKind,
     Loss,
@@ -132,6 +133,10 @@ def _recipe(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
         ("master_weights", bool(recipe.master_weights) and (matrix or trained == "fp32"), "false: fp32 weights are their own masters"),
         ("loss", recipe.loss is Loss.FULL, "chunked: the trainer never makes full logits"),
         ("compile", recipe.compile, "false"),
+        ("compile_loss", bool(recipe.compile_loss), "false"),
+        ("float8", recipe.float8 is not None, "nothing: the trainer multiplies in 16 or 32 bits"),
+        ("float8_all_gather", recipe.float8_all_gather, "false"),
+        ("checkpointing", recipe.checkpointing in SELECTIVE, "none, full, every-k or offload"),
         ("reference", recipe.reference not in (None, Reference.NONE, Reference.ADAPTER_OFF), "adapter-off"),
         ("reference", bool(recipe.beta) and recipe.reference is Reference.NONE, "adapter-off, or beta: 0"),
         ("beta", bool(recipe.beta) and recipe.method is Method.FULL, "0 with method full: its reference would be a second copy; adapters need none"),

@@ -16,6 +16,8 @@ from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
 from planner.run.recipe import Recipe, Sharding, Task
 
+OF_TENSORS = frozenset({"peak_allocated", "peak_active"})
+"""Figures that a card's size does not move."""
 PHASES = ("load", "forward", "loss", "backward", "step")
 
 
@@ -86,8 +88,9 @@ def run_of(row: Row) -> Run:
     if is_split(row):
         model = stage_models(row, model)[-1]  # the last one has the head
     recipe = divide_tokens(row, recipe_of(row, model))
-    machine = machine_named(row["gpu"], gpus_of(row, recipe))
-    return Run(row, canonical(row.quantity), model, recipe, machine)
+    quantity = canonical(row.quantity)
+    machine = machine_named(row["gpu"], gpus_of(row, recipe), any_memory=quantity in OF_TENSORS)
+    return Run(row, quantity, model, recipe, machine)
 
 
 def _answer(run: Run) -> Prediction:

@@ -165,9 +165,7 @@ def _recompute(
     points before, during and after the recompute, and whether something saved the input.
     """
     width = hidden * settings.residual
-    tape = layer_tape(
-        settings.compiled, keep_weight_grads=not settings.accumulate, recomputed=True
-    )
+    tape = layer_tape(settings.compiled, keep_weight_grads=not settings.accumulate, recomputed=True)
     x = tape.value(width)
     out = run_layer(Program(tape, settings), x, layer, hidden)
     tape.drop(out, x) if fetched else tape.drop(out)

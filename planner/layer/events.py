@@ -6,8 +6,8 @@ Block numbers are the tape's; a layer's input, output and their gradients belong
 from dataclasses import dataclass
 
 from planner.layer.blocks import run_layer
-from planner.layer.costs import again_tapes, cached
 from planner.layer.compiled import layer_tape
+from planner.layer.costs import again_tapes, cached
 from planner.layer.program import OpSettings, Program
 from planner.layer.tape import FREED, Event, Tape, Value
 from planner.models.spec import LayerSpec
@@ -132,9 +132,7 @@ def _reentrant_held(layer: LayerSpec, hidden: int, settings: OpSettings) -> Laye
 def _recomputed(
     layer: LayerSpec, hidden: int, settings: OpSettings, *, held: bool = False
 ) -> LayerEvents:
-    tape = layer_tape(
-        settings.compiled, keep_weight_grads=not settings.accumulate, recomputed=True
-    )
+    tape = layer_tape(settings.compiled, keep_weight_grads=not settings.accumulate, recomputed=True)
     x = tape.value(hidden * settings.residual)
     return _computed_again(tape, x, layer, hidden, settings, held=held)
 

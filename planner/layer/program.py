@@ -82,6 +82,10 @@ class OpSettings(NamedTuple):
     """Linears cast what they multiply to float8 (torchao)."""
 
 
+FLOAT8_MULTIPLE = 16
+"""Linears with a side that is no multiple of this are not converted (torchtitan module_filter_fn)."""
+
+
 class Program:
     """Runs the operations of one layer on a tape."""
 
@@ -103,22 +107,26 @@ class Program:
             # autocast's copy of the weight is what autograd saves
             weight_copy = tape.value(0, count * s.act, needs_grad=False)
         saves = (inner,) if s.full else ()
+        low = self._in_float8(inner, module) if s.float8 else None
         if s.quantized and s.saved_input:
             if s.saved_input != inner.size / columns:
                 wide = tape.op((inner,), columns * s.saved_input, same="cast")
                 inner, cast = wide, True
             tape.hold(inner)  # freed with the graph, not with the node
         out = tape.op(
-            (inner,),
+            (low or inner,),
             rows * s.act,
             saves=(*saves, weight_copy) if weight_copy else saves,
+            scratch=(rows, rows + columns) if low else 0,  # of the gradient, twice, and the input
             weight_grad=module.parameters * s.grad if s.full else 0,
-            weight_scratch=count * s.act if s.quantized else 0,
+            weight_scratch=count * s.act if s.quantized else count if low else 0,
             view_grad=not s.quantized,
             kind=_kind(module, quantized=s.quantized),
         )
         if weight_copy:
             tape.drop(weight_copy)
+        if low:
+            tape.drop(low)
         if cast:
             tape.drop(inner)
         if s.saved_output:
@@ -128,6 +136,18 @@ class Program:
         if s.quantized and width != s.act:
             out = self.cast(out, rows * width)
         return self._lora(x, out, module, width) if module.leaf in s.adapted else out
+
+    def _in_float8(self, x: Value, module: ModuleSpec) -> Value | None:
+        """Record torchao's cast of a linear's input, a byte an element; None: it stays in 16 bits.
+
+        torchao float8_linear.py, matmul_with_hp_or_float8_args: saves its input as it came; casts that
+        and the weight in the forward; in the backward the gradient for both products, the weight, the input.
+        """
+        if module.out_features % FLOAT8_MULTIPLE or module.in_features % FLOAT8_MULTIPLE:
+            return None
+        low = self.tape.op((x,), module.in_features, same="float8")
+        low.size = module.in_features * self.s.act  # its gradient is not in float8
+        return low
 
     def linear_like(self, x: Value, per_token: float, count: int) -> Value:
         """Record a small matrix that is a bare parameter (a router): never quantised or adapted."""
@@ -228,9 +248,7 @@ class Program:
             return self._fused_norm(x, features * width, weight_grad, kind=Op.KERNEL)
         return self._rms_norm(x, width, features, weight_grad)
 
-    def _fused_norm(
-        self, x: Value, size: float, weight_grad: int, *, kind: Op = Op.FUSED
-    ) -> Value:
+    def _fused_norm(self, x: Value, size: float, weight_grad: int, *, kind: Op = Op.FUSED) -> Value:
         statistics = self.tape.value(8, needs_grad=False)
         out = self.tape.op((x,), size, saves=(x, statistics), weight_grad=weight_grad, kind=kind)
         self.tape.drop(statistics)

@@ -35,18 +35,20 @@ def compile_fields(recipe: Recipe, framework: Framework, machine: Machine) -> di
         "compiled": switches.compiles if recipe.compile and trains else "",
         # a loss outside the model's forward is compiled only by who says so
         "compiled_loss": trains and loss and recipe.task is Task.SFT,
-        **_float8(recipe, framework, machine),
+        **_float8(recipe, framework, switches, machine),
     }
 
 
-def _float8(recipe: Recipe, framework: Framework, machine: Machine) -> dict[str, Any]:
+def _float8(
+    recipe: Recipe, framework: Framework, switches: Switches, machine: Machine
+) -> dict[str, Any]:
     if recipe.task is Task.SERVE or recipe.float8 is None:
         if recipe.float8_all_gather and recipe.task is not Task.SERVE:
             raise UsageError(
                 "float8_all_gather: nothing is in float8", hint="float8: tensorwise beside it"
             )
         return {"float8": None, "float8_all_gather": False}
-    if not framework.switches_of(recipe.task.value).float8:
+    if not switches.float8:
         _refuse("float8", framework, lambda s: s.float8, recipe.task)
     if recipe.method is not Method.FULL:
         raise UsageError(
@@ -68,9 +70,7 @@ def _float8(recipe: Recipe, framework: Framework, machine: Machine) -> dict[str,
     return {"float8": recipe.float8, "float8_all_gather": recipe.float8_all_gather}
 
 
-def _refuse(
-    what: str, framework: Framework, able: Callable[[Switches], bool], task: Task
-) -> None:
+def _refuse(what: str, framework: Framework, able: Callable[[Switches], bool], task: Task) -> None:
     others = sorted(
         {law.family for law in frameworks().values() if able(law.switches_of(task.value))}
     )

@@ -293,8 +293,7 @@ def _everything(
         (kind, layer_settings(r, settings, place)) for place, kind in enumerate(model.layer_order)
     ]
     costs = {
-        key: kept_costs(model.layers[key[0]], model.hidden, key[1])
-        for key in dict.fromkeys(places)
+        key: kept_costs(model.layers[key[0]], model.hidden, key[1]) for key in dict.fromkeys(places)
     }
     counts = Counter(places)
     mask = model.hidden * tokens if model.embedding_dropout and settings.full else 0
