@@ -1,7 +1,6 @@
 """The `train:` section of run.yaml: what a run learns from, how it steps and where it writes."""
 
 import math
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +17,8 @@ from planner.run.recipe import (
 )
 from planner.run.runfile import read_yaml, validate
 from trainer.fields import loss_type, refuse_unhonoured
+from trainer.reporters import REPORTERS, check_reporter
+from trainer.schedule import Decay, Schedule, check_schedule, check_steps
 
 Positive = Annotated[float, Field(gt=0)]
 Steps = Annotated[int, Field(ge=1, le=10**9, strict=True)]
@@ -25,14 +26,6 @@ Steps = Annotated[int, Field(ge=1, le=10**9, strict=True)]
 
 EPSILON = 0.2
 GSPO_EPSILON, GSPO_EPSILON_HIGH = 3e-4, 4e-4
-
-
-class Schedule(StrEnum):
-    """Learning rate over the run, after the warm-up."""
-
-    CONSTANT = "constant"
-    LINEAR = "linear"
-    COSINE = "cosine"
 
 
 class DatasetSection(Section):
@@ -158,9 +151,22 @@ class TrainSection(Section):
     lora_alpha: Positive | None = None
     """None = twice the rank: adapters act at a scale of 2."""
     warmup_steps: Annotated[int, Field(ge=0, strict=True)] = 0
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Share of the steps, instead of warmup_steps."""
     schedule: Schedule = Schedule.CONSTANT
+    min_lr: Annotated[float, Field(ge=0)] | None = None
+    """Where linear, cosine and wsd end; None = 0."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    """The same as a share of lr."""
+    decay_steps: Steps | None = None
+    """wsd: the last steps, over which the rate decays."""
+    decay_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
+    """wsd: the same as a share of the steps; None = 0.1."""
+    decay_type: Decay = Decay.COSINE
+    """wsd: linear, cosine or 1-sqrt."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     adam_betas: tuple[float, float] = (0.9, 0.99)
+    adam_eps: Positive = 1e-8
     max_grad_norm: Positive = 1.0
     seed: Annotated[int, Field(ge=0, lt=2**31, strict=True)] = 0
 
@@ -190,7 +196,16 @@ class TrainSection(Section):
     keep_checkpoints: Steps = 2
     max_bad_steps: Steps = 5
     """Stop (state saved) after this many steps in a row with a NaN reward or loss."""
+    callbacks: tuple[str, ...] = ()
+    """FILE.py:NAME of your own objects (or classes), called after steps, evaluations and checkpoints."""
+    report_to: tuple[str, ...] = ()
+    """Trackers: mlflow, tensorboard, trackio, wandb; a name or a list."""
+    project: str | None = None
+    """Of the trackers (MLflow: the experiment); None = the tool's own variable, or vramwise."""
+    run_name: str | None = None
+    """Of the trackers; None = the output folder's name."""
     tensorboard: bool = False
+    """As tensorboard in report_to."""
     print_completions: Annotated[int, Field(ge=0, strict=True)] = 2
     preflight: bool = True
     device_memory: str | None = None
@@ -200,6 +215,24 @@ class TrainSection(Section):
     @classmethod
     def _dataset_by_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _trackers_by_name(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return () if value == "none" else (value,)
+        return () if value is None else value
+
+    @field_validator("callbacks", mode="before")
+    @classmethod
+    def _one_callback(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """The trackers to report to, each once."""
+        named = (*self.report_to, "tensorboard") if self.tensorboard else self.report_to
+        return tuple(dict.fromkeys(named))
 
     @field_validator("rewards", mode="before")
     @classmethod
@@ -231,6 +264,11 @@ def parse_run(document: dict[str, Any], *, root: Path) -> tuple[RunFile, TrainSe
         train = train.model_copy(update={"loss": train.loss.model_copy(update={"type": kind})})
     _check_together(run, train)
     output = root / Path(train.output).expanduser()
+    start = run.recipe.lora.start_from
+    if start is not None and (root / start).is_dir():
+        # counted from the run file's folder, like its other paths; the output's copy has it in full
+        lora = run.recipe.lora.model_copy(update={"start_from": str((root / start).resolve())})
+        run = run.model_copy(update={"recipe": run.recipe.model_copy(update={"lora": lora})})
     return run, train.model_copy(update={"output": str(output)})
 
 
@@ -244,22 +282,13 @@ def refuse_four_bit(recipe: Recipe) -> None:
         )
 
 
-def check_warmup(train: TrainSection) -> None:
-    """Raise UsageError when the warm-up is as long as the run."""
-    if train.warmup_steps >= train.steps:
-        raise UsageError(
-            f"train.warmup_steps: {train.warmup_steps} is not allowed",
-            hint=f"below steps = {train.steps}",
-        )
-
-
 def with_epochs(train: TrainSection, *, per_epoch: int, per_step: int) -> TrainSection:
     """Return the section with the steps that its epochs are; `per_epoch` prompts, samples or rows."""
     if train.epochs is None:
         return train
     steps = max(1, math.ceil(train.epochs * per_epoch / per_step))
     train = train.model_copy(update={"steps": steps, "epochs": None})
-    check_warmup(train)
+    check_steps(train)
     return train
 
 
@@ -288,9 +317,22 @@ def _check_evaluation(run: RunFile, train: TrainSection) -> None:
         )
 
 
+def _check_reports(train: TrainSection) -> None:
+    """Refuse trackers that there are none of, and names that nothing would be called by."""
+    for name in train.report_to:
+        check_reporter(name)
+    for name in ("project", "run_name"):
+        if name in train.model_fields_set and not train.trackers:
+            raise UsageError(
+                f"train.{name}: {getattr(train, name)!r} has no effect without train.report_to",
+                hint=f"name one of {', '.join(REPORTERS)}",
+            )
+
+
 def _check_together(run: RunFile, train: TrainSection) -> None:
     """Refuse choices that contradict each other, before any long work."""
     recipe = run.recipe
+    _check_reports(train)
     if recipe.task not in (Task.GRPO, Task.SFT):
         raise UsageError(f"recipe.task: {recipe.task} cannot be trained", hint="grpo or sft")
     if recipe.method is Method.QLORA and recipe.quantization not in (None, "nf4", "fp4"):
@@ -299,8 +341,9 @@ def _check_together(run: RunFile, train: TrainSection) -> None:
         )
     if recipe.task is Task.GRPO:
         refuse_four_bit(recipe)
+    check_schedule(train)
     if train.epochs is None:
-        check_warmup(train)
+        check_steps(train)
     elif "steps" in train.model_fields_set:
         raise UsageError(
             f"train.epochs: {train.epochs:g} and steps: {train.steps} contradict each other",

@@ -145,6 +145,14 @@ class CompiledTape(Tape):
             parts.append(part)
         return tuple(parts)
 
+    def join(self, parts: tuple[Value, ...], per_token: float) -> Value:
+        """Record that parts are copied one behind the other."""
+        return self.op(parts, per_token)
+
+    def add_in_place(self, total: Value, part: Value, *, saves: tuple[Value, ...]) -> Value:
+        """Record that rows are added into `total`: functional code makes a new one, often in its place."""
+        return self.op((total, part), total.size, saves=saves)
+
     def hold(self, value: Value) -> None:
         """Do nothing: a compiled graph has no nodes with attributes."""
 

@@ -42,7 +42,12 @@ def step_options(
         autocast=resolved.autocast or "none",
         lora_rank=resolved.lora_rank,
         lora_targets=_targets(resolved, config),
+        lora_target_parameters=resolved.target_parameters,
         lora_dropout=resolved.lora_dropout,
+        dora=resolved.dora,
+        modules_to_save=resolved.modules_to_save,
+        lora_bias=resolved.lora_bias,
+        ties_saved_modules=resolved.switches.ties_saved_modules,
         adapter_dtype=resolved.adapter_dtype,
         double_quant=resolved.double_quant,
         prepare_kbit=resolved.switches.kbit_upcast != "none",
@@ -71,5 +76,6 @@ def _targets(resolved: Resolved, config: dict[str, Any]) -> str | tuple[str, ...
     """Return the targets as PEFT takes them, by the planner's list of the model's modules."""
     if resolved.method is Method.FULL:
         return resolved.lora_targets
-    names = peft_targets(model_spec_from_config(config), resolved.lora_targets)
+    model = model_spec_from_config(config)
+    names = peft_targets(model, resolved.lora_targets, resolved.target_parameters)
     return names if isinstance(names, str) else tuple(names)

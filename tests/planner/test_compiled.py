@@ -185,9 +185,9 @@ def test_torchtitan_compiles_its_loss_since_2025() -> None:
         (sizes[framework],) = [term.bytes for term in loss.terms if term.name == "logits"]
     assert sizes["torchtitan"] == 8192 * 128256 * 4  # logits and their gradient, 16 bits each
     assert sizes["torchtitan==0.0.2"] == 8192 * 128256 * 12
-    eager = planned(
-        "llama-3.1-8b", 8, framework="torchtitan", compile_loss=False, **fields
-    ).phase("loss")
+    eager = planned("llama-3.1-8b", 8, framework="torchtitan", compile_loss=False, **fields).phase(
+        "loss"
+    )
     assert eager.total_bytes - 8192 * 128256 * 8 == pytest.approx(
         planned("llama-3.1-8b", 8, framework="torchtitan", **fields).phase("loss").total_bytes,
         rel=1e-3,
@@ -199,9 +199,7 @@ def test_every_second_layer_checkpointed_keeps_the_others_whole() -> None:
     fields: dict[str, Any] = {"framework": "torchtitan", "method": "full", "context": 512}
     acts = {}
     for kind in ("none", "full", "selective-layer"):
-        result = plan(
-            model, Recipe(checkpointing=kind, checkpoint_every=2, **fields), machine
-        )
+        result = plan(model, Recipe(checkpointing=kind, checkpoint_every=2, **fields), machine)
         (acts[kind],) = [
             term.bytes for term in result.phase("loss").terms if term.name == "activations"
         ]
@@ -249,5 +247,5 @@ def test_what_a_framework_cannot_do_is_refused_by_name(
 
 def test_float8_needs_a_card_that_has_it() -> None:
     fields = {"framework": "torchtitan", "method": "full", "float8": "tensorwise"}
-    with pytest.raises(UsageError, match="NVIDIA A100.* has no float8"):
+    with pytest.raises(UsageError, match=r"NVIDIA A100.* has no float8"):
         plan(spec(), Recipe(**fields), make_machine("a100-80gb"))
