@@ -106,16 +106,17 @@ def _kept_again(layer: LayerSpec, hidden: int, settings: OpSettings) -> KeptCost
         forward = no_grad_costs(layer, hidden, settings._replace(again=""))
         again = checkpointed_costs(layer, hidden, settings._replace(again=""))
         return KeptCosts(Point(width, 0, 0), forward, shifted(again.recompute, width), True)
-    first, tape = again_tapes(settings)
+    first = ForwardTape(Policy())
     x = first.value(width)
     out = run_layer(Program(first, settings), x, layer, hidden)
     first.drop(out)
     forward, kept = envelope(first.points), first.now()
+    tape = again_tape(first, layer, hidden, settings)
     x = tape.value(width, needs_grad=settings.input_grad)
     tape.left_by(first)
     start = len(tape.points)
     out = run_layer(Program(tape, settings), x, layer, hidden)
-    tape.drop(x, out)
+    tape.drop(out)  # the input is the checkpoint's until its backward is done
     computed = tape.points[start : max(tape.last_save, start + 1)]
     left = tape.now()
     tape.points.clear()
@@ -138,10 +139,16 @@ def _kept_again(layer: LayerSpec, hidden: int, settings: OpSettings) -> KeptCost
     )
 
 
-def again_tapes(settings: OpSettings) -> tuple[ForwardTape, AgainTape]:
-    """Return the tapes of a selectively checkpointed layer's two runs."""
-    again = AgainTape(Policy(), keep_weight_grads=not settings.accumulate)
-    return ForwardTape(Policy()), again
+def again_tape(
+    first: ForwardTape, layer: LayerSpec, hidden: int, settings: OpSettings
+) -> AgainTape:
+    """Return the tape of a selectively checkpointed layer's second run, which stops early."""
+    grads = not settings.accumulate
+    trial = AgainTape(Policy(), keep_weight_grads=grads)
+    x = trial.value(hidden * settings.residual, needs_grad=settings.input_grad)
+    trial.left_by(first)
+    run_layer(Program(trial, settings), x, layer, hidden)
+    return AgainTape(Policy(), keep_weight_grads=grads, asks=trial.needed)
 
 
 def _checkpointed(layer: LayerSpec, hidden: int, settings: OpSettings) -> CheckpointedCosts:

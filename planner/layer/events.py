@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from planner.layer.blocks import run_layer
 from planner.layer.compiled import layer_tape
-from planner.layer.costs import again_tapes, cached
+from planner.layer.costs import again_tape, cached
 from planner.layer.program import OpSettings, Program
+from planner.layer.selective import ForwardTape, Policy
 from planner.layer.tape import FREED, Event, Tape, Value
 from planner.models.spec import LayerSpec
 
@@ -109,12 +110,13 @@ def _kept_again(layer: LayerSpec, hidden: int, settings: OpSettings) -> KeptEven
             forward_events(layer, hidden, plain), recomputed_events(layer, hidden, plain)
         )
     width = hidden * settings.residual
-    first, tape = again_tapes(settings)
+    first = ForwardTape(Policy())
     x = first.value(width)
     out = run_layer(Program(first, settings), x, layer, hidden)
     block = x.storage.block
     beyond = block + len(first.kept)
     forward = LayerEvents(_without(first.renamed(block), block), block, beyond + out.storage.block)
+    tape = again_tape(first, layer, hidden, settings)
     x = tape.value(width, needs_grad=settings.input_grad)
     tape.left_by(first)
     tape.events.clear()

@@ -61,10 +61,14 @@ class ForwardTape(Tape):
 class AgainTape(Tape):
     """The layer run again: what was kept is there already."""
 
-    def __init__(self, policy: Policy, *, keep_weight_grads: bool) -> None:
+    def __init__(self, policy: Policy, *, keep_weight_grads: bool, asks: int | None = None) -> None:
         super().__init__(keep_weight_grads=keep_weight_grads, recomputed=True)
         self.policy = policy
         self.kept: list[Storage] = []
+        self.asks = asks
+        """How many results the second run asks for before it stops; None: not known yet."""
+        self.asked = self.needed = 0
+        self._given = False
 
     def left_by(self, first: ForwardTape) -> None:
         """Count what the first forward kept."""
@@ -72,14 +76,24 @@ class AgainTape(Tape):
 
     def result(self, kind: Op, per_token: float, constant: int) -> Storage:
         """Return the storage of an operation's result: the kept one, if it was."""
-        if self.policy.keeps(kind):
-            return self.kept.pop(0)
-        return self.alloc(per_token, constant)
+        self._given = self.policy.keeps(kind) and self._more()
+        return self._next() if self._given else self.alloc(per_token, constant)
 
     def statistics(self, per_token: float) -> Value:
         """Return what attention returned beside its result."""
-        storage = self.kept.pop(0)
-        return Value(storage, needs_grad=False, size=per_token)
+        return Value(self._next(), needs_grad=False, size=per_token)
+
+    def _more(self) -> bool:
+        """Return whether the run gets so far: results that it does not ask for stay with the graph."""
+        return self.asks is None or self.asked < self.asks
+
+    def _next(self) -> Storage:
+        self.asked += 1
+        return self.kept.pop(0)
+
+    def noted(self, *, result: bool) -> None:
+        """Count what was asked for until something was last saved: there the run stops."""
+        self.needed = self.asked - (self._given and not result)
 
     def end_graph(self) -> None:
         """Forget the autograd nodes, and kept results that nothing asked for again."""

@@ -201,6 +201,9 @@ class Tape:
         del kind
         return self.alloc(per_token, constant)
 
+    def noted(self, *, result: bool) -> None:
+        """Learn that the operation just recorded saved something: its `result`, or before it ran."""
+
     def statistics(self, per_token: float) -> Value:
         """Return what an attention kernel returns beside its result."""
         return self.value(per_token, needs_grad=False)
@@ -246,6 +249,7 @@ class Tape:
             if saved:
                 self.last_save = len(self.points) if saves_out else before
                 self.last_save_event = len(self.events) if saves_out else before_event
+                self.noted(result=saves_out)
             self.nodes.append(
                 Node((out,), inputs, False, saved, scratch, weight_grad, weight_scratch, view_grad)
             )
