@@ -243,6 +243,10 @@ class Recipe(Section):
     videos: Annotated[int, Field(ge=0, le=1_000, strict=True)] = 0
     video_frames: Count | None = None
     """Frames of one video."""
+    audio: Annotated[int, Field(ge=0, le=1_000, strict=True)] = 0
+    """Sounds of one sample; their tokens are part of its length."""
+    audio_seconds: Annotated[float, Field(gt=0)] | None = None
+    """Length of one sound."""
     packing: bool | None = None
 
     checkpointing: Checkpointing | None = None

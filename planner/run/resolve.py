@@ -14,7 +14,7 @@ from planner.run.compiling import compile_fields, compiled_law
 from planner.run.engine_choices import choose, engine_fields, engine_kind, four_bit_refusal
 from planner.run.framework import fallback_note, pick
 from planner.run.framework_files import Framework
-from planner.run.image_fields import image_fields, image_notes
+from planner.run.image_fields import image_fields, image_notes, sees_images_whole
 from planner.run.logits_law import LogitsLaw
 from planner.run.lora_fields import lora_fields, with_start
 from planner.run.placement import Placement, offloaded, place
@@ -85,6 +85,8 @@ class Resolved:
     image_tokens: int
     videos: int
     video_frames: int
+    audio: int
+    audio_seconds: float
     packing: bool
     padded: bool
     """A mask goes to attention, so SDPA's keys and values are repeated for all query heads."""
@@ -238,7 +240,8 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         num_generations=generations,
         **pictures,
         packing=bool(recipe.packing),
-        padded=trains and _padded(recipe, switches, sequences),
+        padded=trains
+        and (_padded(recipe, switches, sequences) or sees_images_whole(model, recipe)),
         checkpointing=Checkpointing(
             choose(recipe.checkpointing, defaults, "checkpointing", "none")
         ),

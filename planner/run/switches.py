@@ -89,6 +89,9 @@ class Switches(Section):
     """Checkpoints reentrantly (transformers < 5): the recomputed output lives through backward."""
     frozen_embedding_leaf: Flag = True
     """A frozen embedding's output is made a leaf (enable_input_require_grads), which its node holds."""
+    hooks_towers: Flag = True
+    """With checkpoints and adapters, frozen towers' embeddings are made to need a gradient too, so a
+    graph of the tower is kept and run backward (transformers 5 enable_input_require_grads)."""
     exact_host_slab: Flag = False
     """Offloaded inputs go to one registered slab; torch's pinned blocks round up to a power of two."""
 

@@ -112,7 +112,7 @@ def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
         expert_adapters=adapters(model, r).experts if lora else (0, 0),
         rank=r.lora_rank if lora else 0,
         act=element_bytes(r.compute_dtype),
-        residual=4 if upcast else width,
+        residual=4 if upcast or (model.norm_first and r.autocast) else width,
         weight=width,
         autocast=bool(r.autocast),
         adapter=element_bytes(r.adapter_dtype),

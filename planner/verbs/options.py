@@ -55,6 +55,8 @@ OPTIONS: dict[str, Any] = {
     "image_tokens": _option(int | None, "--image-tokens", "Tokens of one image, instead of its size.", _SIZE),
     "videos": _option(int | None, "--videos", "Videos of one sample.", _SIZE),
     "video_frames": _option(int | None, "--video-frames", "Frames of one video.", _SIZE),
+    "audio": _option(int | None, "--audio", "Sounds of one sample; their tokens are part of the context.", _SIZE),
+    "audio_seconds": _option(float | None, "--audio-seconds", "Length of one sound.", _SIZE),
     "lora_rank": _option(int | None, "--lora-rank", "Rank of the adapters.", _HOW),
     "lora_targets": _option(str | None, "--lora-targets", "all-linear, attention, mlp, or names: q_proj,v_proj.", _HOW),
     "lora_target_parameters": _option(str | None, "--lora-target-parameters", "Fused experts: mlp.experts.gate_up_proj,mlp.experts.down_proj.", _HOW),

@@ -53,7 +53,11 @@ def build(options: StepOptions) -> torch.nn.Module:
 
 def base_model(options: StepOptions) -> Any:
     """Return the plain causal LM on the meta device."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForMultimodalLM,
+    )
     from transformers.modeling_utils import AttentionInterface
 
     config = transformers_config(options.config, layers=options.layers)
@@ -68,8 +72,13 @@ def base_model(options: StepOptions) -> Any:
         AttentionInterface.register(FLASH, flash_attention_2)
         AttentionMaskInterface.register(FLASH, flash_attention_mask)
     kind = type(config)
-    causal = kind in AutoModelForCausalLM._model_mapping
-    family: Any = AutoModelForCausalLM if causal else AutoModelForImageTextToText
+    families: list[Any] = [
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForMultimodalLM,
+    ]
+    known = [each for each in families[options.multimodal :] if kind in each._model_mapping]
+    family: Any = known[0] if known else AutoModelForImageTextToText
     settings = {"dtype": torch_dtype(options.dtype), "attn_implementation": attention}
     try:
         try:

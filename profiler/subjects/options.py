@@ -56,6 +56,8 @@ class StepOptions:
     """Optimizer steps: the second sees the optimizer's state."""
     warm_optimizer: bool = False
     """Make the optimizer's state before the first step, so that one step shows the steady state."""
+    multimodal: bool = False
+    """Build the model with its towers, where transformers has a class of the text alone as well."""
     layers: int | None = None
     """Trace only this many decoder layers."""
     keep_outputs: bool = False

@@ -29,6 +29,7 @@ SEEN, OF_IMAGES = (
     "qwen2.5-vl-3b",
     ("images", "image_size", "image_tokens", "videos", "video_frames"),
 )
+HEARD, OF_SOUNDS = "voxtral-mini-3b", ("audio", "audio_seconds")
 LONG: dict[str, Any] = {**FULL, "context": 8192}
 EXPERTS, OF_EXPERTS = "qwen3-30b-a3b", ("engine.expert_parallel", "lora.target_parameters")
 
@@ -41,6 +42,8 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "image_tokens": ({**LONG, "images": 1}, 64),
     "videos": ({**LONG, "video_frames": 4, "videos": 1}, 2),
     "video_frames": ({**LONG, "video_frames": 4, "videos": 1}, 8),
+    "audio": (LONG, 1),
+    "audio_seconds": ({**LONG, "audio": 1}, 45.0),
     "task": ({}, "grpo"),
     "algorithm": ({**FULL, "task": "dpo"}, "orpo"),
     "method": ({}, "full"),
@@ -203,6 +206,7 @@ def test_a_field_moves_the_plan_or_is_named_in_it(field: str) -> None:
     model = catalogue_model(EXPERTS) if field in OF_EXPERTS else MODEL
     model = catalogue_model(BIASED) if field in OF_BIASED else model
     model = catalogue_model(SEEN) if field in OF_IMAGES else model
+    model = catalogue_model(HEARD) if field in OF_SOUNDS else model
     before, after = (
         planned(fields, gpus=gpus, model=model) for fields in (base, changed(base, field, value))
     )
