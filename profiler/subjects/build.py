@@ -8,6 +8,7 @@ import torch
 
 from planner.errors import UnsupportedError, UsageError
 from planner.families import model_spec_from_config
+from planner.models.lora_rest import EMBEDDINGS
 from planner.run.recipe import Attention, Checkpointing, Method
 from profiler.cuda_attention import flash_attention_2
 from profiler.subjects.experts import FALLBACK, LOOP, register
@@ -48,7 +49,11 @@ def build(options: StepOptions) -> torch.nn.Module:
 
 def base_model(options: StepOptions) -> Any:
     """Return the plain causal LM on the meta device."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForMultimodalLM,
+    )
     from transformers.modeling_utils import AttentionInterface
 
     config = transformers_config(options.config, layers=options.layers)
@@ -63,8 +68,13 @@ def base_model(options: StepOptions) -> Any:
         AttentionInterface.register(FLASH, flash_attention_2)
         AttentionMaskInterface.register(FLASH, flash_attention_mask)
     kind = type(config)
-    causal = kind in AutoModelForCausalLM._model_mapping
-    family: Any = AutoModelForCausalLM if causal else AutoModelForImageTextToText
+    families: list[Any] = [
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForMultimodalLM,
+    ]
+    known = [each for each in families[options.multimodal :] if kind in each._model_mapping]
+    family: Any = known[0] if known else AutoModelForImageTextToText
     settings = {"dtype": torch_dtype(options.dtype), "attn_implementation": attention}
     settings |= _experts(options)
     try:
@@ -201,6 +211,10 @@ def add_adapters(model: Any, options: StepOptions) -> Any:
                 r=options.lora_rank,
                 lora_alpha=options.lora_rank,
                 lora_dropout=options.lora_dropout,
+                use_dora=options.dora,
+                modules_to_save=list(options.modules_to_save) or None,
+                ensure_weight_tying=options.ties_saved_modules and _saves_tied(model, options),
+                bias=options.lora_bias,  # type: ignore[arg-type]
                 target_modules=targets if isinstance(targets, str) else list(targets),
                 target_parameters=list(options.lora_target_parameters) or None,
                 task_type="CAUSAL_LM",
@@ -210,10 +224,17 @@ def add_adapters(model: Any, options: StepOptions) -> Any:
     except ValueError as error:
         raise UsageError(f"lora.targets: {str(error)[:200]}") from error
     # PEFT's own cast looks at the base layer's device, which is meta here.
-    for parameter in adapted.parameters():
-        if parameter.requires_grad:
+    for name, parameter in adapted.named_parameters():
+        if parameter.requires_grad and "lora_" in name:
             parameter.data = parameter.data.to(torch_dtype(options.adapter_dtype))
     return adapted
+
+
+def _saves_tied(model: Any, options: StepOptions) -> bool:
+    """Say whether a tied embedding or its head is trained whole."""
+    ends = (*EMBEDDINGS, "lm_head")
+    tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
+    return tied and any(name.endswith(ends) for name in options.modules_to_save)
 
 
 @contextlib.contextmanager
