@@ -267,6 +267,10 @@ class Recipe(Section):
     """Linears multiply in float8 (torchao), by this scaling."""
     float8_all_gather: bool = False
     """FSDP gathers weights in float8."""
+    experts_implementation: Literal["grouped_mm", "batched_mm", "eager"] | None = None
+    """How transformers 5 runs fused experts; None = its own choice, grouped_mm."""
+    expert_capacity_factor: Annotated[float, Field(ge=1)] | None = None
+    """Rows that an expert in a loop takes at most, in even shares; the others are dropped."""
 
 
 class MachineSection(Section):

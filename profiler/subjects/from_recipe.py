@@ -6,6 +6,7 @@ from planner.errors import UnsupportedError
 from planner.families import model_spec_from_config
 from planner.machines.machine import GpuSpec
 from planner.models.lora_targets import peft_targets
+from planner.run.experts import MODULES
 from planner.run.recipe import Checkpointing, Method
 from planner.run.resolve import Resolved
 from planner.terms.overhead import blas_workspace_bytes
@@ -35,6 +36,10 @@ def step_options(
             f"{word} cannot be traced: what inductor fuses never reaches a tracker",
             hint="benchmarks/laws/compiled_layers.py prints what torch's partitioner saves",
         )
+    if resolved.experts == MODULES:
+        raise UnsupportedError(
+            "experts as a list of modules cannot be traced: the installed transformers fuses them"
+        )
     return StepOptions(
         config=config,
         method=resolved.method,
@@ -42,6 +47,9 @@ def step_options(
         autocast=resolved.autocast or "none",
         lora_rank=resolved.lora_rank,
         lora_targets=_targets(resolved, config),
+        experts=resolved.experts,
+        imbalance=resolved.imbalance,
+        expert_capacity=resolved.expert_capacity,
         lora_target_parameters=resolved.target_parameters,
         lora_dropout=resolved.lora_dropout,
         dora=resolved.dora,

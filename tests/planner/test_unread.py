@@ -31,7 +31,15 @@ SEEN, OF_IMAGES = (
 )
 HEARD, OF_SOUNDS = "voxtral-mini-3b", ("audio", "audio_seconds")
 LONG: dict[str, Any] = {**FULL, "context": 8192}
-EXPERTS, OF_EXPERTS = "qwen3-30b-a3b", ("engine.expert_parallel", "lora.target_parameters")
+EXPERTS, OF_EXPERTS = (
+    "qwen3-30b-a3b",
+    (
+        "engine.expert_parallel",
+        "lora.target_parameters",
+        "experts_implementation",
+        "expert_capacity_factor",
+    ),
+)
 
 BIASED, OF_BIASED = "qwen2.5-0.5b", ("lora.bias",)
 ADAPTER = str(Path(__file__).parent / "adapter")
@@ -83,6 +91,17 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "float8_all_gather": (
         {"framework": "torchtitan", "method": "full", "float8": "tensorwise", "sharding": "fsdp"},
         True,
+    ),
+    "experts_implementation": ({"checkpointing": "none"}, "batched_mm"),
+    "expert_capacity_factor": (
+        {
+            "framework": "peft-loop",
+            "experts_implementation": "eager",
+            "context": 8192,
+            "checkpointing": "full",
+            "lora": {"targets": ("q_proj",)},
+        },
+        1.25,
     ),
     "lora.rank": ({}, 64),
     "lora.targets": ({}, ("q_proj",)),
@@ -168,6 +187,8 @@ UNREAD: dict[str, tuple[dict[str, Any], Any]] = {
     "engine.max_loras": (GRPO, 4),
     "engine.max_lora_rank": (GRPO, 64),
     "sharding": (FULL, "zero3"),
+    "experts_implementation": (FULL, "eager"),
+    "expert_capacity_factor": (FULL, 1.25),
 }
 """Field: (a run that does not read it, a value that somebody gave)."""
 
