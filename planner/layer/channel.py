@@ -240,6 +240,8 @@ def _grouped(
 def channel(p: Program, x: Value, layer: LayerSpec, hidden: int, width: int) -> Value:
     if p.s.mlp_tile and layer.mlp.kind is not MlpKind.MOE:
         return in_tiles(p, x, p.s.mlp_tile, lambda q, part: mlp_block(q, part, layer, width))
+    if p.s.mlp_tile and p.s.tile_experts:
+        return in_tiles(p, x, p.s.mlp_tile, lambda q, part: channel(q, part, layer, hidden, width))
     if layer.mlp.kind is MlpKind.MOE:
         return moe_block(p, x, layer, hidden, width)
     return mlp_block(p, x, layer, width)

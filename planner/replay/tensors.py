@@ -11,6 +11,7 @@ from planner.quant.schemes import Scheme
 from planner.quant.table import BITSANDBYTES, packed_bytes, scheme_table, tensors
 from planner.run.recipe import Method
 from planner.run.resolve import Resolved
+from planner.terms.counts import base_weights, has_linear_experts
 from planner.terms.weights import trained_width
 
 
@@ -54,7 +55,7 @@ def _with_schemes(model: ModelSpec, r: Resolved) -> Iterator[tuple[ModuleSpec, S
         model,
         r.quantization,
         double_quant=r.double_quant,
-        linear_experts=r.switches.linear_experts,
+        linear_experts=has_linear_experts(model, r),
         quantized_head=r.switches.quantized_head,
     )
     layers = sum(len(model.layers[index].modules) for index in model.layer_order)
@@ -72,8 +73,28 @@ def _with_schemes(model: ModelSpec, r: Resolved) -> Iterator[tuple[ModuleSpec, S
 def _packed(shape: tuple[int, ...], kind: ModuleKind, scheme: Scheme, r: Resolved) -> Loaded:
     total, numel = packed_bytes(shape, scheme, kind), prod(shape)
     codes = int(numel * scheme.bits // 8)
-    passing = numel * element_bytes(r.dtype) if scheme.name in BITSANDBYTES else 0
+    quantised_here = scheme.name in BITSANDBYTES and not r.switches.prequantized
+    passing = numel * element_bytes(r.dtype) if quantised_here else 0
     return Loaded((min(codes, total), max(0, total - codes)), passing)
+
+
+def warmup_bytes(model: ModelSpec, r: Resolved, capacity_bytes: int) -> int:
+    """Return what transformers takes and gives back before it loads (modeling_utils.py)."""
+    if r.switches.warmup == "none":
+        return 0
+    width = element_bytes(r.dtype)
+    wanted = model.parameters * width
+    if r.quantization and r.switches.warmup == "half":
+        # as many 16-bit elements as a quarter of the bytes that 16 bits would take
+        return 2 * (min(wanted, capacity_bytes - KEPT_FREE) // 4)
+    if r.quantization:
+        base = base_weights(model, r)
+        wanted = base.quantized_parameters // 2 + base.rest
+    return max(0, min(wanted, capacity_bytes - KEPT_FREE))
+
+
+KEPT_FREE = 1_288_490_188
+"""Bytes that the warm-up leaves, 1.2 GiB."""
 
 
 def trained(model: ModelSpec, r: Resolved) -> list[int]:
