@@ -1,6 +1,6 @@
 """Which terms live in which phase, and how large each is there."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from planner.dtypes import element_bytes
@@ -10,17 +10,17 @@ from planner.quant.table import BITSANDBYTES
 from planner.run.recipe import VLLM, EngineKind, Method, Reference, Task
 from planner.run.resolve import Resolved
 from planner.terms.activations import Activations, activations, dequantized
-from planner.terms.adapters import lora
+from planner.terms.adapters import lora, pissa_work, trains_embedding, trains_head, trains_tied
 from planner.terms.embedding import backward_blocks
 from planner.terms.engine import EngineCosts, Serving, engine_costs
 from planner.terms.generation import generating
-from planner.terms.gradients import gradient_width, gradients
+from planner.terms.gradients import gradients
 from planner.terms.host import host
-from planner.terms.logits import Logits, held_outputs, logits
+from planner.terms.logits import Logits, head_gradient_width, held_outputs, logits
 from planner.terms.optimizer import optimizer
 from planner.terms.overhead import workspace
 from planner.terms.term import Term
-from planner.terms.vision import vision
+from planner.terms.vision import Vision, vision
 from planner.terms.vllm_weights import vllm_weights_term
 from planner.terms.weights import gathered, weights
 
@@ -111,10 +111,8 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     phases.append(
         _phase("loss", *fixed, held, root, seen.loss, _acts("loss", kept, acts), logit, resident)
     )
-    running_back = _backward(model, r, acts, grads)
-    phases.append(
-        _phase("backward", *fixed, whole, seen.backward, *running_back, outputs, resident)
-    )
+    running_back = _backward(model, r, acts, grads, seen)
+    phases.append(_phase("backward", *fixed, whole, *running_back, outputs, resident))
     left = _acts("step", acts.outliving, acts)
     step = Term(
         "optimizer",
@@ -123,7 +121,9 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         (states.states.bytes, states.step.bytes),
         states.step.source or states.states.source,
     )
-    phases.append(_phase("step", base, adapter, grads, step, outputs, left, space, resident))
+    phases.append(
+        _phase("step", base, adapter, grads, step, outputs, seen.after, left, space, resident)
+    )
     inputs = Term(
         "activations", acts.host, "offloaded checkpoint inputs, pinned", (), "checkpoint offload"
     )
@@ -182,24 +182,45 @@ def _acts(phase: str, size: int, acts: Activations) -> Term:
     return Term("activations", size, "{0}", (parts,), source)
 
 
-def _backward(model: ModelSpec, r: Resolved, acts: Activations, grads: Term) -> tuple[Term, Term]:
-    """Return gradients and activations where the backward pass is largest.
+def _backward(
+    model: ModelSpec, r: Resolved, acts: Activations, grads: Term, seen: Vision
+) -> tuple[Term, Term, Term]:
+    """Return gradients, activations and the towers' share where the backward pass is largest.
 
     With accumulation all gradients exist; without, they appear from the last layer to the first.
+    The order is the forward's, reversed: the text, the towers, the embedding.
     """
-    best: tuple[int, int] = (0, 0)
+    best = (0, 0, seen.backward)
     for moment in acts.backward:
         alive = moment.layer_grads + _earlier_grads(model, r, grads.bytes, moment.layers_left)
-        if sum(best) < moment.activations + min(alive, grads.bytes):
-            best = (min(alive, grads.bytes), moment.activations)
+        best = _larger(best, (min(alive, grads.bytes), moment.activations, seen.backward))
+    for own in seen.own:
+        alive = _text_grads(model, r, grads.bytes) + own.grads
+        here = replace(seen.backward, bytes=own.bytes)
+        best = _larger(best, (min(alive, grads.bytes), 0, here))
     last = _embedding_moment(model, r, grads.bytes)
-    if sum(best) < sum(last):
-        best = last
+    best = _larger(best, (*last, seen.after))
     template = "{0:,} B that exist by then, of {1:,} B at the step"
     return (
         Term("gradients", best[0], template, (best[0], grads.bytes), grads.source),
         _acts("backward", best[1], acts),
+        best[2],
     )
+
+
+def _larger(one: tuple[int, int, Term], other: tuple[int, int, Term]) -> tuple[int, int, Term]:
+    sizes = [gradients + activations + term.bytes for gradients, activations, term in (one, other)]
+    return other if sizes[0] < sizes[1] else one
+
+
+def _text_grads(model: ModelSpec, r: Resolved, total: int) -> int:
+    """Return the gradients that exist when the text's layers are done, its embedding's apart."""
+    if r.grad_accum > 1 or r.method is not Method.FULL:
+        return total
+    later = sum(module.parameters for module in model.towers)
+    if not model.tied:
+        later += sum(module.parameters for module in model.embeddings)
+    return total * (model.parameters - later) // max(1, model.parameters)
 
 
 def _earlier_grads(model: ModelSpec, r: Resolved, total: int, layers_left: int) -> int:
@@ -208,7 +229,8 @@ def _earlier_grads(model: ModelSpec, r: Resolved, total: int, layers_left: int) 
         return total
     done = model.num_layers - layers_left
     if r.method is not Method.FULL:
-        return total * done // model.num_layers
+        head, embedding = _outside_grads(model, r)
+        return head + (total - head - embedding) * done // model.num_layers
     above = sum(module.parameters for module in model.final)
     if model.head is not None:
         above += model.head.parameters
@@ -216,17 +238,25 @@ def _earlier_grads(model: ModelSpec, r: Resolved, total: int, layers_left: int) 
     return min(total, total * above // max(1, model.parameters))
 
 
+def _outside_grads(model: ModelSpec, r: Resolved) -> tuple[int, int]:
+    """Return gradients of a head and an embedding that modules_to_save trains: first and last ones."""
+    shards, one = r.placement.gradient_shards, model.vocab * model.hidden * head_gradient_width(r)
+    head = one // shards if trains_head(model, r) else 0
+    own = trains_embedding(model, r) and not trains_tied(model, r)
+    return head, one // shards if own else 0
+
+
 def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, int]:
     """Return gradients and activations while a trained embedding gets its gradient."""
-    if r.method is not Method.FULL:
+    if not trains_embedding(model, r):
         return 0, 0
     scratch = sum(backward_blocks(r.tokens, model.vocab, model.hidden))
     grads = total
-    if model.tied:
+    if trains_tied(model, r):
         # the embedding's gradient comes on top of the head's; that one is a view when a linear made
         # it, and then torch adds them into a third buffer
         copies = 2 if r.law.kind == "full" else 1
-        grads += copies * model.vocab * model.hidden * gradient_width(r)
+        grads += copies * model.vocab * model.hidden * head_gradient_width(r)
     return grads, r.tokens * model.hidden * element_bytes(r.dtype) + scratch
 
 
@@ -242,6 +272,8 @@ def _load(model: ModelSpec, r: Resolved, base: Term) -> Term:
             (size,),
             "litgpt finetune/lora.py: load_checkpoint before FSDP frees the full weights",
         )
+    if r.lora_init.startswith("pissa") and r.method is not Method.FULL:
+        return pissa_work(model, r)
     if r.quantization not in BITSANDBYTES:
         return Term("overhead", 0)
     size = dequantized(model, r)

@@ -1,7 +1,8 @@
 """The `train:` section of run.yaml: what a run learns from, how it steps and where it writes."""
 
+import json
 import math
-from enum import StrEnum
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +19,8 @@ from planner.run.recipe import (
 )
 from planner.run.runfile import read_yaml, validate
 from trainer.fields import loss_type, refuse_unhonoured
+from trainer.reporters import REPORTERS, check_reporter
+from trainer.schedule import Decay, Schedule, check_schedule, check_steps
 
 Positive = Annotated[float, Field(gt=0)]
 Steps = Annotated[int, Field(ge=1, le=10**9, strict=True)]
@@ -25,14 +28,6 @@ Steps = Annotated[int, Field(ge=1, le=10**9, strict=True)]
 
 EPSILON = 0.2
 GSPO_EPSILON, GSPO_EPSILON_HIGH = 3e-4, 4e-4
-
-
-class Schedule(StrEnum):
-    """Learning rate over the run, after the warm-up."""
-
-    CONSTANT = "constant"
-    LINEAR = "linear"
-    COSINE = "cosine"
 
 
 class DatasetSection(Section):
@@ -75,13 +70,60 @@ class RewardSection(Section):
 
 
 class SamplingSection(Section):
-    """How completions are drawn; the scorer uses the same values."""
+    """How completions are drawn.
+
+    The policy that is trained is the model at this temperature, top_k, top_p and min_p: the scorer uses
+    the same values. Penalties and grammars are the sampler's alone, and what they change is corrected by
+    importance weights (loss.is_correction).
+    """
 
     temperature: Positive = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0, strict=True)] = 0
     stop: tuple[str, ...] = ()
     """Text that ends a completion, as EOS does, over however many tokens it lies; it is kept."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Tokens less probable than this share of the most probable one are dropped."""
+    repetition_penalty: Positive = 1.0
+    """Above 1: tokens of the prompt and the completion become less probable."""
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    """Taken off the logit of every token that the completion has."""
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    """The same, for each time it has it."""
+    guided_regex: Annotated[str, Field(min_length=1)] | None = None
+    """vLLM: completions match this regular expression."""
+    guided_json: dict[str, Any] | None = None
+    """vLLM: completions are JSON of this schema; a mapping, or its JSON."""
+
+    @property
+    def guided(self) -> bool:
+        """Whether a grammar says what may come next."""
+        return self.guided_regex is not None or self.guided_json is not None
+
+    @property
+    def off_policy(self) -> bool:
+        """Whether completions come from another distribution than the one that is trained."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return self.guided or penalties != (1.0, 0.0, 0.0)
+
+    @field_validator("guided_json", mode="before")
+    @classmethod
+    def _schema_from_text(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"a JSON schema ({error})") from None
+
+    @field_validator("guided_regex")
+    @classmethod
+    def _is_a_regex(cls, value: str | None) -> str | None:
+        try:
+            re.compile(value or "")
+        except re.error as error:
+            raise ValueError(f"a regular expression ({error})") from None
+        return value
 
 
 class LossSection(Section):
@@ -139,6 +181,25 @@ class EvaluationSection(Section):
     """What counts as a gain is above this."""
 
 
+class PushSection(Section):
+    """Where on the hub the model goes. Tokens are not for files: HF_TOKEN, or --token."""
+
+    repo: str
+    """USER/NAME, or NAME under the token's own user; made if it is not there."""
+    private: bool | None = None
+    """Of a repository that is made; None = as the user or organisation has it."""
+    strategy: Literal["end", "every_save"] = "end"
+    merged: bool = False
+    """The whole model, adapters folded in, instead of the adapters."""
+
+    @field_validator("repo")
+    @classmethod
+    def _repo_id(cls, value: str) -> str:
+        if not re.fullmatch(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]{0,95}", value):
+            raise ValueError("USER/NAME, of letters, digits, -, _ and .")
+        return value
+
+
 class TrainSection(Section):
     """Everything about a run that moves no byte."""
 
@@ -158,9 +219,22 @@ class TrainSection(Section):
     lora_alpha: Positive | None = None
     """None = twice the rank: adapters act at a scale of 2."""
     warmup_steps: Annotated[int, Field(ge=0, strict=True)] = 0
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Share of the steps, instead of warmup_steps."""
     schedule: Schedule = Schedule.CONSTANT
+    min_lr: Annotated[float, Field(ge=0)] | None = None
+    """Where linear, cosine and wsd end; None = 0."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    """The same as a share of lr."""
+    decay_steps: Steps | None = None
+    """wsd: the last steps, over which the rate decays."""
+    decay_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
+    """wsd: the same as a share of the steps; None = 0.1."""
+    decay_type: Decay = Decay.COSINE
+    """wsd: linear, cosine or 1-sqrt."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     adam_betas: tuple[float, float] = (0.9, 0.99)
+    adam_eps: Positive = 1e-8
     max_grad_norm: Positive = 1.0
     seed: Annotated[int, Field(ge=0, lt=2**31, strict=True)] = 0
 
@@ -190,7 +264,18 @@ class TrainSection(Section):
     keep_checkpoints: Steps = 2
     max_bad_steps: Steps = 5
     """Stop (state saved) after this many steps in a row with a NaN reward or loss."""
+    push_to_hub: PushSection | None = None
+    """A repository's name, or a section of repo, private, strategy (end, every_save), merged."""
+    callbacks: tuple[str, ...] = ()
+    """FILE.py:NAME of your own objects (or classes), called after steps, evaluations and checkpoints."""
+    report_to: tuple[str, ...] = ()
+    """Trackers: mlflow, tensorboard, trackio, wandb; a name or a list."""
+    project: str | None = None
+    """Of the trackers (MLflow: the experiment); None = the tool's own variable, or vramwise."""
+    run_name: str | None = None
+    """Of the trackers; None = the output folder's name."""
     tensorboard: bool = False
+    """As tensorboard in report_to."""
     print_completions: Annotated[int, Field(ge=0, strict=True)] = 2
     preflight: bool = True
     device_memory: str | None = None
@@ -200,6 +285,29 @@ class TrainSection(Section):
     @classmethod
     def _dataset_by_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _trackers_by_name(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return () if value == "none" else (value,)
+        return () if value is None else value
+
+    @field_validator("push_to_hub", mode="before")
+    @classmethod
+    def _repo_by_name(cls, value: Any) -> Any:
+        return {"repo": value} if isinstance(value, str) else value
+
+    @field_validator("callbacks", mode="before")
+    @classmethod
+    def _one_callback(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """The trackers to report to, each once."""
+        named = (*self.report_to, "tensorboard") if self.tensorboard else self.report_to
+        return tuple(dict.fromkeys(named))
 
     @field_validator("rewards", mode="before")
     @classmethod
@@ -231,7 +339,18 @@ def parse_run(document: dict[str, Any], *, root: Path) -> tuple[RunFile, TrainSe
         train = train.model_copy(update={"loss": train.loss.model_copy(update={"type": kind})})
     _check_together(run, train)
     output = root / Path(train.output).expanduser()
+    start = run.recipe.lora.start_from
+    if start is not None and (root / start).is_dir():
+        # counted from the run file's folder, like its other paths; the output's copy has it in full
+        lora = run.recipe.lora.model_copy(update={"start_from": str((root / start).resolve())})
+        run = run.model_copy(update={"recipe": run.recipe.model_copy(update={"lora": lora})})
     return run, train.model_copy(update={"output": str(output)})
+
+
+def guides(train: TrainSection) -> bool:
+    """Say whether a grammar is used in training or evaluation."""
+    own = train.evaluation.sampling
+    return train.sampling.guided or (own is not None and own.guided)
 
 
 def refuse_four_bit(recipe: Recipe) -> None:
@@ -244,22 +363,13 @@ def refuse_four_bit(recipe: Recipe) -> None:
         )
 
 
-def check_warmup(train: TrainSection) -> None:
-    """Raise UsageError when the warm-up is as long as the run."""
-    if train.warmup_steps >= train.steps:
-        raise UsageError(
-            f"train.warmup_steps: {train.warmup_steps} is not allowed",
-            hint=f"below steps = {train.steps}",
-        )
-
-
 def with_epochs(train: TrainSection, *, per_epoch: int, per_step: int) -> TrainSection:
     """Return the section with the steps that its epochs are; `per_epoch` prompts, samples or rows."""
     if train.epochs is None:
         return train
     steps = max(1, math.ceil(train.epochs * per_epoch / per_step))
     train = train.model_copy(update={"steps": steps, "epochs": None})
-    check_warmup(train)
+    check_steps(train)
     return train
 
 
@@ -288,9 +398,38 @@ def _check_evaluation(run: RunFile, train: TrainSection) -> None:
         )
 
 
+def _check_reports(train: TrainSection) -> None:
+    """Refuse trackers that there are none of, and names that nothing would be called by."""
+    for name in train.report_to:
+        check_reporter(name)
+    for name in ("project", "run_name"):
+        if name in train.model_fields_set and not train.trackers:
+            raise UsageError(
+                f"train.{name}: {getattr(train, name)!r} has no effect without train.report_to",
+                hint=f"name one of {', '.join(REPORTERS)}",
+            )
+
+
+def _check_push(recipe: Recipe, train: TrainSection) -> None:
+    """Refuse to merge what is whole, or at every checkpoint."""
+    if train.push_to_hub is None or not train.push_to_hub.merged:
+        return
+    if recipe.method is Method.FULL:
+        raise UsageError(
+            "train.push_to_hub.merged: true has no effect with method full", hint="leave it out"
+        )
+    if train.push_to_hub.strategy == "every_save":
+        raise UsageError(
+            "train.push_to_hub.merged: true with strategy every_save would merge at every checkpoint",
+            hint="strategy: end",
+        )
+
+
 def _check_together(run: RunFile, train: TrainSection) -> None:
     """Refuse choices that contradict each other, before any long work."""
     recipe = run.recipe
+    _check_reports(train)
+    _check_push(recipe, train)
     if recipe.task not in (Task.GRPO, Task.SFT):
         raise UsageError(f"recipe.task: {recipe.task} cannot be trained", hint="grpo or sft")
     if recipe.method is Method.QLORA and recipe.quantization not in (None, "nf4", "fp4"):
@@ -299,8 +438,9 @@ def _check_together(run: RunFile, train: TrainSection) -> None:
         )
     if recipe.task is Task.GRPO:
         refuse_four_bit(recipe)
+    check_schedule(train)
     if train.epochs is None:
-        check_warmup(train)
+        check_steps(train)
     elif "steps" in train.model_fields_set:
         raise UsageError(
             f"train.epochs: {train.epochs:g} and steps: {train.steps} contradict each other",

@@ -14,6 +14,7 @@ from planner.machines.machine import Machine
 from planner.models.hub import find_model
 from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
+from planner.run.lora_fields import with_start
 from planner.run.recipe import Attention, Checkpointing, Method, Recipe, RunFile, Task
 from planner.run.resolve import resolve
 from planner.terms.activations import MLP_TILE_TOKENS
@@ -22,7 +23,7 @@ from profiler.recording import Recording
 from trainer.apart import check_apart
 from trainer.batching import Layout
 from trainer.checkpointing import checkpoint_layers, decoder_layers
-from trainer.config import TrainSection, with_epochs
+from trainer.config import TrainSection, guides, with_epochs
 from trainer.devices import check_driver, check_dtype, limited, occupied, run_device, this_machine
 from trainer.engines import make_engine
 from trainer.engines.protocol import Engine
@@ -56,7 +57,7 @@ class Preflight:
     memory: PhaseMemory
     layout: Layout
     shape: dict[str, Any]
-    """Temperature, top-k, top-p and head chunk for trainer.scoring.log_probs."""
+    """Temperature, top-k, top-p, min-p and head chunk for trainer.scoring.log_probs."""
     prompt_tokens: int
     completion_tokens: int
     num_generations: int
@@ -128,7 +129,8 @@ def prepare(
     held = "" if train.device_memory else occupied(machine)
     for note in filter(None, (unused, held)):
         say(note)
-    wanted = settle_engine(settled(run.recipe))
+    started, _ = with_start(spec, run.recipe)
+    wanted = settle_engine(settled(started))
     layout, asked = choose_layout(spec, wanted, train)
     if asked:  # samples in one row: planned with the mask that keeps them apart
         wanted = wanted.model_copy(update={"packing": True})
@@ -149,7 +151,7 @@ def prepare(
     # before anything else is allocated: vllm-shared brings the policy's weights with it
     engine = None
     if recipe.task is Task.GRPO:
-        engine = make_engine(policy, recipe=recipe, plan=planned)
+        engine = make_engine(policy, recipe=recipe, plan=planned, guided=guides(train))
         engine.release()
     apply_memory_choices(policy, recipe, must_tile=bool(run.recipe.tiled_mlp), say=say)
     if asked:
@@ -180,6 +182,7 @@ def prepare(
             "temperature": train.sampling.temperature,
             "top_k": train.sampling.top_k,
             "top_p": train.sampling.top_p,
+            "min_p": train.sampling.min_p,
             "chunk_rows": recipe.loss_chunk_rows,
         },
         prompt_tokens=planned.resolved.prompt_tokens,

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from planner.run.recipe import RunFile, Task
-from trainer.config import TrainSection, read_run
+from trainer.config import TrainSection
+from trainer.foreign import read_given
 from trainer.grpo import train_grpo
+from trainer.push import note_before, push_after
 from trainer.say import Say, silent
 from trainer.session import Result
 from trainer.sft import train_sft
@@ -16,9 +18,12 @@ SCHEMA_VERSION = 1
 
 
 def train_run(path: Path, *, resume: bool = False, say: Say = silent) -> Result:
-    """Run the file at `path`; relative paths in it count from its folder."""
-    run, train = read_run(path)
-    return train_parsed(run, train, root=path.parent, resume=resume, say=say)
+    """Run the file at `path`: a run.yaml, whose relative paths count from its folder, or a TRL config."""
+    quiet()
+    given = read_given(path)
+    for line in given.lines:
+        say(line)
+    return train_parsed(given.run, given.train, root=given.root, resume=resume, say=say)
 
 
 def train_parsed(
@@ -27,7 +32,13 @@ def train_parsed(
     """Run a validated run file."""
     quiet()
     algorithm = train_grpo if run.recipe.task is Task.GRPO else train_sft
-    return algorithm(run, train, root=root, resume=resume, say=say)
+    push = train.push_to_hub
+    if push is not None and (note := note_before()):
+        say(note)
+    result = algorithm(run, train, root=root, resume=resume, say=say)
+    if push is not None:
+        push_after(result.output, push, stopped=result.stopped_by is not None, say=say)
+    return result
 
 
 def report(result: Result) -> dict[str, Any]:
@@ -44,6 +55,8 @@ def report(result: Result) -> dict[str, Any]:
         "steps": result.steps,
         "bad_steps": result.bad_steps,
         "stopped_by": result.stopped_by,
+        "stopped_early": result.stop_reason
+        or ("no better evaluation" if result.exhausted else None),
         "seconds": round(result.seconds, 1),
         "last": figures,
         "metrics_file": str(result.output / "metrics.jsonl"),

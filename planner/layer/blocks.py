@@ -1,4 +1,4 @@
-"""A decoder layer on a tape: norms, its token mixer (planner/mixers), its MLP (channel.py), residuals.
+"""A decoder layer on a tape: norms, its token mixer (planner/mixers), its MLP or experts (channel.py, experts.py), residuals.
 
 Follows transformers 5.x modelling code, operation by operation.
 """
@@ -6,7 +6,7 @@ Follows transformers 5.x modelling code, operation by operation.
 from collections.abc import Callable
 from dataclasses import replace
 
-from planner.layer.channel import channel
+from planner.layer.experts import channel
 from planner.layer.program import Program
 from planner.layer.tape import Value
 from planner.mixers.registry import mixer_of
@@ -71,6 +71,11 @@ def _block(
         raw, out = out, p.norm(out, width, hidden)
         tape.drop(raw)
     out = _dropout(p, out, hidden)
+    if layer.scaled:
+        raw, size = out, max(out.size, hidden * p.s.weight)
+        saves = (raw,) if p.s.full else ()
+        out = tape.op((raw,), size, saves=saves, weight_grad=hidden * p.s.grad if p.s.full else 0)
+        tape.drop(raw)
     summed = tape.add(x, out, hidden * width)
     tape.drop(out)
     return summed

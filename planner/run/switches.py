@@ -31,6 +31,8 @@ class Switches(Section):
     """dtype of LoRA matrices on a 16-bit base: PEFT's autocast_adapter_dtype makes them fp32."""
     adapter_dtype_quantized: AdapterDtype = "fp32"
     """The same on a quantised base; TRL from 1.0 on casts them to bf16."""
+    ties_saved_modules: Flag = False
+    """A tied head stays tied to an embedding of modules_to_save (PEFT's ensure_weight_tying)."""
 
     # optimizer
     master_weights: Flag = False
@@ -108,6 +110,9 @@ class Switches(Section):
     """Checkpoints reentrantly (transformers < 5): the recomputed output lives through backward."""
     frozen_embedding_leaf: Flag = True
     """A frozen embedding's output is made a leaf (enable_input_require_grads), which its node holds."""
+    hooks_towers: Flag = True
+    """With checkpoints and adapters, frozen towers' embeddings are made to need a gradient too, so a
+    graph of the tower is kept and run backward (transformers 5 enable_input_require_grads)."""
     exact_host_slab: Flag = False
     """Offloaded inputs go to one registered slab; torch's pinned blocks round up to a power of two."""
 

@@ -23,6 +23,11 @@ class StepOptions:
     lora_target_parameters: tuple[str, ...] = ()
     """Fused expert tensors adapted beside them, by PEFT's ParamWrapper."""
     lora_dropout: float = 0.0
+    dora: bool = False
+    modules_to_save: tuple[str, ...] = ()
+    lora_bias: str = "none"
+    ties_saved_modules: bool = False
+    """A tied head stays tied to an embedding of modules_to_save."""
     adapter_dtype: str = "fp32"
     """PEFT upcasts 16-bit adapters to fp32 unless autocast_adapter_dtype=False."""
     double_quant: bool = True
@@ -49,6 +54,8 @@ class StepOptions:
     """Optimizer steps: the second sees the optimizer's state."""
     warm_optimizer: bool = False
     """Make the optimizer's state before the first step, so that one step shows the steady state."""
+    multimodal: bool = False
+    """Build the model with its towers, where transformers has a class of the text alone as well."""
     layers: int | None = None
     """Trace only this many decoder layers."""
     keep_outputs: bool = False

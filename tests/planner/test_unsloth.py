@@ -11,7 +11,7 @@ from planner.accuracy.sft_rows import predict_sft
 from planner.machines.machine import make_machine
 from planner.models.catalogue import catalogue_model
 from planner.plan import plan
-from planner.replay.tensors import warmup_bytes
+from planner.replay.warmup import warmup_bytes
 from planner.run.framework import pick
 from planner.run.recipe import LoraSection, Method, Recipe, Task
 from planner.run.resolve import resolve

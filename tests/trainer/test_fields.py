@@ -40,6 +40,8 @@ def no(value, task="sft", **base):
 
 
 OWN_REWARD = {"train.rewards": [{"name": "own.py:own"}]}
+COSINE = {"train.steps": 2, "train.schedule": "cosine"}
+WSD = {"train.steps": 3, "train.schedule": "wsd"}
 HALVES = {"recipe.context": ..., "recipe.prompt_length": 7, "recipe.completion_length": 3}
 HELD = {"train.validation": "held.jsonl", "train.steps": 3, "train.eval_every": 1}
 SUMS = {"name": "arithmetic", "options": {"digits": 1, "size": 4, "seed": 1}}
@@ -54,6 +56,10 @@ FIELDS: dict[str, Case] = {
     "recipe.lora.target_parameters": no(["mlp.experts.down_proj"]),
     "recipe.lora.dtype": Case("bf16"),
     "recipe.lora.dora": Case(True),
+    "recipe.lora.from": no("./nowhere"),
+    "recipe.lora.use_rslora": Case(True),
+    "recipe.lora.init": Case("pissa"),
+    "recipe.lora.bias": no("all"),
     "recipe.lora.modules_to_save": Case(["norm"]),
     "recipe.lora.dropout": Case(0.5, base={"train.lr": 0.05}),
     "recipe.engine.kind": no("vllm-push"),
@@ -108,6 +114,8 @@ FIELDS: dict[str, Case] = {
     "recipe.image_tokens": no(16),
     "recipe.videos": no(1),
     "recipe.video_frames": no(2),
+    "recipe.audio": no(1),
+    "recipe.audio_seconds": no(2.0),
     "machine.gpu": Case("rtx-4090"),
     "machine.gpus": no(4),
     "machine.vram": Case("24GiB"),
@@ -153,9 +161,16 @@ FIELDS: dict[str, Case] = {
     "train.lr": Case(0.1),
     "train.lora_alpha": Case(1.0),
     "train.warmup_steps": Case(2, base={"train.steps": 3}),
+    "train.warmup_ratio": Case(0.5, base={"train.steps": 3}),
     "train.schedule": Case("cosine", base={"train.steps": 2}),
+    "train.min_lr": Case(1e-6, base=COSINE),
+    "train.min_lr_ratio": Case(0.5, base=COSINE),
+    "train.decay_steps": Case(2, base=WSD),
+    "train.decay_ratio": Case(0.9, base=WSD),
+    "train.decay_type": Case("1-sqrt", base=WSD | {"train.decay_steps": 2}),
     "train.weight_decay": Case(0.5),
     "train.adam_betas": Case([0.5, 0.6]),
+    "train.adam_eps": Case(0.1),
     "train.max_grad_norm": Case(0.01, base={"recipe.optimizer": "sgd", "train.lr": 1.0}),
     "train.seed": Case(1),
     "train.prompts_per_step": Case(2),
@@ -165,6 +180,12 @@ FIELDS: dict[str, Case] = {
     "train.sampling.top_p": Case(0.5, "grpo"),
     "train.sampling.top_k": Case(3, "grpo"),
     "train.sampling.stop": Case(["1"], "grpo"),
+    "train.sampling.min_p": Case(0.5, "grpo"),
+    "train.sampling.repetition_penalty": Case(2.0, "grpo"),
+    "train.sampling.presence_penalty": Case(2.0, "grpo"),
+    "train.sampling.frequency_penalty": Case(2.0, "grpo"),
+    "train.sampling.guided_regex": no("[0-9]", "grpo"),
+    "train.sampling.guided_json": no({"type": "object"}, "grpo"),
     "train.loss.type": Case("grpo", "grpo"),
     "train.loss.epsilon": Case(0.01, "grpo"),
     "train.loss.epsilon_high": Case(0.5, "grpo"),
@@ -185,6 +206,11 @@ FIELDS: dict[str, Case] = {
     "train.save_every": Case(1, base={"train.steps": 3}),
     "train.keep_checkpoints": Case(1, base={"train.steps": 3, "train.save_every": 1}),
     "train.max_bad_steps": Case(1, base={"train.lr": 1e30, "train.steps": 4}),
+    "train.push_to_hub": Case("me/sums"),
+    "train.callbacks": Case(["stop.py:Stop"], base={"train.steps": 3}),
+    "train.report_to": Case("tensorboard"),
+    "train.project": no("sums"),
+    "train.run_name": no("first"),
     "train.tensorboard": Case(True),
     "train.print_completions": Case(1),
     "train.preflight": Case(True),
@@ -199,7 +225,7 @@ def leaves(section, prefix):
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             yield from leaves(inner, f"{prefix}.{name}")
         else:
-            yield f"{prefix}.{name}"
+            yield f"{prefix}.{info.alias or name}"
 
 
 def every_field():
@@ -271,6 +297,10 @@ def run_of(document, tmp_path):
     (tmp_path / "held.jsonl").write_text(held, encoding="utf-8")
     (tmp_path / "own.py").write_text(
         "def own(completions, **columns):\n    return [float(len(completions))] * len(completions)\n",
+        encoding="utf-8",
+    )
+    (tmp_path / "stop.py").write_text(
+        "class Stop:\n    def on_step_end(self, run, step, metrics):\n        run.stop()\n",
         encoding="utf-8",
     )
     return make

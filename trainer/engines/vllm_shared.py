@@ -9,7 +9,7 @@ bit for bit afterwards. With full fine-tuning the optimizer writes into the shar
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -183,7 +183,9 @@ class VllmSharedEngine:
 
     name = "vllm-shared"
 
-    def __init__(self, policy: Policy, *, recipe: Recipe, plan: Plan | None = None) -> None:
+    def __init__(
+        self, policy: Policy, *, recipe: Recipe, plan: Plan | None = None, guided: bool = False
+    ) -> None:
         """Start vLLM, give the policy its weights, and check that both compute the same.
 
         The policy's base may be on the meta device: it then never had weights of its own.
@@ -191,13 +193,18 @@ class VllmSharedEngine:
         if has_adapters(policy.model) and policy.model.peft_config["default"].modules_to_save:
             raise refuse("modules_to_save trains whole modules beside the shared ones")
         self._policy = policy
-        self._settings = settings_for(policy, recipe=recipe, plan=plan, kind=EngineKind.VLLM_SHARED)
+        self._settings = settings_for(
+            policy, recipe=recipe, plan=plan, kind=EngineKind.VLLM_SHARED, guided=guided
+        )
         self._folder = AdapterFolder()
         self._lora: Any = None
         self._released = False
         self._updates = 0
         self._probe = vllm_llm.probe_tokens(policy, min(32, self._settings.max_model_len - 1))
-        self._merged = MergedWeights(policy.model) if needs_merging(policy.model) else None
+        self._merged = None
+        if needs_merging(policy.model, shared=True):
+            self._merged = MergedWeights(policy.model)
+            self._settings = replace(self._settings, lora_rank=0)
         with vllm_llm.unpacked_cpu_linears():
             self.llm = vllm_llm.start_llm(self._settings)
         try:
