@@ -11,7 +11,7 @@ from planner.quant.table import BITSANDBYTES, packed_bytes, scheme_table, tensor
 from planner.run.recipe import Method
 from planner.run.resolve import Resolved
 from planner.terms.adapters import rest_width
-from planner.terms.counts import has_linear_experts, lora_of
+from planner.terms.counts import lora_of
 from planner.terms.weights import trained_width
 
 
@@ -55,7 +55,7 @@ def _with_schemes(model: ModelSpec, r: Resolved) -> Iterator[tuple[ModuleSpec, S
         model,
         r.quantization,
         double_quant=r.double_quant,
-        linear_experts=has_linear_experts(model, r),
+        linear_experts=r.linear_experts,
         quantized_head=r.switches.quantized_head,
     )
     layers = sum(len(model.layers[index].modules) for index in model.layer_order)

@@ -58,6 +58,11 @@ class Switches(Section):
     """
     gptq_touches_every_gpu: Flag = False
     """A GPTQ base is loaded by device_map "auto", which makes every process a context on every GPU."""
+    experts: Literal["grouped_mm", "modules"] = "grouped_mm"
+    """How fused experts run: torch's grouped matmul (transformers 5: integrations/moe.py, the default of
+    get_correct_experts_implementation); modules: a list of MLPs, one after another (transformers 4)."""
+    expert_capacity: Flag = False
+    """An expert can drop tokens beyond a capacity: a loop of one's own may (Megatron, DeepSpeed's MoE)."""
     linear_experts: Flag = False
     """Each expert is a linear of its own, which bitsandbytes quantises; fused ones stay 16-bit."""
     linear_expert_models: frozenset[str] = frozenset()

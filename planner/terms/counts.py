@@ -61,12 +61,6 @@ class Adapters:
 _STORE: dict[tuple[int, object], tuple[ModelSpec, object]] = {}
 
 
-def has_linear_experts(model: ModelSpec, resolved: Resolved) -> bool:
-    """Return whether every expert is a linear of its own, which bitsandbytes quantises."""
-    switches = resolved.switches
-    return switches.linear_experts or model.model_type in switches.linear_expert_models
-
-
 def base_weights(model: ModelSpec, resolved: Resolved) -> BaseWeights:
     """Return the bytes of the base model on one GPU before sharding."""
     upcast = resolved.switches.kbit_upcast == "all" and resolved.quantization in BITSANDBYTES
@@ -75,7 +69,7 @@ def base_weights(model: ModelSpec, resolved: Resolved) -> BaseWeights:
         resolved.quantization,
         resolved.double_quant,
         upcast,
-        has_linear_experts(model, resolved),
+        resolved.linear_experts,
         resolved.switches.quantized_head,
     )
     stored = _STORE.get((id(model), key))

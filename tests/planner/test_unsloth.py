@@ -45,7 +45,8 @@ def _recipe(version: str, **fields: object) -> Recipe:
         ("2024.11.9", "unsloth-2024.11"),
         ("2025.4.5", "unsloth-2025.1"),
         ("2025.8.5", "unsloth-2025.8"),
-        ("2026.5.10", "unsloth-2025.8"),
+        ("2026.1.4", "unsloth-2025.8"),
+        ("2026.5.10", "unsloth-2026.2"),
         ("2026.10.9", "unsloth"),
     ],
 )
