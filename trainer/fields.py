@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from planner.errors import UnsupportedError, UsageError
 from planner.models.spec import ModelSpec
+from planner.run.compiling import SELECTIVE
 from planner.run.recipe import (
     VLLM,
     EngineKind,
@@ -141,6 +142,12 @@ def _recipe(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
         ("evaluation", recipe.evaluation != type(recipe.evaluation)(), "nothing: train.validation says when and on what"),
         ("save", recipe.save != "none", "none: train.save_every writes checkpoints"),
         ("resume", recipe.resume, "false: vramwise train RUN.yaml --resume goes on with one"),
+        ("compile_loss", bool(recipe.compile_loss), "false"),
+        ("float8", recipe.float8 is not None, "nothing: the trainer multiplies in 16 or 32 bits"),
+        ("float8_all_gather", recipe.float8_all_gather, "false"),
+        ("checkpointing", recipe.checkpointing in SELECTIVE, "none, full, every-k or offload"),
+        ("experts_implementation", recipe.experts_implementation not in (None, "grouped_mm"), "grouped_mm, transformers' own choice"),
+        ("expert_capacity_factor", recipe.expert_capacity_factor is not None, "nothing: the experts take all tokens"),
         ("reference", recipe.reference not in (None, Reference.NONE, Reference.ADAPTER_OFF), "adapter-off"),
         ("reference", bool(recipe.beta) and recipe.reference is Reference.NONE, "adapter-off, or beta: 0"),
         ("beta", bool(recipe.beta) and recipe.method is Method.FULL, "0 with method full: its reference would be a second copy; adapters need none"),

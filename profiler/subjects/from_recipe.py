@@ -6,6 +6,7 @@ from planner.errors import UnsupportedError
 from planner.families import model_spec_from_config
 from planner.machines.machine import GpuSpec
 from planner.models.lora_targets import peft_targets
+from planner.run.experts import MODULES
 from planner.run.recipe import Checkpointing, Method
 from planner.run.resolve import Resolved
 from planner.run.tasks import TASKS
@@ -30,6 +31,16 @@ def step_options(
         raise UnsupportedError(
             "checkpointing every-k cannot be traced: transformers has no such switch"
         )
+    if resolved.compiled or resolved.compiled_loss or resolved.float8:
+        word = "float8" if resolved.float8 else "compile"
+        raise UnsupportedError(
+            f"{word} cannot be traced: what inductor fuses never reaches a tracker",
+            hint="benchmarks/laws/compiled_layers.py prints what torch's partitioner saves",
+        )
+    if resolved.experts == MODULES:
+        raise UnsupportedError(
+            "experts as a list of modules cannot be traced: the installed transformers fuses them"
+        )
     return StepOptions(
         config=config,
         head=TASKS[resolved.task].head.value,
@@ -38,6 +49,9 @@ def step_options(
         autocast=resolved.autocast or "none",
         lora_rank=resolved.lora_rank,
         lora_targets=_targets(resolved, config),
+        experts=resolved.experts,
+        imbalance=resolved.imbalance,
+        expert_capacity=resolved.expert_capacity,
         lora_target_parameters=resolved.target_parameters,
         lora_dropout=resolved.lora_dropout,
         dora=resolved.dora,
@@ -52,6 +66,7 @@ def step_options(
         reentrant=resolved.switches.reentrant,
         transformers=resolved.switches.transformers,
         checkpointing=resolved.checkpointing,
+        checkpoint_every=resolved.checkpoint_every,
         attention=resolved.attention,
         optimizer=resolved.optimizer,
         micro_batch=resolved.sequences,

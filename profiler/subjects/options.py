@@ -22,6 +22,11 @@ class StepOptions:
     """none, bf16 or fp16 (fp16 brings a gradient scaler)."""
     lora_rank: int = 16
     lora_targets: tuple[str, ...] | str = "all-linear"
+    experts: str = ""
+    """How fused experts run: grouped_mm, fallback, batched_mm or eager; empty = transformers' choice."""
+    imbalance: bool = False
+    """In a loop: all tokens choose the same experts."""
+    expert_capacity: float = 0.0
     lora_target_parameters: tuple[str, ...] = ()
     """Fused expert tensors adapted beside them, by PEFT's ParamWrapper."""
     lora_dropout: float = 0.0
@@ -42,6 +47,8 @@ class StepOptions:
     reentrant: bool = False
     """Checkpointing with use_reentrant, the default of transformers before 5."""
     checkpointing: Checkpointing = Checkpointing.FULL
+    checkpoint_every: int = 1
+    """selective-layer: every which layer is checkpointed."""
     attention: Attention = Attention.SDPA
     optimizer: Optimizer = Optimizer.ADAMW
     micro_batch: int = 1
