@@ -125,6 +125,9 @@ class Switches(Section):
     """vLLM inside the trainer's process generates with a 4-bit policy."""
     drops_renewed_weights: Flag = False
     """A pushed copy whose weights all come anew gives them back asleep (level 2), not into host memory."""
+    prefill_tokens: Annotated[int, Field(ge=0, strict=True)] = 0
+    """The transformers engine reads every prompt once, so many tokens at a time (trainer/engines/
+    transformers.py); 0: `generate` reads the prompt of every completion, all of it at once."""
     generates_whole_batch: Flag = False
     """All sequences of a step are generated at once, those of gradient accumulation too."""
     fsdp_loads_full: Flag = False

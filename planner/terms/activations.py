@@ -227,6 +227,9 @@ def activations(model: ModelSpec, r: Resolved, tokens: int) -> Activations:
         for layer in model.layers
     )
     if r.checkpointing is Checkpointing.NONE:
+        if settings.masked and settings.additive_mask and settings.attention == "sdpa":
+            # SDPA saves the mask that it is given; one for all layers
+            return _everything(model, settings, tail, tokens, fixed, plain, mask)
         found = _everything(model, settings, tail, tokens, fixed, plain)
         # a variable of the model's forward, which the layers' graphs do not need
         return found._replace(forward=found.forward + mask, no_grad=found.no_grad + mask)
@@ -273,10 +276,12 @@ def _everything(
     settings: OpSettings,
     tail: Tail,
     tokens: int,
-    fixed: int,
+    rotary: int,
     plain: int,
+    masked: int = 0,
 ) -> Activations:
-    """Without checkpointing: every layer keeps all it saved."""
+    """Without checkpointing: every layer keeps all it saved; `masked`: the mask they all saved."""
+    fixed = rotary + masked
     costs = [kept_costs(layer, model.hidden, settings) for layer in model.layers]
     mask = model.hidden * tokens if model.embedding_dropout and settings.embedding else 0
     kept = fixed + mask
@@ -321,7 +326,8 @@ def _everything(
         autocast_cache=0,
         host=0,
         parts=(
-            ("cosines and sines", 1, fixed),
+            ("cosines and sines", 1, rotary),
+            ("attention masks", 1, masked),
             ("autocast's copies of weights", 1, copies),
             ("embedding dropout's mask", 1, mask),
             ("layers' saved tensors", tokens, (kept - fixed - mask - copies) / max(tokens, 1)),
