@@ -255,7 +255,7 @@ def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, i
     if trains_tied(model, r):
         # the embedding's gradient comes on top of the head's; that one is a view when a linear made
         # it, and then torch adds them into a third buffer
-        copies = 2 if r.law.kind == "full" else 1
+        copies = 2 if r.law.kind == "full" and r.law.chunk_count < 2 else 1
         grads += copies * model.vocab * model.hidden * head_gradient_width(r)
     return grads, r.tokens * model.hidden * element_bytes(r.dtype) + scratch
 
