@@ -11,13 +11,15 @@ from planner.accuracy.prediction import NotARun, NotCovered, Prediction, around
 from planner.accuracy.rows import Row
 from planner.accuracy.sft_recipe import recipe_of
 from planner.accuracy.stages import is_split, stage_models
-from planner.accuracy.variants import litgpt_model, selective_bytes
+from planner.accuracy.variants import litgpt_model
 from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
 from planner.risk import EVEN, TAIL
 from planner.run.recipe import Recipe, Sharding, Task
 
+OF_TENSORS = frozenset({"peak_allocated", "peak_active"})
+"""Figures that a card's size does not move."""
 PHASES = ("load", "forward", "loss", "backward", "step")
 
 
@@ -94,16 +96,15 @@ def run_of(row: Row) -> Run:
     if is_split(row):
         model = stage_models(row, model)[-1]  # the last one has the head
     recipe = divide_tokens(row, recipe_of(row, model))
-    machine = machine_named(row["gpu"], gpus_of(row, recipe))
-    return Run(row, canonical(row.quantity), model, recipe, machine)
+    quantity = canonical(row.quantity)
+    machine = machine_named(row["gpu"], gpus_of(row, recipe), any_memory=quantity in OF_TENSORS)
+    return Run(row, quantity, model, recipe, machine)
 
 
 def _answer(run: Run) -> Prediction:
     result = plan(run.model, run.recipe, run.machine)
     _refuse_impossible(run.row, result)
     extra = _second_set(run) if run.quantity == "peak_reserved" else 0
-    if run.row["grad_ckpt"].startswith("selective"):
-        extra += selective_bytes(run.model, result.resolved.tokens)
     return figure(run.quantity, result, extra)
 
 
