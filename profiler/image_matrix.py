@@ -81,6 +81,7 @@ def pictures(model: ModelSpec, width: int, height: int) -> Pictures:
         return Pictures(
             floats={"pixel_values": (one.patches, one.pixels // one.patches)},
             grids={"image_grid_thw": grid},
+            ints={"position_ids": (3, 1, LENGTH)},
         )
     if vision.cut is Cut.TILES:
         tiles = vision.tiles
