@@ -38,6 +38,7 @@ TARGETS = (
     "planner/run/engine_law.py",
     "planner/machines/vllm_overheads.py",
     "planner/replay",
+    "planner/quant",
     "planner/phases.py",
     "planner/reserved.py",
     "planner/plan.py",
