@@ -22,6 +22,8 @@ ANSWERS = {"completion_column": "answer"}
 LEARNING_RATES = {Method.FULL: 1e-6, Method.LORA: 1e-5, Method.QLORA: 1e-5}
 PROMPTS_PER_STEP = 8
 TRAINABLE = (Task.GRPO, Task.SFT)
+NAMED = {"lora_targets": "lora.targets", "lora_target_parameters": "lora.target_parameters"}
+"""Options whose value is a list of names, and their fields."""
 
 
 def train_section(run: Run, *, dataset: str, steps: int) -> dict[str, Any]:
@@ -67,7 +69,7 @@ def command_line(run: Run) -> tuple[str, list[str]]:
             words += [_flag(name), value]
     chosen = _chosen(run.recipe)
     for name in OPTIONS:
-        path = "lora.targets" if name == "lora_targets" else RECIPE_FIELDS.get(name, name)
+        path = NAMED.get(name) or RECIPE_FIELDS.get(name, name)
         if path in chosen:
             words += _words(name, chosen.pop(path))
     return shlex.join(words), sorted(chosen)

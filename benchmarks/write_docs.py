@@ -1,4 +1,4 @@
-"""Write the generated pages: docs/cli.md, docs/tree.md, docs/accuracy.md and the README's example.
+"""Write the generated pages: docs/cli.md, docs/tree.md, docs/trl-fields.md, docs/accuracy.md and the README's example.
 
 `python -m benchmarks.write_docs` rewrites them, `--check` fails when one is not as it would be
 written. The README's example output and tree are checked by tests/test_docs.py.
@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 CLI_PAGE = ROOT / "docs" / "cli.md"
 TREE_PAGE = ROOT / "docs" / "tree.md"
+TRL_PAGE = ROOT / "docs" / "trl-fields.md"
 README = ROOT / "README.md"
 PLAIN = {"COLUMNS": "100", "TERMINAL_WIDTH": "100", "NO_COLOR": "1", "TERM": "dumb"}
 PROFILE_VERBS = ("run", "watch", "snapshot", "compare", "calibrate")
@@ -83,6 +84,49 @@ def tree_page() -> str:
     return "\n".join(parts)
 
 
+def trl_page() -> str:
+    """Return docs/trl-fields.md: every field of TRL's configs -> ours, or why not."""
+    from planner.importers.trl_fields import KINDS, inherited_defaults, table, version
+
+    parts = [
+        "# TRL's fields here",
+        "",
+        f"Every field of TRL {version()}'s configs, made from data/importers/trl_fields.json by `make docs`; do not",
+        "edit. `vramwise train trl.yaml` goes by this table ([training.md](training.md), TRL's configs), and",
+        "tests/trainer/test_trl_fields.py holds it against the installed dataclasses and the importer.",
+        "",
+        "| word | meaning |",
+        "|---|---|",
+        *(f"| {kind} | {meaning} |" for kind, meaning in KINDS.items()),
+    ]
+    titles = {
+        "TrainingArguments": "inherited by SFTConfig, GRPOConfig and DPOConfig; with DPOConfig it is planned, not trained",
+        "DPOConfig": "our trainer has no DPO yet: `vramwise plan` reads it, `vramwise train` refuses it by name",
+    }
+    for config in (
+        "SFTConfig", "GRPOConfig", "DPOConfig", "TrainingArguments", "ModelConfig", "ScriptArguments",
+        "GRPOScriptArguments", "DatasetMixtureConfig",
+    ):  # fmt: skip
+        title = f": {titles[config]}" if config in titles else ""
+        parts += ["", f"## {config}{title}", ""]
+        changed = inherited_defaults(config)
+        if changed:
+            said = ", ".join(f"{name} {value}" for name, value in changed.items())
+            parts += [f"Its own defaults of inherited fields: {said}.", ""]
+        parts += ["| TRL | default | here | |", "|---|---|---|---|"]
+        parts += [
+            f"| {row.field} | {row.default} | {', '.join(row.ours) or row.kind} "
+            f"| {_trl_note(row.kind, row.note, bool(row.ours))} |"
+            for row in table(config).values()
+        ]
+    return "\n".join(parts) + "\n"
+
+
+def _trl_note(kind: str, note: str, named: bool) -> str:
+    word = f"{kind}: " if named and kind != "same" else ""
+    return f"{word}{note}".strip().removesuffix(":").replace("|", "\\|")
+
+
 def readme_page() -> str:
     """Return the README with the output of its `$ vramwise plan` block as it is now."""
     text = README.read_text(encoding="utf-8")
@@ -131,7 +175,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    pages = {CLI_PAGE: cli_page(), TREE_PAGE: tree_page(), README: readme_page()}
+    pages = {
+        CLI_PAGE: cli_page(),
+        TREE_PAGE: tree_page(),
+        TRL_PAGE: trl_page(),
+        README: readme_page(),
+    }
     if arguments.check:
         stale = [
             path.name

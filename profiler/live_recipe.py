@@ -153,7 +153,8 @@ def _weights(model: Any) -> dict[str, Any]:
         if "lora_" in name:
             adapter_dtypes[str(parameter.dtype)] += prod(parameter.shape)
             # what was adapted, whatever pattern asked for it
-            targets.add(name.split(".lora_")[0].rpartition(".")[2])
+            owner = name.split(".lora_")[0].replace(".base_layer", "")
+            targets.add(owner.rpartition(".")[2])
         elif kind == "Params4bit":
             state = getattr(parameter, "quant_state", None)
             quantization = getattr(state, "quant_type", None) or "nf4"
@@ -168,9 +169,12 @@ def _weights(model: Any) -> dict[str, Any]:
     if not adapter_dtypes or adapter is None:
         return {**found, "method": "full"}
     found["method"] = "qlora" if quantization else "lora"
+    parameters = tuple(sorted(getattr(adapter, "target_parameters", None) or ()))
+    owners = {"experts", *(path.split(".")[-2] for path in parameters if "." in path)}
     found["lora"] = {
         "rank": int(adapter.r),
-        "targets": tuple(sorted(targets)),
+        "targets": tuple(sorted(targets - owners if parameters else targets)),
+        "target_parameters": parameters,
         "dtype": _DTYPES.get(adapter_dtypes.most_common(1)[0][0]),
         "dora": bool(getattr(adapter, "use_dora", False)),
         "modules_to_save": tuple(getattr(adapter, "modules_to_save", None) or ()),

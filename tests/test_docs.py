@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from app.cli import main
-from benchmarks.write_docs import TREE_PAGE, VERBS, accuracy_sentence, cli_page, tree_page
+from benchmarks.write_docs import (
+    TREE_PAGE,
+    TRL_PAGE,
+    VERBS,
+    accuracy_sentence,
+    cli_page,
+    tree_page,
+    trl_page,
+)
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -21,6 +29,10 @@ def test_every_verb_is_documented():
     names = {command.name or command.callback.__name__ for command in app.registered_commands}
     names |= {group.name for group in app.registered_groups}
     assert names == {verb[0] for verb in VERBS}
+
+
+def test_trl_page_is_what_the_table_says():
+    assert TRL_PAGE.read_text(encoding="utf-8") == trl_page(), "run: make docs"
 
 
 def test_cli_page_is_what_the_commands_say():

@@ -252,7 +252,8 @@ def _add_adapters(
         r=lora.rank,
         lora_alpha=2 * lora.rank if alpha is None else alpha,  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
-        target_modules=peft_targets(spec, lora.targets),
+        target_modules=peft_targets(spec, lora.targets, lora.target_parameters),
+        target_parameters=list(lora.target_parameters) or None,
         modules_to_save=list(lora.modules_to_save) or None,
         use_dora=lora.dora,
     )

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from planner.run.recipe import RunFile, Task
-from trainer.config import TrainSection, read_run
+from trainer.config import TrainSection
+from trainer.foreign import read_given
 from trainer.grpo import train_grpo
 from trainer.say import Say, silent
 from trainer.session import Result
@@ -16,9 +17,12 @@ SCHEMA_VERSION = 1
 
 
 def train_run(path: Path, *, resume: bool = False, say: Say = silent) -> Result:
-    """Run the file at `path`; relative paths in it count from its folder."""
-    run, train = read_run(path)
-    return train_parsed(run, train, root=path.parent, resume=resume, say=say)
+    """Run the file at `path`: a run.yaml, whose relative paths count from its folder, or a TRL config."""
+    quiet()
+    given = read_given(path)
+    for line in given.lines:
+        say(line)
+    return train_parsed(given.run, given.train, root=given.root, resume=resume, say=say)
 
 
 def train_parsed(

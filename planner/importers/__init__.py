@@ -4,6 +4,7 @@ Nothing is executed: YAML by a safe loader, shell parsed, Python and notebooks b
 """
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ def _with_launch(found: Imported, launch: Launch) -> Imported:
     run = found.run.model_copy(
         update={"recipe": found.run.recipe.model_copy(update=recipe), "machine": machine}
     )
-    return Imported(tool=found.tool, version=found.version, run=run, report=found.report)
+    return replace(found, run=run)
 
 
 def _import(

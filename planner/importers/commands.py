@@ -1,7 +1,7 @@
 """Command lines that start a training tool: TRL's verbs and scripts, and launchers of a YAML file."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,10 @@ def trl_command(
     values = {key.replace("-", "_"): value for key, value in flags(command[index + 1 :]).items()}
     spread = launch or _launch_of({**flags(command[:index]), **values}, path)
     values = {**_config_values(values.pop("config", None), path), **values}
-    for key in _LAUNCH_ONLY:
-        values.pop(key, None)
-    return trl.read(values, task=task, version=version, launch=spread)
+    read = {key: value for key, value in values.items() if key not in _LAUNCH_ONLY}
+    found = trl.read(read, task=task, version=version, launch=spread)
+    named = {key: values[key] for key in ("dataset_name",) if key in values}
+    return replace(found, values={**found.values, **named})
 
 
 def _script_position(command: list[str]) -> tuple[Task, int] | None:

@@ -68,6 +68,12 @@ class Imported:
     version: str
     run: RunFile
     report: ImportReport
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """The file's keys, flat, as the tool would read them."""
+    script: bool = False
+    """They are keyword arguments of a Python script."""
+    unknown: tuple[str, ...] = ()
+    """Those whose value only running the script would give."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
@@ -253,7 +259,11 @@ class Settings:
                 hint=f"value {str(first.get('input', ''))[:60]!r}",
             ) from None
         return Imported(
-            tool=self.report.tool, version=self.report.version, run=run, report=self.report
+            tool=self.report.tool,
+            version=self.report.version,
+            run=run,
+            report=self.report,
+            values=self.values,
         )
 
 

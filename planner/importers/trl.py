@@ -16,6 +16,8 @@ VERSION = "1.16.0"
 OPEN_R1_VERSION = "0.18.0"
 HANDBOOK_VERSION = "0.19.1"
 _OPTIM = {"adamw": "adamw_torch", "adamw-fused": "adamw_torch_fused"}
+_INNER = "model_init_kwargs."
+"""What from_pretrained is given beside, and before, the keys of the file itself."""
 _SFT_LOSSES = ("nll", "chunked_nll", "dft")
 RENAMED = ("torch_dtype", "max_seq_length", "max_prompt_length")
 """Keys of older releases; from 1.0 on the scripts ignore them silently."""
@@ -45,7 +47,10 @@ def read(
     """
     if version is None and is_script and assumed == VERSION:
         assumed = _newest_that_knows(values)
+    inner = {key: value for key, value in values.items() if key.startswith(_INNER)}
+    values = {**values, **{key.removeprefix(_INNER): value for key, value in inner.items()}}
     settings = Settings(values, tool=tool, version=version or assumed, assumed=version is None)
+    settings.used.update(inner)
     at = version_tuple(settings.report.version)
     task = task or _task(settings)
     recipe: dict[str, Any] = {"framework": settings.framework("trl"), "task": task}
@@ -131,7 +136,8 @@ def _method(settings: Settings, recipe: dict[str, Any], model: str) -> Method:
         Method.FULL if not peft else Method.QLORA if four or (named and not eight) else Method.LORA
     )
     if method is Method.QLORA:
-        recipe["quantization"] = named or "nf4"
+        kind = str(settings.raw("bnb_4bit_quant_type", to="quantization", default="nf4")).lower()
+        recipe["quantization"] = named or (kind if kind in ("nf4", "fp4") else "nf4")
         recipe["double_quant"] = settings.flag(
             "use_bnb_nested_quant", "bnb_4bit_use_double_quant", to="double_quant"
         )

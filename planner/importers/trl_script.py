@@ -1,5 +1,6 @@
 """TRL and plain Hugging Face scripts and notebooks: keyword arguments by AST."""
 
+from dataclasses import replace
 from typing import Any
 
 from planner.importers import trl
@@ -75,7 +76,23 @@ def read(calls: Calls, *, version: str | None = None) -> Imported:
     )
     for key in unknown:
         result.report.not_understood.append(_not_constant(key))
-    return result
+    if trainer and trainer.get("reward_funcs") is not None:
+        unknown.append("reward_funcs")
+    return replace(
+        result,
+        script=True,
+        unknown=tuple(unknown),
+        values={**result.values, **_data_of(calls)},
+    )
+
+
+def _data_of(calls: Calls) -> dict[str, Any]:
+    """Return the data set that a script loads, in the words of TRL's command line."""
+    call = constants(calls.first("load_dataset"))
+    named = {"path": "dataset_name", "name": "dataset_config", "split": "dataset_train_split"}
+    found = {word: call[key] for key, word in named.items() if isinstance(call.get(key), str)}
+    first = (calls.first("load_dataset") or {}).get("*0")
+    return {"dataset_name": first, **found} if isinstance(first, str) else found
 
 
 def _not_constant(key: str) -> Any:

@@ -12,6 +12,10 @@ DOWN_LEAVES = frozenset(
 )
 
 
+INTO, OUT = 0, 1
+"""The sides of fused experts."""
+
+
 def mlp_linears(layer: LayerSpec) -> tuple[list[ModuleSpec], ModuleSpec]:
     """Return the projections into the channel mixer, and the one out of it."""
     found = [m for m in layer.modules if m.kind in LINEARS and is_mlp(m, layer)]
@@ -139,7 +143,7 @@ def _experts(p: Program, x: Value, layer: LayerSpec, hidden: int, weights: Value
     held: list[Value] = []
     rows = tape.op((x,), wide)
     up, down_bias = _biases(layer, mlp.top_k * s.act)
-    both = _grouped(p, rows, (parts - 1) * narrow, count * (parts - 1) // parts, "in", held)
+    both = _grouped(p, rows, (parts - 1) * narrow, count * (parts - 1) // parts, INTO, held)
     bias = tape.value(up, needs_grad=False)  # a row for every row, added in place
     if mlp.activation == "clamped_swiglu":
         product = _clamped(p, both, narrow)
@@ -149,7 +153,7 @@ def _experts(p: Program, x: Value, layer: LayerSpec, hidden: int, weights: Value
         product = _activation(p, both, narrow, mlp.activation)
     second = tape.value(down_bias, needs_grad=False)
     tape.drop(bias)
-    down = _grouped(p, product, wide, count // parts, "out", held)
+    down = _grouped(p, product, wide, count // parts, OUT, held)
     tape.drop(product)
     each = 4 / s.act if mlp.routing_fp32 else 1
     weighted = tape.op((down, weights), wide * each, saves=(down, weights), scratch=wide)
@@ -209,7 +213,7 @@ def _summed(p: Program, ordered: Value, full: float, hidden: int) -> Value:
 
 
 def _grouped(
-    p: Program, x: Value, per_token: float, count: int, side: str, held: list[Value]
+    p: Program, x: Value, per_token: float, count: int, side: int, held: list[Value]
 ) -> Value:
     """Record one grouped matmul over fused expert weights of `count` elements.
 
@@ -217,14 +221,14 @@ def _grouped(
     experts run (`held`), and a gradient of its size in backward.
     """
     s, tape = p.s, p.tape
-    if not s.expert_adapters:
+    share = s.expert_adapters[side]
+    if not share:
         return tape.op(
             (x,),
             per_token,
             saves=(x,) if s.full else (),
             weight_grad=count * s.grad if s.full else 0,
         )
-    share = s.expert_adapters * (2 if side == "in" else 1) // 3
     factors = tape.value(0, share * s.act, needs_grad=False)
     merged = tape.op((), 0, count * s.act, saves=(factors,), weight_grad=share * s.adapter)
     out = tape.op((x, merged), per_token, saves=(x, merged))

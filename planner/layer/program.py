@@ -38,8 +38,8 @@ class OpSettings(NamedTuple):
     """Old bitsandbytes keeps the input of a frozen quantised linear; bytes per element."""
     dropout: bool = False
     dora: bool = False
-    expert_adapters: int = 0
-    """LoRA elements on the fused experts of one layer."""
+    expert_adapters: tuple[int, int] = (0, 0)
+    """LoRA elements on the fused experts of one layer: on what leads into them, and out."""
     attention: str = "sdpa"
     seq: int = 0
     """Tokens per sequence; only attention with scores or a mask in full needs it."""

@@ -7,6 +7,7 @@ names (and so `all-linear`) into adapters on the fused expert tensors and the ro
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 
 from planner.errors import UnsupportedError, UsageError
 from planner.mixers.registry import mixer_of
@@ -106,7 +107,8 @@ def lora_counts(
     names = _names(model, targets)
     modules, fused = _split(model, names)
     _refuse_mamba(model, modules)
-    explicit = {_parameter(name) for name in target_parameters}
+    asked = tuple(target_parameters)
+    found: set[str] = set()
     adapted: list[AdaptedModule] = []
     matched: set[str] = set()
     for layer, number, module in _walk(model):
@@ -116,7 +118,9 @@ def lora_counts(
         if hits and not any(_is_named(module, name) for name in saved):
             adapted.append(_adapt(module, layer, number, rank, dora))
             matched.update(hits)
-        for part in sorted(_expert_parts(module) & (fused | explicit)):
+        explicit = {part: _named_by(asked, module, part) for part in _expert_parts(module)}
+        found.update(*explicit.values())
+        for part in sorted(part for part, names in explicit.items() if names or part in fused):
             # one rank each for gate and up, where PEFT translated their old names
             width = 2 if part == "gate_up" and part in fused else 1
             adapted.append(_adapt_expert(model, module, part, layer, number, rank * width, dora))
@@ -124,6 +128,13 @@ def lora_counts(
         raise UsageError(
             f"lora.targets: {_show(targets)} matches no layer of {model.name or model.model_type}",
             hint=f"all-linear, attention, mlp, or names such as {', '.join(linear_names(model)[:8])}",
+        )
+    if lost := [name for name in asked if name not in found]:
+        there = sorted({n for _, _, m in _walk(model) for n in fused_parameters(m)})
+        raise UsageError(
+            f"lora.target_parameters: {lost[0]!r} names no fused tensor of "
+            f"{model.name or model.model_type}",
+            hint=f"it has {', '.join(there)}" if there else "it has none: its experts are linears",
         )
     if missing := sorted(modules - matched):
         raise UsageError(
@@ -133,12 +144,14 @@ def lora_counts(
     return LoraCounts(adapted=tuple(adapted), saved=_saved(model, saved))
 
 
-def peft_targets(model: ModelSpec, targets: str | Iterable[str]) -> str | list[str]:
+def peft_targets(
+    model: ModelSpec, targets: str | Iterable[str], target_parameters: Iterable[str] = ()
+) -> str | list[str]:
     """Return what PEFT's LoraConfig is given as target_modules, so that it adapts what lora_counts counts.
 
     `all-linear` stays PEFT's own word, except where PEFT refuses it. Raises as lora_counts does.
     """
-    lora_counts(model, targets, rank=1)
+    lora_counts(model, targets, rank=1, target_parameters=target_parameters)
     if targets == "all-linear" and model.model_type not in NO_MAMBA_OUT:
         return "all-linear"
     return sorted(_names(model, targets))
@@ -256,21 +269,27 @@ def _split(model: ModelSpec, names: set[str]) -> tuple[set[str], set[str]]:
     return modules, set(parts)
 
 
-def _parameter(name: str) -> str:
-    leaf = name.removesuffix(".weight").rsplit(".", 1)[-1]
-    parts = {"gate_up_proj": "gate_up", "down_proj": "down", "up_proj": "up", "gate": "router"}
-    if leaf not in parts:
-        raise UsageError(
-            f"lora.target_parameters: {name!r} is not a fused tensor",
-            hint="mlp.experts.gate_up_proj or mlp.experts.down_proj",
-        )
-    return parts[leaf]
+ROUTERS = ("mlp.gate", "mlp.router", "block_sparse_moe.router", "feed_forward.router")
+PART_LEAVES = {"gate_up": "gate_up_proj", "up": "up_proj", "down": "down_proj", "router": "weight"}
+"""What transformers calls the parts of fused experts, and a router's matrix."""
+
+
+def fused_parameters(module: ModuleSpec) -> list[str]:
+    """Return the bare matrices of a module that lora.target_parameters can name."""
+    return [f"{module.name}.{PART_LEAVES[part]}" for part in sorted(_expert_parts(module))]
+
+
+def _named_by(asked: Iterable[str], module: ModuleSpec, part: str) -> set[str]:
+    """Return the names that mean this tensor: its path's end (PEFT, _inject_parameters)."""
+    path = f".{module.name}.{PART_LEAVES[part]}"
+    return {name for name in asked if path.endswith(f".{name}")}
 
 
 def _expert_parts(module: ModuleSpec) -> set[str]:
     if module.kind is ModuleKind.EXPERTS:
-        return {"gate_up", "down", "up"}
-    is_router = module.kind is ModuleKind.PARAMETER and module.name == "mlp.gate"
+        into, out = (prod(shape) for shape in module.shapes if len(shape) == 3)
+        return {"gate_up" if into == 2 * out else "up", "down"}
+    is_router = module.kind is ModuleKind.PARAMETER and module.name in ROUTERS
     return {"router"} if is_router else set()
 
 

@@ -129,4 +129,5 @@ def _lora(model: ModelSpec, r: Resolved) -> LoraCounts:
         rank=r.lora_rank,
         dora=r.dora,
         modules_to_save=r.modules_to_save,
+        target_parameters=r.target_parameters,
     )

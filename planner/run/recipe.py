@@ -120,6 +120,8 @@ class LoraSection(Section):
     rank: Annotated[int, Field(ge=1, le=2**14, strict=True)] = 16
     targets: str | tuple[str, ...] = "all-linear"
     """all-linear, attention, mlp, or module names such as ("q_proj", "v_proj")."""
+    target_parameters: tuple[str, ...] = ()
+    """Fused expert tensors adapted beside them, as PEFT names them: "mlp.experts.gate_up_proj"."""
     dtype: str | None = None
     """Adapter dtype; None = the framework's (PEFT upcasts bf16 to fp32)."""
     dora: bool = False

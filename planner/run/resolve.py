@@ -58,6 +58,7 @@ class Resolved:
     adapter_dtype: str
     lora_rank: int
     lora_targets: str | tuple[str, ...]
+    target_parameters: tuple[str, ...]
     modules_to_save: tuple[str, ...]
     dora: bool
     lora_dropout: float
@@ -326,6 +327,7 @@ def _lora_fields(
         ),
         "lora_rank": lora.rank,
         "lora_targets": lora.targets,
+        "target_parameters": lora.target_parameters,
         "modules_to_save": lora.modules_to_save,
         "dora": lora.dora,
         "lora_dropout": lora.dropout,

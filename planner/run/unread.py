@@ -29,7 +29,8 @@ ALGORITHMS = frozenset(
 """Algorithms whose tensors are those of their task, the reference apart."""
 _RULES: tuple[tuple[tuple[str, ...], Callable[["Resolved"], bool], str], ...] = (
     (
-        ("lora.rank", "lora.targets", "lora.dtype", "lora.dora", "lora.modules_to_save", "lora.dropout"),
+        ("lora.rank", "lora.targets", "lora.target_parameters", "lora.dtype", "lora.dora", "lora.modules_to_save",
+         "lora.dropout"),
         lambda r: r.trains and r.method is not Method.FULL,
         "no adapters are trained",
     ),

@@ -104,7 +104,7 @@ def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
     return OpSettings(
         full=full,
         adapted=adapters(model, r).leaves if lora else frozenset(),
-        expert_adapters=adapters(model, r).experts if lora else 0,
+        expert_adapters=adapters(model, r).experts if lora else (0, 0),
         rank=r.lora_rank if lora else 0,
         act=element_bytes(r.compute_dtype),
         residual=4 if upcast else width,

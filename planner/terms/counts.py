@@ -49,8 +49,8 @@ class Adapters:
     factored: int
     """Elements of their matrices' rows and columns: Adafactor's statistics."""
     leaves: frozenset[str]
-    experts: int
-    """Parameters on the fused experts of one layer (the largest)."""
+    experts: tuple[int, int]
+    """Parameters on the fused experts of one layer (the largest): of what leads into them, and out."""
     saved: int
     """Parameters of modules_to_save."""
     largest: int
@@ -105,7 +105,10 @@ def _base_weights(model: ModelSpec, key: BaseKey) -> BaseWeights:
 
 def adapters(model: ModelSpec, resolved: Resolved) -> Adapters:
     """Return LoRA's parameter counts; raises UsageError when the targets match nothing."""
-    key = (resolved.lora_rank, resolved.lora_targets, resolved.dora, resolved.modules_to_save)
+    key = (
+        *(resolved.lora_rank, resolved.lora_targets, resolved.target_parameters),
+        *(resolved.dora, resolved.modules_to_save),
+    )
     stored = _STORE.get((id(model), key))
     if stored is None:
         stored = (model, _adapters(model, resolved))
@@ -121,15 +124,17 @@ def _adapters(model: ModelSpec, resolved: Resolved) -> Adapters:
         rank=resolved.lora_rank,
         dora=resolved.dora,
         modules_to_save=resolved.modules_to_save,
+        target_parameters=resolved.target_parameters,
     )
     small = modules = 0
     leaves: set[str] = set()
-    experts = [0] * len(model.layers)
+    experts = {"in": [0] * len(model.layers), "out": [0] * len(model.layers)}
     for module in counts.adapted:
         small += module.count * sum(size for size in module.tensors if size < SMALL_TENSOR)
         modules += module.count
         if module.layer is not None and ".experts" in module.name:
-            experts[module.layer] += sum(module.tensors)
+            side = "out" if module.name.endswith(".down_proj") else "in"
+            experts[side][module.layer] += sum(module.tensors)
         else:
             leaves.add(module.name.rsplit(".", 1)[-1])
     return Adapters(
@@ -138,7 +143,7 @@ def _adapters(model: ModelSpec, resolved: Resolved) -> Adapters:
         modules=modules,
         factored=sum(module.count * sum(module.factored) for module in counts.adapted),
         leaves=frozenset(leaves),
-        experts=max(experts, default=0),
+        experts=(max(experts["in"], default=0), max(experts["out"], default=0)),
         saved=counts.saved_parameters,
         largest=max((size for module in counts.adapted for size in module.tensors), default=0),
     )

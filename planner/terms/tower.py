@@ -89,6 +89,7 @@ def tower_activations(
         completion_tokens=patches,
         lora_targets="all-linear",
         modules_to_save=(),
+        target_parameters=(),
         quantization=r.quantization if trained else "",
         padded=False,
         tiled_mlp=False,

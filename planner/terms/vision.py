@@ -37,7 +37,13 @@ def is_trained(model: ModelSpec, r: Resolved) -> bool:
     """Say whether the tower gets gradients: full training, or adapters inside it."""
     if r.method is Method.FULL:
         return True
-    counts = lora_counts(model, r.lora_targets, rank=r.lora_rank, modules_to_save=r.modules_to_save)
+    counts = lora_counts(
+        model,
+        r.lora_targets,
+        rank=r.lora_rank,
+        modules_to_save=r.modules_to_save,
+        target_parameters=r.target_parameters,
+    )
     names = {module.name for module in model.towers}
     return any(adapted.name in names for adapted in counts.adapted)
 

@@ -57,6 +57,7 @@ OPTIONS: dict[str, Any] = {
     "video_frames": _option(int | None, "--video-frames", "Frames of one video.", _SIZE),
     "lora_rank": _option(int | None, "--lora-rank", "Rank of the adapters.", _HOW),
     "lora_targets": _option(str | None, "--lora-targets", "all-linear, attention, mlp, or names: q_proj,v_proj.", _HOW),
+    "lora_target_parameters": _option(str | None, "--lora-target-parameters", "Fused experts: mlp.experts.gate_up_proj,mlp.experts.down_proj.", _HOW),
     "lora_dtype": _option(str | None, "--lora-dtype", "fp32 or bf16 adapters.", _HOW),
     "dtype": _option(str | None, "--dtype", "Weights as loaded: bf16, fp16, fp32.", _HOW),
     "mixed_precision": _option(str | None, "--mixed-precision", "Autocast: none, bf16, fp16.", _HOW),
@@ -177,6 +178,8 @@ def _with_flags(
             machine[name] = value
         elif name == "lora_targets":
             _nest(recipe, "lora.targets", _targets(value))
+        elif name == "lora_target_parameters":
+            _nest(recipe, "lora.target_parameters", _names(value))
         else:
             _nest(recipe, RECIPE_FIELDS.get(name, name), value)
     if flags.get("framework_version") is not None:
@@ -204,6 +207,10 @@ def _versioned(framework: str | None, version: str) -> str:
 def _targets(text: str) -> str | tuple[str, ...]:
     if text in ("all-linear", "attention", "mlp"):
         return text
+    return _names(text)
+
+
+def _names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 

@@ -185,6 +185,7 @@ def add_adapters(model: Any, options: StepOptions) -> Any:
                 lora_alpha=options.lora_rank,
                 lora_dropout=options.lora_dropout,
                 target_modules=targets if isinstance(targets, str) else list(targets),
+                target_parameters=list(options.lora_target_parameters) or None,
                 task_type="CAUSAL_LM",
             ),
             autocast_adapter_dtype=options.adapter_dtype == "fp32",

@@ -36,6 +36,7 @@ def step_options(
         autocast=resolved.autocast or "none",
         lora_rank=resolved.lora_rank,
         lora_targets=_targets(resolved, config),
+        lora_target_parameters=resolved.target_parameters,
         lora_dropout=resolved.lora_dropout,
         adapter_dtype=resolved.adapter_dtype,
         double_quant=resolved.double_quant,
@@ -64,5 +65,6 @@ def _targets(resolved: Resolved, config: dict[str, Any]) -> str | tuple[str, ...
     """Return the targets as PEFT takes them, by the planner's list of the model's modules."""
     if resolved.method is Method.FULL:
         return resolved.lora_targets
-    names = peft_targets(model_spec_from_config(config), resolved.lora_targets)
+    model = model_spec_from_config(config)
+    names = peft_targets(model, resolved.lora_targets, resolved.target_parameters)
     return names if isinstance(names, str) else tuple(names)

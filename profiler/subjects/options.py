@@ -20,6 +20,8 @@ class StepOptions:
     """none, bf16 or fp16 (fp16 brings a gradient scaler)."""
     lora_rank: int = 16
     lora_targets: tuple[str, ...] | str = "all-linear"
+    lora_target_parameters: tuple[str, ...] = ()
+    """Fused expert tensors adapted beside them, by PEFT's ParamWrapper."""
     lora_dropout: float = 0.0
     adapter_dtype: str = "fp32"
     """PEFT upcasts 16-bit adapters to fp32 unless autocast_adapter_dtype=False."""

@@ -184,14 +184,18 @@ def test_a_mixtral_layer() -> None:
 
 
 def test_adapters_on_fused_experts_make_the_weight_whole() -> None:
-    settings = OpSettings(expert_adapters=26_624, rank=8)
+    settings = OpSettings(expert_adapters=(20_480, 6_144), rank=8)
     costs = kept_costs(MIXTRAL.layers[0], 64, settings)
     # W + BA: 98,304 x 2 B, and both factors in 16 bit
-    share = 26_624 * 2 // 3 + 26_624 // 3
-    assert costs.kept.constant == 2 * (98_304 + share)
-    # backward of gate and up, down's gone: their weight 65,536 and factors 17,749, its gradient, and
-    # the gradients of down's factors 8,874 x 4
-    assert largest(costs.backward, 0)[1:] == (2 * (2 * 65_536 + 17_749), 4 * 8_874)
+    assert costs.kept.constant == 2 * (98_304 + 20_480 + 6_144)
+    # backward of gate and up, down's gone: their weight 65,536 and factors, its gradient, and
+    # the gradients of down's factors x 4
+    assert largest(costs.backward, 0)[1:] == (2 * (2 * 65_536 + 20_480), 4 * 6_144)
+
+
+def test_an_adapter_on_one_part_of_the_experts_leaves_the_other_as_it_is() -> None:
+    down = kept_costs(MIXTRAL.layers[0], 64, OpSettings(expert_adapters=(0, 6_144), rank=8))
+    assert down.kept.constant == 2 * (32_768 + 6_144)
 
 
 def test_a_latent_layer() -> None:

@@ -207,11 +207,11 @@ def test_adapters_of_less_than_4096_elements_are_small() -> None:
     found = adapters(LLAMA, choices(method="lora", lora={"rank": 64}))
     assert found.small == 3 * 2 * 2_048
     assert found.modules == 21
-    assert found.experts == 0
+    assert found.experts == (0, 0)
     # experts: 4 x 8 rows a factor, twice for gate and up in one tensor:
     # 64 x (64 + 256) + 32 x (128 + 64) a layer; the router 8 x (64 + 4)
     many = adapters(MIXTRAL, choices(MIXTRAL, method="lora", lora={"rank": 8}))
-    assert many.experts == 20_480 + 6_144
+    assert many.experts == (20_480, 6_144)
     assert many.parameters == 3 * (2_048 + 1_536 + 26_624 + 544)
 
 

@@ -163,6 +163,33 @@ def test_fused_experts_by_parameter(kind: str) -> None:
     assert lora_counts(spec_of(kind), names, rank=4).trainable < ours, "left out by default"
 
 
+@pytest.mark.parametrize(
+    "name", ["mlp.experts.gate_proj", "self_attn.q_proj", "ffn.experts.down_proj", "q_proj"]
+)
+def test_a_parameter_that_is_no_fused_tensor_is_refused_by_name(name: str) -> None:
+    with pytest.raises(
+        UsageError, match=f"lora.target_parameters: '{name}' names no fused tensor"
+    ) as caught:
+        lora_counts(spec_of("qwen3_moe"), ["q_proj"], rank=4, target_parameters=[name])
+    assert "mlp.experts.gate_up_proj" in (caught.value.hint or "")
+    with pytest.raises(UsageError) as dense:
+        lora_counts(spec_of("llama"), ["q_proj"], rank=4, target_parameters=[name])
+    assert "none" in (dense.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("qwen3_moe", ["down_proj"]),
+        ("olmoe", ["mlp.gate.weight"]),
+        ("gpt_oss", ["experts.gate_up_proj", "mlp.router.weight"]),
+    ],
+)
+def test_parts_of_the_experts_and_routers_by_parameter(kind: str, names: list[str]) -> None:
+    ours = lora_counts(spec_of(kind), ["q_proj"], rank=4, target_parameters=names).trainable
+    assert ours == ask_peft(kind, ["q_proj"], target_parameters=names)
+
+
 def test_gate_without_up_is_refused_as_peft_does() -> None:
     with pytest.raises(UsageError, match="up_proj without gate_proj"):
         lora_counts(spec_of("deepseek_v3"), ["up_proj", "q_b_proj"], rank=4)

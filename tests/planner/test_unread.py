@@ -23,7 +23,7 @@ SEEN, OF_IMAGES = (
     ("images", "image_size", "image_tokens", "videos", "video_frames"),
 )
 LONG: dict[str, Any] = {**FULL, "context": 8192}
-EXPERTS, OF_EXPERTS = "qwen3-30b-a3b", ("engine.expert_parallel",)
+EXPERTS, OF_EXPERTS = "qwen3-30b-a3b", ("engine.expert_parallel", "lora.target_parameters")
 
 CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "images": (LONG, 1),
@@ -67,6 +67,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "compile": ({}, True),
     "lora.rank": ({}, 64),
     "lora.targets": ({}, ("q_proj",)),
+    "lora.target_parameters": ({"lora": {"targets": ("q_proj",)}}, ("mlp.experts.down_proj",)),
     "lora.dtype": ({}, "fp32"),
     "lora.dora": ({}, True),
     "lora.modules_to_save": ({}, ("lm_head",)),
@@ -95,6 +96,7 @@ UNREAD: dict[str, tuple[dict[str, Any], Any]] = {
         for name, value in {
             "rank": 64,
             "targets": "mlp",
+            "target_parameters": ("mlp.experts.down_proj",),
             "dtype": "fp32",
             "dora": True,
             "modules_to_save": ("lm_head",),

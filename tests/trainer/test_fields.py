@@ -51,6 +51,7 @@ FIELDS: dict[str, Case] = {
     "recipe.framework": Case("trl"),
     "recipe.lora.rank": Case(8),
     "recipe.lora.targets": Case("attention"),
+    "recipe.lora.target_parameters": no(["mlp.experts.down_proj"]),
     "recipe.lora.dtype": Case("bf16"),
     "recipe.lora.dora": Case(True),
     "recipe.lora.modules_to_save": Case(["norm"]),
