@@ -40,6 +40,12 @@ class OpSettings(NamedTuple):
     dora: bool = False
     expert_adapters: tuple[int, int] = (0, 0)
     """LoRA elements on the fused experts of one layer: on what leads into them, and out."""
+    experts: str = "grouped_mm"
+    """How fused experts run: grouped_mm, fallback (before Ampere), batched_mm, eager (a loop), or modules."""
+    imbalance: bool = False
+    """Experts in a loop: all tokens choose the same ones, as far as `capacity` lets them."""
+    capacity: float = 0.0
+    """Rows an expert takes at most, in even shares; 0 = all."""
     attention: str = "sdpa"
     seq: int = 0
     """Tokens per sequence; only attention with scores or a mask in full needs it."""

@@ -96,7 +96,7 @@ def transformers_config(config: dict[str, Any], *, layers: int | None = None) ->
         result = CONFIG_MAPPING[kind](**fields)
     except (TypeError, ValueError, AttributeError) as error:
         raise UnsupportedError(f"transformers refuses this {kind} config: {error}") from error
-    result.use_cache = False
+    result.use_cache = result.get_text_config().use_cache = False
     return result
 
 
@@ -109,6 +109,11 @@ def shorten(fields: dict[str, Any], layers: int) -> dict[str, Any]:
     for key, value in fields.items():
         if isinstance(value, list) and len(value) == fields.get("num_hidden_layers"):
             short[key] = value[:layers]
+    if isinstance(fields.get("linear_attn_config"), dict):  # Kimi lists its layers, counted from 1
+        short["linear_attn_config"] = {
+            key: [layer for layer in value if layer <= layers] if isinstance(value, list) else value
+            for key, value in fields["linear_attn_config"].items()
+        }
     if isinstance(fields.get("text_config"), dict):
         short["text_config"] = shorten(fields["text_config"], layers)
     return short
