@@ -11,6 +11,7 @@ from planner.run.recipe import VLLM, EngineKind, Method, Reference, Task
 from planner.run.resolve import Resolved
 from planner.terms.activations import Activations, activations, dequantized
 from planner.terms.adapters import lora
+from planner.terms.communication import Buffers, buffers, term, whole_width
 from planner.terms.embedding import backward_blocks
 from planner.terms.engine import EngineCosts, Serving, engine_costs
 from planner.terms.generation import generating
@@ -22,7 +23,7 @@ from planner.terms.overhead import workspace
 from planner.terms.term import Term
 from planner.terms.vision import vision
 from planner.terms.vllm_weights import vllm_weights_term
-from planner.terms.weights import gathered, weights
+from planner.terms.weights import flat_units, gathered, weights
 
 PHASES = ("load", "rollout", "score", "forward", "loss", "backward", "step")
 
@@ -72,6 +73,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     held = grads if r.grad_accum > 1 else Term("gradients", 0)
     outputs = held_outputs(model, r)
     whole, root = gathered(model, r, r.placement.gathered_layers), gathered(model, r, 0)
+    flat = buffers(model, r)
     running = engine_costs(model, r, machine, base.bytes)
     resident = running.resident
     seen = vision(model, r, acts.forward)
@@ -99,6 +101,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
             *fixed,
             held,
             whole,
+            _at_start(model, r, flat, before),
             seen.forward,
             _acts("forward", before, acts),
             outputs,
@@ -109,9 +112,19 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     if not held.bytes and made:
         held = Term("gradients", made, "the head's {0:,} B", (made,), grads.source)
     phases.append(
-        _phase("loss", *fixed, held, root, seen.loss, _acts("loss", kept, acts), logit, resident)
+        _phase(
+            "loss",
+            *fixed,
+            held,
+            root,
+            term(flat.loss, "the last layer's, asked for by the root"),
+            seen.loss,
+            _acts("loss", kept, acts),
+            logit,
+            resident,
+        )
     )
-    running_back = _backward(model, r, acts, grads)
+    running_back = _backward(model, r, acts, grads, flat)
     phases.append(
         _phase("backward", *fixed, whole, seen.backward, *running_back, outputs, resident)
     )
@@ -182,23 +195,42 @@ def _acts(phase: str, size: int, acts: Activations) -> Term:
     return Term("activations", size, "{0}", (parts,), source)
 
 
-def _backward(model: ModelSpec, r: Resolved, acts: Activations, grads: Term) -> tuple[Term, Term]:
-    """Return gradients and activations where the backward pass is largest.
+def _at_start(model: ModelSpec, r: Resolved, flat: Buffers, forward: int) -> Term:
+    """Return the flat buffers of the forward: one layer's, or at the first layer the root's too."""
+    embedded = r.tokens * model.hidden * element_bytes(r.dtype)
+    early = flat.start + embedded - forward
+    return term(max(flat.forward, early), "the running layer's, or the root's with it")
+
+
+def _backward(
+    model: ModelSpec, r: Resolved, acts: Activations, grads: Term, flat: Buffers
+) -> tuple[Term, ...]:
+    """Return gradients, activations and flat buffers where the backward pass is largest.
 
     With accumulation all gradients exist; without, they appear from the last layer to the first.
     """
-    best: tuple[int, int] = (0, 0)
+    moments = []
     for moment in acts.backward:
-        alive = moment.layer_grads + _earlier_grads(model, r, grads.bytes, moment.layers_left)
-        if sum(best) < moment.activations + min(alive, grads.bytes):
-            best = (min(alive, grads.bytes), moment.activations)
-    last = _embedding_moment(model, r, grads.bytes)
-    if sum(best) < sum(last):
-        best = last
+        running = moment.layer_grads
+        if flat.reduced:  # whole ones, in the dtype that is gathered
+            running = running * whole_width(r) // gradient_width(r)
+        alive = running + _earlier_grads(model, r, grads.bytes, moment.layers_left)
+        if not flat.root_gradients:  # a unit's whole gradients are beside the shards, else among them
+            alive = min(alive, grads.bytes)
+        alive += flat.root_gradients
+        left = moment.layers_left
+        moments.append((alive, moment.activations, flat.in_backward(left, model.num_layers)))
+        if flat.reduced and left == model.num_layers > 1:  # the first reduction is in the next layer
+            shard = _earlier_grads(model, r, grads.bytes, left - 1)
+            kept = moment.activations - acts.kept // left
+            moments.append((alive + shard, kept, flat.in_backward(left - 1, left)))
+    moments.append((*_embedding_moment(model, r, grads.bytes), flat.end))
+    made, acting, flown = max(moments, key=sum)
     template = "{0:,} B that exist by then, of {1:,} B at the step"
     return (
-        Term("gradients", best[0], template, (best[0], grads.bytes), grads.source),
-        _acts("backward", best[1], acts),
+        Term("gradients", made, template, (made, grads.bytes), grads.source),
+        term(flown, "the next layer's, and gradients on their way"),
+        _acts("backward", acting, acts),
     )
 
 
@@ -209,9 +241,10 @@ def _earlier_grads(model: ModelSpec, r: Resolved, total: int, layers_left: int) 
     done = model.num_layers - layers_left
     if r.method is not Method.FULL:
         return total * done // model.num_layers
-    above = sum(module.parameters for module in model.final)
-    if model.head is not None:
-        above += model.head.parameters
+    above = 0
+    if not r.placement.flat_buffers:  # there the root unit is reduced last
+        above = sum(module.parameters for module in model.final)
+        above += model.head.parameters if model.head is not None else 0
     above += sum(model.layers[index].parameters for index in model.layer_order[layers_left:])
     return min(total, total * above // max(1, model.parameters))
 
@@ -222,6 +255,9 @@ def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, i
         return 0, 0
     scratch = sum(backward_blocks(r.tokens, model.vocab, model.hidden))
     grads = total
+    if r.placement.flat_buffers:  # the root unit's are whole until they are reduced
+        root = flat_units(model)[0]
+        grads += root * whole_width(r) - root * gradient_width(r) // r.placement.gradient_shards
     if model.tied:
         # the embedding's gradient comes on top of the head's; that one is a view when a linear made
         # it, and then torch adds them into a third buffer

@@ -5,6 +5,7 @@ from planner.models.spec import ModelSpec
 from planner.run.recipe import Method
 from planner.run.resolve import Resolved
 from planner.terms.counts import adapters
+from planner.terms.shards import adapter_shard
 from planner.terms.term import Term
 
 
@@ -15,6 +16,15 @@ def lora(model: ModelSpec, r: Resolved) -> Term:
     counts = adapters(model, r)
     width = element_bytes(r.adapter_dtype)
     size = counts.parameters * width + counts.saved * width
+    if r.placement.divides_adapters:
+        ranks = r.placement.weight_shards
+        return Term(
+            "adapters",
+            adapter_shard(model, r, ranks) * width,
+            "{0:,} LoRA parameters of rank {1} in {2} modules x {3} B over {4} ranks, in whole rows",
+            (counts.parameters + counts.saved, r.lora_rank, counts.modules, width, ranks),
+            "rank x (in + out) for each adapted linear, as PEFT makes them",
+        )
     return Term(
         "adapters",
         size,

@@ -55,6 +55,8 @@ class Adapters:
     """Parameters of modules_to_save."""
     largest: int
     """Parameters of the largest tensor."""
+    matrices: tuple[tuple[int, int, int], ...]
+    """(rows, columns, how many) of every A, B and magnitude."""
 
 
 _STORE: dict[tuple[int, object], tuple[ModelSpec, object]] = {}
@@ -146,4 +148,11 @@ def _adapters(model: ModelSpec, resolved: Resolved) -> Adapters:
         experts=(max(experts["in"], default=0), max(experts["out"], default=0)),
         saved=counts.saved_parameters,
         largest=max((size for module in counts.adapted for size in module.tensors), default=0),
+        matrices=tuple(
+            (rows, size // rows, module.count)
+            for module in counts.adapted
+            for rows, size in zip(
+                (module.rank, *(module.out_features,) * 2), module.tensors, strict=False
+            )
+        ),
     )

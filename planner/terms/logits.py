@@ -76,6 +76,8 @@ def head_width(r: Resolved) -> int:
     """Return bytes of an element of the head's weight."""
     if r.quantization:
         return 4 if r.switches.kbit_upcast == "all" else element_bytes(r.dtype)
+    if r.placement.flat_buffers and r.placement.fp32_shards:
+        return element_bytes(r.compute_dtype)  # gathered so
     return trained_width(r) if r.method is Method.FULL else element_bytes(r.dtype)
 
 
