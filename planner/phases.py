@@ -10,14 +10,14 @@ from planner.quant.table import BITSANDBYTES
 from planner.run.recipe import VLLM, EngineKind, Method, Reference, Task
 from planner.run.resolve import Resolved
 from planner.terms.activations import Activations, activations, dequantized
-from planner.terms.adapters import lora
-from planner.terms.communication import Buffers, buffers, term, whole_width
+from planner.terms.adapters import lora, pissa_work, trains_embedding, trains_head, trains_tied
+from planner.terms.communication import Buffers, buffers, term
 from planner.terms.embedding import backward_blocks
 from planner.terms.engine import EngineCosts, Serving, engine_costs
 from planner.terms.generation import generating
-from planner.terms.gradients import gradient_width, gradients
+from planner.terms.gradients import accumulated, gradient_width, gradients, whole_width
 from planner.terms.host import host
-from planner.terms.logits import Logits, held_outputs, logits
+from planner.terms.logits import Logits, head_gradient_width, held_outputs, logits
 from planner.terms.optimizer import optimizer
 from planner.terms.overhead import workspace
 from planner.terms.term import Term
@@ -70,7 +70,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     adapter, grads, states = lora(model, r), gradients(model, r), optimizer(model, r)
     acts, head = activations(model, r, r.tokens), logits(model, r)
     fixed = (base, adapter, states.states, space)
-    held = grads if r.grad_accum > 1 else Term("gradients", 0)
+    held = accumulated(model, r, grads)
     outputs = held_outputs(model, r)
     whole, root = gathered(model, r, r.placement.gathered_layers), gathered(model, r, 0)
     flat = buffers(model, r)
@@ -124,7 +124,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
             resident,
         )
     )
-    running_back = _backward(model, r, acts, grads, flat)
+    running_back = _backward(model, r, acts, grads, held, flat)
     phases.append(
         _phase("backward", *fixed, whole, seen.backward, *running_back, outputs, resident)
     )
@@ -203,24 +203,28 @@ def _at_start(model: ModelSpec, r: Resolved, flat: Buffers, forward: int) -> Ter
 
 
 def _backward(
-    model: ModelSpec, r: Resolved, acts: Activations, grads: Term, flat: Buffers
+    model: ModelSpec, r: Resolved, acts: Activations, grads: Term, held: Term, flat: Buffers
 ) -> tuple[Term, ...]:
     """Return gradients, activations and flat buffers where the backward pass is largest.
 
     With accumulation all gradients exist; without, they appear from the last layer to the first.
     """
+    whole = r.accumulates_whole
+    most = held.bytes if whole else grads.bytes
+    waiting = 0 if whole else flat.root_gradients
     moments = []
     for moment in acts.backward:
-        running = moment.layer_grads
+        running, left = moment.layer_grads, moment.layers_left
         if flat.reduced:  # whole ones, in the dtype that is gathered
             running = running * whole_width(r) // gradient_width(r)
-        alive = running + _earlier_grads(model, r, grads.bytes, moment.layers_left)
-        if not flat.root_gradients:  # a unit's whole gradients are beside the shards, else among them
-            alive = min(alive, grads.bytes)
-        alive += flat.root_gradients
-        left = moment.layers_left
+        alive = running + (most if r.grad_accum > 1 else _earlier_grads(model, r, most, left))
+        if not flat.reduced:  # a unit's whole gradients are beside the shards, else among them
+            alive = min(alive, most)
+        alive += waiting
         moments.append((alive, moment.activations, flat.in_backward(left, model.num_layers)))
-        if flat.reduced and left == model.num_layers > 1:  # the first reduction is in the next layer
+        if (
+            flat.reduced and left == model.num_layers > 1
+        ):  # the first reduction is in the next layer
             shard = _earlier_grads(model, r, grads.bytes, left - 1)
             kept = moment.activations - acts.kept // left
             moments.append((alive + shard, kept, flat.in_backward(left - 1, left)))
@@ -236,11 +240,10 @@ def _backward(
 
 def _earlier_grads(model: ModelSpec, r: Resolved, total: int, layers_left: int) -> int:
     """Return gradients that exist before a layer runs backward, `layers_left` still to come."""
-    if r.grad_accum > 1:
-        return total
     done = model.num_layers - layers_left
     if r.method is not Method.FULL:
-        return total * done // model.num_layers
+        head, embedding = _outside_grads(model, r)
+        return head + (total - head - embedding) * done // model.num_layers
     above = 0
     if not r.placement.flat_buffers:  # there the root unit is reduced last
         above = sum(module.parameters for module in model.final)
@@ -249,20 +252,28 @@ def _earlier_grads(model: ModelSpec, r: Resolved, total: int, layers_left: int) 
     return min(total, total * above // max(1, model.parameters))
 
 
+def _outside_grads(model: ModelSpec, r: Resolved) -> tuple[int, int]:
+    """Return gradients of a head and an embedding that modules_to_save trains: first and last ones."""
+    shards, one = r.placement.gradient_shards, model.vocab * model.hidden * head_gradient_width(r)
+    head = one // shards if trains_head(model, r) else 0
+    own = trains_embedding(model, r) and not trains_tied(model, r)
+    return head, one // shards if own else 0
+
+
 def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, int]:
     """Return gradients and activations while a trained embedding gets its gradient."""
-    if r.method is not Method.FULL:
+    if not trains_embedding(model, r):
         return 0, 0
     scratch = sum(backward_blocks(r.tokens, model.vocab, model.hidden))
     grads = total
-    if r.placement.flat_buffers:  # the root unit's are whole until they are reduced
+    if r.placement.flat_buffers and r.method is Method.FULL:  # the root unit's are reduced last
         root = flat_units(model)[0]
         grads += root * whole_width(r) - root * gradient_width(r) // r.placement.gradient_shards
-    if model.tied:
+    if trains_tied(model, r):
         # the embedding's gradient comes on top of the head's; that one is a view when a linear made
         # it, and then torch adds them into a third buffer
         copies = 2 if r.law.kind == "full" else 1
-        grads += copies * model.vocab * model.hidden * gradient_width(r)
+        grads += copies * model.vocab * model.hidden * head_gradient_width(r)
     return grads, r.tokens * model.hidden * element_bytes(r.dtype) + scratch
 
 
@@ -278,6 +289,8 @@ def _load(model: ModelSpec, r: Resolved, base: Term) -> Term:
             (size,),
             "litgpt finetune/lora.py: load_checkpoint before FSDP frees the full weights",
         )
+    if r.lora_init.startswith("pissa") and r.method is not Method.FULL:
+        return pissa_work(model, r)
     if r.quantization not in BITSANDBYTES:
         return Term("overhead", 0)
     size = dequantized(model, r)

@@ -50,9 +50,7 @@ def process_group(shard: Shard) -> Iterator[None]:
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group(
-        "fake", rank=shard.rank, world_size=shard.ranks, store=FakeStore()
-    )
+    dist.init_process_group("fake", rank=shard.rank, world_size=shard.ranks, store=FakeStore())
     try:
         yield
     finally:

@@ -29,6 +29,8 @@ class Switches(Section):
     """dtype of LoRA matrices on a 16-bit base: PEFT's autocast_adapter_dtype makes them fp32."""
     adapter_dtype_quantized: AdapterDtype = "fp32"
     """The same on a quantised base; TRL from 1.0 on casts them to bf16."""
+    ties_saved_modules: Flag = False
+    """A tied head stays tied to an embedding of modules_to_save (PEFT's ensure_weight_tying)."""
 
     # optimizer
     master_weights: Flag = False
@@ -40,6 +42,9 @@ class Switches(Section):
     offloads_by: Literal["own", "deepspeed"] = "own"
     """Whose code keeps optimizer states on the host: the framework's own, or DeepSpeed, the only way
     of those built on transformers' Trainer."""
+    skips_sync: Flag = False
+    """FSDP reduces gradients after the last micro-batch alone, so that until then all of them are
+    whole on every rank (transformers trainer.py: accelerator.no_sync for all but the last)."""
     step_scratch_bytes: Annotated[int, Field(ge=0, strict=True)] = 0
     """The step works slice by slice in this many bytes; 0: all tensors at once, as torch's foreach."""
     embeddings_32bit_state: Flag = False

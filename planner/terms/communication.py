@@ -8,11 +8,10 @@ leave through a flat input, alive until the next unit's reduction.
 
 from typing import NamedTuple
 
-from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
 from planner.run.recipe import Method
 from planner.run.resolve import Resolved
-from planner.terms.gradients import gradient_width
+from planner.terms.gradients import whole_width
 from planner.terms.term import Term
 from planner.terms.weights import flat_units, gathered
 
@@ -57,11 +56,6 @@ def buffers(model: ModelSpec, r: Resolved) -> Buffers:
     wide, outside = whole_width(r), flat_units(model)[0]
     end = outside * wide + -(-outside * wide // r.placement.gradient_shards)
     return Buffers(root + unit, unit, unit, unit, largest * wide, end, waits * wide)
-
-
-def whole_width(r: Resolved) -> int:
-    """Return bytes of an element of a gradient before it is reduced: the gathered weight's dtype."""
-    return min(element_bytes(r.compute_dtype), gradient_width(r))
 
 
 def term(size: int, what: str) -> Term:

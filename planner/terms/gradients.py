@@ -6,7 +6,7 @@ from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
 from planner.run.recipe import Method
 from planner.run.resolve import Resolved
-from planner.terms.adapters import trained_parameters
+from planner.terms.adapters import trained_groups, trained_parameters
 from planner.terms.counts import adapters
 from planner.terms.term import Term
 from planner.terms.weights import trained_width
@@ -31,6 +31,8 @@ def gradients(model: ModelSpec, r: Resolved) -> Term:
     if r.placement.offload.gradients:
         return _passing(model, r, width)
     shards, copies = r.placement.gradient_shards, r.placement.gradient_copies
+    if r.method is not Method.FULL and len(trained_groups(model, r)) > 1:
+        return _by_width(model, r)
     size = -(-count * width * copies // shards)
     return Term(
         "gradients",
@@ -39,6 +41,42 @@ def gradients(model: ModelSpec, r: Resolved) -> Term:
         (count, width, copies, shards),
         "autograd: the parameter's dtype",
     )
+
+
+def _by_width(model: ModelSpec, r: Resolved) -> Term:
+    """Return the gradients of adapters, and of modules and biases that have the base's dtype."""
+    shards, copies = r.placement.gradient_shards, r.placement.gradient_copies
+    adapted, rest = trained_groups(model, r)
+    total = adapted.parameters * adapted.width + rest.parameters * rest.width
+    return Term(
+        "gradients",
+        -(-total * copies // shards),
+        "({0:,} adapters' parameters x {1} B + {2:,} of modules_to_save and biases x {3} B) x {4} / {5} "
+        "shard(s)",
+        (*adapted, *rest, copies, shards),
+        "autograd: the parameter's dtype",
+    )
+
+
+def accumulated(model: ModelSpec, r: Resolved, grads: Term) -> Term:
+    """Return the gradients that wait from one micro-batch to the next; none without accumulation."""
+    if r.grad_accum == 1:
+        return Term("gradients", 0)
+    if not r.accumulates_whole:
+        return grads
+    count, width = trained_parameters(model, r), whole_width(r)
+    return Term(
+        "gradients",
+        count * width,
+        "{0:,} trained parameters x {1} B, whole until the last micro-batch reduces them",
+        (count, width),
+        "transformers trainer.py: accelerator.no_sync; torch FSDP set_requires_gradient_sync",
+    )
+
+
+def whole_width(r: Resolved) -> int:
+    """Return bytes of an element of a gradient before it is reduced: the gathered weight's dtype."""
+    return min(element_bytes(r.compute_dtype), gradient_width(r))
 
 
 def _passing(model: ModelSpec, r: Resolved, width: int) -> Term:

@@ -42,8 +42,7 @@ def model_shard(model: ModelSpec, ranks: int) -> int:
 
 
 def adapter_shard(model: ModelSpec, r: Resolved, ranks: int) -> int:
-    """Return the same of all adapters: of few rows, so the first ranks hold most of them."""
-    counts = adapters(model, r)
-    return counts.saved // ranks + sum(
-        count * -(-rows // ranks) * columns for rows, columns, count in counts.matrices
+    """Return the same of all LoRA matrices: A has few rows, so the first ranks hold most of it."""
+    return sum(
+        count * -(-rows // ranks) * columns for rows, columns, count in adapters(model, r).matrices
     )

@@ -38,6 +38,10 @@ def step_options(
         lora_targets=_targets(resolved, config),
         lora_target_parameters=resolved.target_parameters,
         lora_dropout=resolved.lora_dropout,
+        dora=resolved.dora,
+        modules_to_save=resolved.modules_to_save,
+        lora_bias=resolved.lora_bias,
+        ties_saved_modules=resolved.switches.ties_saved_modules,
         adapter_dtype=resolved.adapter_dtype,
         double_quant=resolved.double_quant,
         prepare_kbit=resolved.switches.kbit_upcast != "none",
@@ -77,6 +81,7 @@ def _shard(resolved: Resolved) -> Shard | None:
         raise UnsupportedError("fsdp2 with offload cannot be traced")
     return Shard(
         ranks=resolved.gpus,
+        syncs_each=not resolved.switches.skips_sync,
         param_dtype=resolved.compute_dtype if _narrow(resolved) else "",
         # accelerate gives both one dtype (utils/dataclasses.py, set_mixed_precision)
         reduce_dtype=resolved.compute_dtype if _narrow(resolved) else "",

@@ -1,6 +1,6 @@
 """One of two real ranks: runs the step of test_sharded.py on gloo and prints its peaks as JSON.
 
-    python -m tests.profiler.sharded_rank RANK FILE NAMES
+python -m tests.profiler.sharded_rank RANK FILE NAMES
 """
 
 import json
