@@ -94,16 +94,17 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         phases.append(
             _phase("score", *fixed, seen.no_grad, _acts("score", acts.no_grad, acts), head.score)
         )
-    before = acts.forward + acts.outliving  # of the step before
+    # what outlives is of the step before
+    acting, flown = _forward(model, r, flat, acts.forward + acts.outliving)
     phases.append(
         _phase(
             "forward",
             *fixed,
             held,
             whole,
-            _at_start(model, r, flat, before),
+            term(flown, "the running layer's, and before it the root's"),
             seen.forward,
-            _acts("forward", before, acts),
+            _acts("forward", acting, acts),
             outputs,
             resident,
         )
@@ -195,11 +196,14 @@ def _acts(phase: str, size: int, acts: Activations) -> Term:
     return Term("activations", size, "{0}", (parts,), source)
 
 
-def _at_start(model: ModelSpec, r: Resolved, flat: Buffers, forward: int) -> Term:
-    """Return the flat buffers of the forward: one layer's, or at the first layer the root's too."""
+def _forward(model: ModelSpec, r: Resolved, flat: Buffers, running: int) -> tuple[int, int]:
+    """Return activations and flat buffers of the forward: at its largest layer, or at its first.
+
+    There the root's buffer is still beside the layer's, and only the embeddings' output exists.
+    """
+    later = (running, flat.forward)
     embedded = r.tokens * model.hidden * element_bytes(r.dtype)
-    early = flat.start + embedded - forward
-    return term(max(flat.forward, early), "the running layer's, or the root's with it")
+    return max(later, (embedded, flat.start), key=sum) if flat.start else later
 
 
 def _backward(
@@ -217,7 +221,10 @@ def _backward(
         running, left = moment.layer_grads, moment.layers_left
         if flat.reduced:  # whole ones, in the dtype that is gathered
             running = running * whole_width(r) // gradient_width(r)
-        alive = running + (most if r.grad_accum > 1 else _earlier_grads(model, r, most, left))
+        done = _earlier_grads(model, r, grads.bytes, left)
+        if whole:  # reduced layer by layer, in the last micro-batch
+            done += most - _earlier_grads(model, r, most, left)
+        alive = running + (most if r.grad_accum > 1 and not whole else done)
         if not flat.reduced:  # a unit's whole gradients are beside the shards, else among them
             alive = min(alive, most)
         alive += waiting
@@ -226,6 +233,7 @@ def _backward(
             flat.reduced and left == model.num_layers > 1
         ):  # the first reduction is in the next layer
             shard = _earlier_grads(model, r, grads.bytes, left - 1)
+            shard -= _earlier_grads(model, r, most, left - 1) if whole else 0
             kept = moment.activations - acts.kept // left
             moments.append((alive + shard, kept, flat.in_backward(left - 1, left)))
     moments.append((*_embedding_moment(model, r, grads.bytes), flat.end))
