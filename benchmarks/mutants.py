@@ -70,6 +70,7 @@ FAST_TESTS = (
     "tests/planner/test_hand_head.py",
     "tests/planner/test_hand_allocator.py",
     "tests/planner/test_hand_doctor.py",
+    "tests/planner/test_hand_fsdp2.py",
     "tests/planner/test_hand_host.py",
     "tests/planner/test_hand_outside.py",
     "tests/planner/test_checkpoint_quantization.py",
