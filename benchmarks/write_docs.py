@@ -36,6 +36,7 @@ VERBS: tuple[tuple[str, ...], ...] = (
     ("train",),
     ("eval",),
     ("merge",),
+    ("push",),
     ("demo",),
     ("app",),
 )

@@ -1,6 +1,6 @@
 """Which terms live in which phase, and how large each is there."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from planner.dtypes import element_bytes
@@ -21,7 +21,7 @@ from planner.terms.logits import Logits, head_gradient_width, held_outputs, logi
 from planner.terms.optimizer import optimizer
 from planner.terms.overhead import workspace
 from planner.terms.term import Term
-from planner.terms.vision import vision
+from planner.terms.vision import Vision, vision
 from planner.terms.vllm_weights import vllm_weights_term
 from planner.terms.weights import flat_units, gathered, weights
 
@@ -125,10 +125,8 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
             resident,
         )
     )
-    running_back = _backward(model, r, acts, grads, held, flat)
-    phases.append(
-        _phase("backward", *fixed, whole, seen.backward, *running_back, outputs, resident)
-    )
+    running_back = _backward(model, r, acts, grads, held, flat, seen)
+    phases.append(_phase("backward", *fixed, whole, *running_back, outputs, resident))
     left = _acts("step", acts.outliving, acts)
     step = Term(
         "optimizer",
@@ -137,7 +135,9 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         (states.states.bytes, states.step.bytes),
         states.step.source or states.states.source,
     )
-    phases.append(_phase("step", base, adapter, grads, step, outputs, left, space, resident))
+    phases.append(
+        _phase("step", base, adapter, grads, step, outputs, seen.after, left, space, resident)
+    )
     inputs = Term(
         "activations", acts.host, "offloaded checkpoint inputs, pinned", (), "checkpoint offload"
     )
@@ -207,16 +207,23 @@ def _forward(model: ModelSpec, r: Resolved, flat: Buffers, running: int) -> tupl
 
 
 def _backward(
-    model: ModelSpec, r: Resolved, acts: Activations, grads: Term, held: Term, flat: Buffers
+    model: ModelSpec,
+    r: Resolved,
+    acts: Activations,
+    grads: Term,
+    held: Term,
+    flat: Buffers,
+    seen: Vision,
 ) -> tuple[Term, ...]:
-    """Return gradients, activations and flat buffers where the backward pass is largest.
+    """Return gradients, flat buffers, activations and the towers' share where the backward is largest.
 
     With accumulation all gradients exist; without, they appear from the last layer to the first.
+    The order is the forward's, reversed: the text, the towers, the embedding.
     """
     whole = r.accumulates_whole
     most = held.bytes if whole else grads.bytes
     waiting = 0 if whole else flat.root_gradients
-    moments = []
+    moments: list[_Moment] = []
     for moment in acts.backward:
         running, left = moment.layer_grads, moment.layers_left
         if flat.reduced:  # whole ones, in the dtype that is gathered
@@ -228,22 +235,53 @@ def _backward(
         if not flat.reduced:  # a unit's whole gradients are beside the shards, else among them
             alive = min(alive, most)
         alive += waiting
-        moments.append((alive, moment.activations, flat.in_backward(left, model.num_layers)))
+        flown = flat.in_backward(left, model.num_layers)
+        moments.append(_Moment(alive, moment.activations, flown, seen.backward))
         if (
             flat.reduced and left == model.num_layers > 1
-        ):  # the first reduction is in the next layer
+        ):  # the next layer meets the first reduction
             shard = _earlier_grads(model, r, grads.bytes, left - 1)
             shard -= _earlier_grads(model, r, most, left - 1) if whole else 0
-            kept = moment.activations - acts.kept // left
-            moments.append((alive + shard, kept, flat.in_backward(left - 1, left)))
-    moments.append((*_embedding_moment(model, r, grads.bytes), flat.end))
-    made, acting, flown = max(moments, key=sum)
+            kept, flown = moment.activations - acts.kept // left, flat.in_backward(left - 1, left)
+            moments.append(_Moment(alive + shard, kept, flown, seen.backward))
+    for own in seen.own:
+        alive = min(_text_grads(model, r, grads.bytes) + own.grads, grads.bytes)
+        moments.append(_Moment(alive, 0, flat.gather, replace(seen.backward, bytes=own.bytes)))
+    moments.append(_Moment(*_embedding_moment(model, r, grads.bytes), flat.end, seen.after))
+    largest = max(moments, key=lambda each: each.total)
     template = "{0:,} B that exist by then, of {1:,} B at the step"
     return (
-        Term("gradients", made, template, (made, grads.bytes), grads.source),
-        term(flown, "the next layer's, and gradients on their way"),
-        _acts("backward", acting, acts),
+        Term("gradients", largest.grads, template, (largest.grads, grads.bytes), grads.source),
+        term(largest.flown, "the next layer's, and gradients on their way"),
+        _acts("backward", largest.activations, acts),
+        largest.seen,
     )
+
+
+class _Moment(NamedTuple):
+    """What is alive at one moment of the backward."""
+
+    grads: int
+    activations: int
+    flown: int
+    """Flat buffers."""
+    seen: Term
+    """The towers' share."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.grads + self.activations + self.flown + self.seen.bytes
+
+
+def _text_grads(model: ModelSpec, r: Resolved, total: int) -> int:
+    """Return the gradients that exist when the text's layers are done, its embedding's apart."""
+    if r.grad_accum > 1 or r.method is not Method.FULL:
+        return total
+    later = sum(module.parameters for module in model.towers)
+    if not model.tied:
+        later += sum(module.parameters for module in model.embeddings)
+    return total * (model.parameters - later) // max(1, model.parameters)
 
 
 def _earlier_grads(model: ModelSpec, r: Resolved, total: int, layers_left: int) -> int:

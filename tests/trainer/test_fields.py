@@ -79,6 +79,8 @@ FIELDS: dict[str, Case] = {
     "recipe.engine.max_lora_rank": no(64, "grpo"),
     "recipe.engine.url": no("http://127.0.0.1:9", "grpo"),
     "recipe.engine.timeout_s": no(5, "grpo"),
+    "recipe.experts_implementation": no("eager"),
+    "recipe.expert_capacity_factor": no(1.25),
     "recipe.offload.parameters": no(True),
     "recipe.offload.device": no("nvme"),
     "recipe.offload.pinned": no(True),
@@ -114,6 +116,8 @@ FIELDS: dict[str, Case] = {
     "recipe.image_tokens": no(16),
     "recipe.videos": no(1),
     "recipe.video_frames": no(2),
+    "recipe.audio": no(1),
+    "recipe.audio_seconds": no(2.0),
     "machine.gpu": Case("rtx-4090"),
     "machine.gpus": no(4),
     "machine.vram": Case("24GiB"),
@@ -178,6 +182,12 @@ FIELDS: dict[str, Case] = {
     "train.sampling.top_p": Case(0.5, "grpo"),
     "train.sampling.top_k": Case(3, "grpo"),
     "train.sampling.stop": Case(["1"], "grpo"),
+    "train.sampling.min_p": Case(0.5, "grpo"),
+    "train.sampling.repetition_penalty": Case(2.0, "grpo"),
+    "train.sampling.presence_penalty": Case(2.0, "grpo"),
+    "train.sampling.frequency_penalty": Case(2.0, "grpo"),
+    "train.sampling.guided_regex": no("[0-9]", "grpo"),
+    "train.sampling.guided_json": no({"type": "object"}, "grpo"),
     "train.loss.type": Case("grpo", "grpo"),
     "train.loss.epsilon": Case(0.01, "grpo"),
     "train.loss.epsilon_high": Case(0.5, "grpo"),
@@ -198,6 +208,11 @@ FIELDS: dict[str, Case] = {
     "train.save_every": Case(1, base={"train.steps": 3}),
     "train.keep_checkpoints": Case(1, base={"train.steps": 3, "train.save_every": 1}),
     "train.max_bad_steps": Case(1, base={"train.lr": 1e30, "train.steps": 4}),
+    "train.push_to_hub": Case("me/sums"),
+    "train.callbacks": Case(["stop.py:Stop"], base={"train.steps": 3}),
+    "train.report_to": Case("tensorboard"),
+    "train.project": no("sums"),
+    "train.run_name": no("first"),
     "train.tensorboard": Case(True),
     "train.print_completions": Case(1),
     "train.preflight": Case(True),
@@ -284,6 +299,10 @@ def run_of(document, tmp_path):
     (tmp_path / "held.jsonl").write_text(held, encoding="utf-8")
     (tmp_path / "own.py").write_text(
         "def own(completions, **columns):\n    return [float(len(completions))] * len(completions)\n",
+        encoding="utf-8",
+    )
+    (tmp_path / "stop.py").write_text(
+        "class Stop:\n    def on_step_end(self, run, step, metrics):\n        run.stop()\n",
         encoding="utf-8",
     )
     return make
