@@ -20,6 +20,8 @@ MODULES = "modules"
 
 def channel(p: Program, x: Value, layer: LayerSpec, hidden: int, width: int) -> Value:
     """Record a layer's channel mixer, whole or in tiles."""
+    if p.s.mlp_tile and p.s.tile_experts and layer.mlp.kind is MlpKind.MOE:
+        return in_tiles(p, x, p.s.mlp_tile, lambda q, part: channel(q, part, layer, hidden, width))
     if layer.mlp.kind is MlpKind.MOE:
         return moe_block(p, x, layer, hidden, width)
     if p.s.mlp_tile:

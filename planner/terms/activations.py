@@ -145,6 +145,7 @@ def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
         hidden_dropout=model.hidden_dropout > 0,
         fused=r.switches.fused,
         mlp_tile=tile,
+        tile_experts=r.switches.tiles_experts,
         norm_tile=tile if r.switches.tiled_norms else 0,
         accumulate=r.grad_accum > 1,
     )
