@@ -116,6 +116,8 @@ def recipe_of(row: Row, model: ModelSpec) -> Recipe:
         "loss": _loss(row),
         "sharding": _sharding(row),
         "compile": row["compile"] == "yes",
+        **_in_float8(row),
+        "optimizer_in_backward": "in_bwd" in row["optimizer"],
     }
     if notebook and notebook.tiled_mlp:
         values["tiled_mlp"] = True
@@ -194,8 +196,8 @@ def _mixed_precision(row: Row) -> str | None:
 
 def _optimizer(text: str, framework: str) -> Optimizer | None:
     folded = text.lower()
-    if folded.split(" ")[0] == "adamw" and framework == "torchtune":
-        return None  # its configurations say which implementation
+    if folded.split(" ")[0] == "adamw" and framework.startswith(("torchtune", "torchtitan")):
+        return None  # their configurations say which implementation
     if "paged" in folded:
         return Optimizer.PAGED_ADAMW_8BIT if "8bit" in folded else Optimizer.PAGED_ADAMW
     if "8bit" in folded:
@@ -209,6 +211,8 @@ def _checkpointing(text: str, parallelism: str) -> Checkpointing | None:
     folded = text.lower()
     if "offload" in folded or "unsloth" in folded:
         return Checkpointing.OFFLOAD
+    if folded.startswith("selective(op"):
+        return Checkpointing.SELECTIVE_OP
     if folded.startswith(("full", "true", "on", "hf", "selective")):
         return Checkpointing.FULL
     if folded.startswith(("none", "false", "unknown")):
@@ -258,6 +262,16 @@ def _sharding(row: Row) -> Sharding:
     if gpus > 1 and "single" not in text:
         return Sharding.DDP
     return Sharding.NONE
+
+
+def _in_float8(row: Row) -> dict[str, Any]:
+    text = row["kernels"].lower()
+    if "float8" not in text:
+        return {}
+    return {
+        "float8": "rowwise" if "rowwise" in text else "tensorwise",
+        "float8_all_gather": "float8 all-gather" in text,
+    }
 
 
 def _flag(text: str) -> bool | None:

@@ -11,13 +11,15 @@ from planner.accuracy.prediction import NotARun, NotCovered, Prediction, around
 from planner.accuracy.rows import Row
 from planner.accuracy.sft_recipe import recipe_of
 from planner.accuracy.stages import is_split, stage_models
-from planner.accuracy.variants import litgpt_model, selective_bytes
+from planner.accuracy.variants import litgpt_model
 from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
 from planner.risk import EVEN, TAIL
 from planner.run.recipe import Recipe, Sharding, Task
 
+OF_TENSORS = frozenset({"peak_allocated", "peak_active"})
+"""Figures that a card's size does not move."""
 PHASES = ("load", "forward", "loss", "backward", "step")
 
 
@@ -94,8 +96,9 @@ def run_of(row: Row) -> Run:
     if is_split(row):
         model = stage_models(row, model)[-1]  # the last one has the head
     recipe = divide_tokens(row, recipe_of(row, model))
-    machine = machine_named(row["gpu"], gpus_of(row, recipe))
-    return Run(row, canonical(row.quantity), model, recipe, machine)
+    quantity = canonical(row.quantity)
+    machine = machine_named(row["gpu"], gpus_of(row, recipe), any_memory=quantity in OF_TENSORS)
+    return Run(row, quantity, model, recipe, machine)
 
 
 def _answer(run: Run) -> Prediction:
@@ -105,10 +108,7 @@ def _answer(run: Run) -> Prediction:
         mixed = _mixed(run, result)
         if mixed is not None:
             return mixed
-    extra = 0
-    if run.row["grad_ckpt"].startswith("selective"):
-        extra += selective_bytes(run.model, result.resolved.tokens)
-    return figure(run.quantity, result, extra)
+    return figure(run.quantity, result)
 
 
 def _mixed(run: Run, result: Plan) -> Prediction | None:
@@ -203,7 +203,7 @@ def canonical(quantity: str) -> str:
     raise NotCovered(f"the figure {quantity[:50]!r} is not one that the planner states")
 
 
-def figure(quantity: str, result: Plan, extra: int = 0) -> Prediction:
+def figure(quantity: str, result: Plan) -> Prediction:
     """Return one figure of a plan with its interval."""
     allocated = result.allocated_peak_bytes
     if quantity in {"peak_allocated", "peak_active"}:
@@ -219,7 +219,7 @@ def figure(quantity: str, result: Plan, extra: int = 0) -> Prediction:
     if quantity == "nvidia_smi_used_peak":
         used = result.device_used_bytes
         return Prediction(quantity, used, *result.interval("device", used), result)
-    value = result.reserved_peak_bytes + extra
+    value = result.reserved_peak_bytes
     return Prediction(quantity, value, *result.interval("reserved", value), result)
 
 

@@ -1,7 +1,7 @@
 """weights: the base model on one GPU, a separate reference copy, and what sharding gathers."""
 
 from planner.dtypes import element_bytes
-from planner.models.spec import ModelSpec
+from planner.models.spec import LINEARS, ModelSpec
 from planner.run.recipe import Method, Reference
 from planner.run.resolve import Resolved
 from planner.terms.counts import base_weights
@@ -84,6 +84,10 @@ def gathered(model: ModelSpec, r: Resolved, layers: int) -> Term:
         if r.method is not Method.FULL:
             adapted = adapter_shard(model, r, ranks) * ranks // model.num_layers
             each += element_bytes(r.adapter_dtype) * adapted
+    if r.float8_all_gather and not base.quantized:  # torchao fsdp_utils: cast before it is gathered
+        most = max(model.layers, key=lambda layer: layer.parameters)
+        linears = sum(m.weight_parameters for m in most.modules if m.kind in LINEARS)
+        each -= linears * (width - 1)
     # an offloaded shard is copied to the device before it is gathered
     copied = max(root, layers * each) // r.placement.weight_shards
     copied = copied if r.placement.offload.weights and r.placement.weight_shards > 1 else 0
