@@ -138,6 +138,8 @@ def _recipe(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
         ("master_weights", bool(recipe.master_weights) and (matrix or trained == "fp32"), "false: fp32 weights are their own masters"),
         ("loss", recipe.loss is Loss.FULL, "chunked: the trainer never makes full logits"),
         ("compile", recipe.compile, "false"),
+        ("experts_implementation", recipe.experts_implementation not in (None, "grouped_mm"), "grouped_mm, transformers' own choice"),
+        ("expert_capacity_factor", recipe.expert_capacity_factor is not None, "nothing: the experts take all tokens"),
         ("reference", recipe.reference not in (None, Reference.NONE, Reference.ADAPTER_OFF), "adapter-off"),
         ("reference", bool(recipe.beta) and recipe.reference is Reference.NONE, "adapter-off, or beta: 0"),
         ("beta", bool(recipe.beta) and recipe.method is Method.FULL, "0 with method full: its reference would be a second copy; adapters need none"),

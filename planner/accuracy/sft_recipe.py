@@ -3,7 +3,8 @@
 import re
 from typing import Any
 
-from planner.accuracy.lora_targets import lora_targets
+from planner.accuracy.lora_targets import lora_targets, targets_of_count
+from planner.accuracy.notebooks import notebook_of
 from planner.accuracy.prediction import NotCovered
 from planner.accuracy.rows import Row
 from planner.accuracy.sft_frameworks import framework_of
@@ -80,6 +81,9 @@ def recipe_of(row: Row, model: ModelSpec) -> Recipe:
     """
     method = method_of(row)
     batch, length = row.integer("micro_batch"), row.integer("seq_len")
+    notebook = notebook_of(row)
+    if notebook and notebook.context:
+        length = notebook.context
     framework = framework_of(row)
     values: dict[str, Any] = {
         "task": Task.SFT,
@@ -100,13 +104,26 @@ def recipe_of(row: Row, model: ModelSpec) -> Recipe:
         "sharding": _sharding(row),
         "compile": row["compile"] == "yes",
     }
+    if notebook and notebook.tiled_mlp:
+        values["tiled_mlp"] = True
+    if notebook and notebook.attention:
+        values["attention"] = Attention(notebook.attention)
     if method is not Method.FULL:
         values["lora"] = LoraSection(
             rank=row.integer("lora_rank") or _default_rank(row),
-            targets=lora_targets(row["lora_targets"], model),
+            targets=_targets(row, model),
             dropout=0.05 if "litgpt" in row["framework"].lower() else 0.0,  # its default
         )
     return Recipe(**values)
+
+
+def _targets(row: Row, model: ModelSpec) -> tuple[str, ...]:
+    """Return the adapted linears: Unsloth's get_peft_model takes all seven projections by itself."""
+    notebook = notebook_of(row)
+    text = row["lora_targets"]
+    if notebook and not text:
+        return targets_of_count(model, row.integer("lora_rank") or 16, notebook.trained)
+    return lora_targets(text, model)
 
 
 def _default_context(framework: str) -> int:

@@ -88,6 +88,8 @@ class OpSettings(NamedTuple):
     """Fused kernels: rmsnorm, swiglu, rope, lora, moe."""
     mlp_tile: int = 0
     """Tokens of one tile of the MLP, recomputed tile by tile in backward; 0 = whole."""
+    tile_experts: bool = False
+    """A tile of the MLP takes its tokens through the experts too."""
     norm_tile: int = 0
     """The same of the norms of the hidden stream."""
     input_grad: bool = True

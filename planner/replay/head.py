@@ -111,7 +111,7 @@ class Head:
         if self.r.switches.keeps_outputs:
             names = [name for name in alive if name.startswith("outputs.")]
             self.outputs = alive.pop(names[0]) if names else None
-        if self._scales or self.model.softcap:  # its gradient, out of place
+        if self._scales or self._capped:  # its gradient, out of place
             self._play((Step(next(reversed(alive)), "unscaled gradient", act, False),), alive)
         incoming = player.block(self.rows * self.model.hidden * act)
         if self.trained:
@@ -123,13 +123,19 @@ class Head:
     @property
     def _scales(self) -> bool:
         """The model's forward scales its logits, out of place; some do so even by 1."""
-        return self.model.logit_scale != 1 or self.model.model_type.startswith(SCALES_LOGITS)
+        scaled = self.model.logit_scale != 1 or self.model.model_type.startswith(SCALES_LOGITS)
+        return scaled and not self.law.caps_inside
+
+    @property
+    def _capped(self) -> bool:
+        """The model's forward caps its logits by tanh."""
+        return bool(self.model.softcap) and not self.law.caps_inside
 
     def _steps(self, act: int) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
         """Return the law's steps, with what the model does to its logits first."""
         forward, backward = in_order(self.law, act, bool(self.r.autocast))
         name = forward[0].made
-        if self.model.softcap:  # logits / cap, tanh, * cap: three tensors, tanh's is saved
+        if self._capped:  # logits / cap, tanh, * cap: three tensors, tanh's is saved
             scaled = (
                 Step(name, "divided", act, False),
                 Step("divided", "tanh", act, False),

@@ -246,6 +246,10 @@ class Recipe(Section):
     reference: Reference | None = None
     sharding: Sharding = Sharding.NONE
     compile: bool = False
+    experts_implementation: Literal["grouped_mm", "batched_mm", "eager"] | None = None
+    """How transformers 5 runs fused experts; None = its own choice, grouped_mm."""
+    expert_capacity_factor: Annotated[float, Field(ge=1)] | None = None
+    """Rows that an expert in a loop takes at most, in even shares; the others are dropped."""
 
 
 class MachineSection(Section):

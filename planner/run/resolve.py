@@ -11,6 +11,7 @@ from planner.models.spec import ModelSpec
 from planner.quant.table import BITSANDBYTES
 from planner.run.base_scheme import base_scheme
 from planner.run.engine_choices import choose, engine_fields, engine_kind, four_bit_refusal
+from planner.run.experts import expert_fields
 from planner.run.framework import fallback_note, pick
 from planner.run.framework_files import Framework
 from planner.run.image_fields import image_fields, image_notes, sees_images_whole
@@ -57,6 +58,12 @@ class Resolved:
     master_weights: bool
     gradient_dtype: str
     adapter_dtype: str
+    experts: str
+    """grouped_mm, fallback, batched_mm, eager or modules (planner/run/experts.py); "": no experts train."""
+    expert_capacity: float
+    """Rows an expert takes at most, in even shares; 0 = all."""
+    linear_experts: bool
+    """Each expert is a linear of its own, which bitsandbytes quantises."""
     lora_rank: int
     lora_targets: str | tuple[str, ...]
     target_parameters: tuple[str, ...]
@@ -119,6 +126,8 @@ class Resolved:
     max_loras: int
     max_lora_rank: int
     assumptions: tuple[str, ...] = ()
+    imbalance: bool = False
+    """Planned for a router that sends every token to the same experts: the upper end of a plan."""
 
     @property
     def seq_tokens(self) -> int:
@@ -223,6 +232,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         master_weights=_master(recipe, switches, dtype),
         gradient_dtype=normal_dtype(recipe.gradient_dtype or dtype, field="gradient_dtype"),
         **lora_fields(recipe, switches, quantization, dtype, reference),
+        **expert_fields(model, machine, recipe, framework, notes),
         optimizer=Optimizer(choose(recipe.optimizer, defaults, "optimizer", "adamw")),
         optimizer_offload=recipe.optimizer_offload,
         offload=_offload(recipe, trains),

@@ -63,6 +63,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[["Resolved"], bool], str], ...] = 
     ),
     (("engine.offline",), lambda r: r.task is Task.SERVE, "only serving has other defaults in LLM()"),
     (("offload.device", "offload.pinned"), lambda r: r.placement.offload.by in ("zero", "zero3", "fsdp"), "no engine offloads"),
+    (("experts_implementation", "expert_capacity_factor"), lambda r: bool(r.experts), "no experts are trained through"),
     (("sharding",), lambda r: r.gpus > 1, "there is one GPU"),
 )  # fmt: skip
 

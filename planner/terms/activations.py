@@ -108,6 +108,9 @@ def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
         full=full,
         adapted=adapters(model, r).leaves if lora else frozenset(),
         expert_adapters=adapters(model, r).experts if lora else (0, 0),
+        experts=r.experts,
+        imbalance=r.imbalance,
+        capacity=r.expert_capacity,
         rank=r.lora_rank if lora else 0,
         act=element_bytes(r.compute_dtype),
         residual=4 if upcast or (model.norm_first and r.autocast) else width,
@@ -142,6 +145,7 @@ def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
         hidden_dropout=model.hidden_dropout > 0,
         fused=r.switches.fused,
         mlp_tile=tile,
+        tile_experts=r.switches.tiles_experts,
         norm_tile=tile if r.switches.tiled_norms else 0,
         accumulate=r.grad_accum > 1,
     )

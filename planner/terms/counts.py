@@ -69,7 +69,7 @@ def base_weights(model: ModelSpec, resolved: Resolved) -> BaseWeights:
         resolved.quantization,
         resolved.double_quant,
         upcast,
-        resolved.switches.linear_experts,
+        resolved.linear_experts,
         resolved.switches.quantized_head,
     )
     stored = _STORE.get((id(model), key))

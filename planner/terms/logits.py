@@ -39,7 +39,7 @@ def logits(model: ModelSpec, r: Resolved) -> Logits:
     rows, none = scored_rows(r, law), Term("logits", 0)
     made = _new_head_gradient(model, r)
     if law.kind == "full":
-        extra, cap = _casts(model, r, rows, act), bool(model.softcap)
+        extra, cap = _casts(model, r, rows, act), bool(model.softcap) and not law.caps_inside
         return Logits(
             _full(rows, model.vocab, law.forward, act, law.source, extra, cap),
             _full(rows, model.vocab, law.backward, act, law.source, extra, cap),
@@ -157,6 +157,8 @@ def chunk_rows(model: ModelSpec, r: Resolved, law: LogitsLaw, rows: int, act: in
         return min(rows, r.loss_chunk_rows)
     if law.chunk_rows:
         return min(rows, law.chunk_rows)
+    if law.whole_rows:
+        return rows if rows <= law.whole_rows else 1
     if law.chunk_ratio:
         part = -(-rows // -(-model.vocab // model.hidden))
         return min(rows, 1 << max(0, part - 1).bit_length())

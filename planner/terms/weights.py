@@ -5,6 +5,7 @@ from planner.models.spec import ModelSpec
 from planner.run.recipe import Method, Reference
 from planner.run.resolve import Resolved
 from planner.terms.counts import base_weights
+from planner.terms.rope_tables import rope_tables
 from planner.terms.term import Term
 
 
@@ -33,6 +34,10 @@ def weights(model: ModelSpec, r: Resolved) -> Term:
         )
     if r.placement.offload.weights:
         size, template, args = 0, "on the host between uses: {0:,} B a rank", (size,)
+    if tables := sum(rope_tables(model, r)):
+        size += tables
+        template += f" + cosines and sines of all positions {{{len(args)}:,}} B"
+        args = (*args, tables)
     if r.reference is Reference.SEPARATE and r.trains:
         reference = -(-model.parameters * element_bytes(r.dtype) // shards)
         return Term(

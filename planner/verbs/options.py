@@ -74,6 +74,8 @@ OPTIONS: dict[str, Any] = {
     "offload_device": _option(str | None, "--offload-device", "cpu, or nvme (zero3 swaps to a disk).", _HOW),
     "checkpointing": _option(str | None, "--checkpointing", "none, full, every-k or offload.", _HOW),
     "attention": _option(str | None, "--attention", "eager, sdpa or flash.", _HOW),
+    "experts_implementation": _option(str | None, "--experts-implementation", "grouped_mm, batched_mm or eager (transformers 5).", _HOW),
+    "expert_capacity_factor": _option(float | None, "--expert-capacity-factor", "Rows of an expert at most, in even shares: 1.25.", _HOW),
     "loss": _option(str | None, "--loss", "full or chunked logits.", _HOW),
     "beta": _option(float | None, "--beta", "KL weight; 0 = no reference.", _HOW),
     "reference": _option(str | None, "--reference", "none, adapter-off, separate, offloaded.", _HOW),

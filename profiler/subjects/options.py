@@ -20,6 +20,11 @@ class StepOptions:
     """none, bf16 or fp16 (fp16 brings a gradient scaler)."""
     lora_rank: int = 16
     lora_targets: tuple[str, ...] | str = "all-linear"
+    experts: str = ""
+    """How fused experts run: grouped_mm, fallback, batched_mm or eager; empty = transformers' choice."""
+    imbalance: bool = False
+    """In a loop: all tokens choose the same experts."""
+    expert_capacity: float = 0.0
     lora_target_parameters: tuple[str, ...] = ()
     """Fused expert tensors adapted beside them, by PEFT's ParamWrapper."""
     lora_dropout: float = 0.0

@@ -25,7 +25,15 @@ SEEN, OF_IMAGES = (
 )
 HEARD, OF_SOUNDS = "voxtral-mini-3b", ("audio", "audio_seconds")
 LONG: dict[str, Any] = {**FULL, "context": 8192}
-EXPERTS, OF_EXPERTS = "qwen3-30b-a3b", ("engine.expert_parallel", "lora.target_parameters")
+EXPERTS, OF_EXPERTS = (
+    "qwen3-30b-a3b",
+    (
+        "engine.expert_parallel",
+        "lora.target_parameters",
+        "experts_implementation",
+        "expert_capacity_factor",
+    ),
+)
 
 BIASED, OF_BIASED = "qwen2.5-0.5b", ("lora.bias",)
 ADAPTER = str(Path(__file__).parent / "adapter")
@@ -72,6 +80,17 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "reference": ({**GRPO, "method": "full", "beta": 0.1}, "offloaded"),
     "sharding": (FULL, "zero3"),
     "compile": ({}, True),
+    "experts_implementation": ({"checkpointing": "none"}, "batched_mm"),
+    "expert_capacity_factor": (
+        {
+            "framework": "peft-loop",
+            "experts_implementation": "eager",
+            "context": 8192,
+            "checkpointing": "full",
+            "lora": {"targets": ("q_proj",)},
+        },
+        1.25,
+    ),
     "lora.rank": ({}, 64),
     "lora.targets": ({}, ("q_proj",)),
     "lora.target_parameters": ({"lora": {"targets": ("q_proj",)}}, ("mlp.experts.down_proj",)),
@@ -152,6 +171,8 @@ UNREAD: dict[str, tuple[dict[str, Any], Any]] = {
     "engine.max_loras": (GRPO, 4),
     "engine.max_lora_rank": (GRPO, 64),
     "sharding": (FULL, "zero3"),
+    "experts_implementation": (FULL, "eager"),
+    "expert_capacity_factor": (FULL, 1.25),
 }
 """Field: (a run that does not read it, a value that somebody gave)."""
 

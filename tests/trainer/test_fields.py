@@ -79,6 +79,8 @@ FIELDS: dict[str, Case] = {
     "recipe.engine.max_lora_rank": no(64, "grpo"),
     "recipe.engine.url": no("http://127.0.0.1:9", "grpo"),
     "recipe.engine.timeout_s": no(5, "grpo"),
+    "recipe.experts_implementation": no("eager"),
+    "recipe.expert_capacity_factor": no(1.25),
     "recipe.offload.parameters": no(True),
     "recipe.offload.device": no("nvme"),
     "recipe.offload.pinned": no(True),
