@@ -8,6 +8,7 @@ from planner.quant.table import BITSANDBYTES
 from planner.run.recipe import Method
 from planner.run.resolve import Resolved
 from planner.terms.counts import adapters, lora_of
+from planner.terms.shards import adapter_shard
 from planner.terms.term import Term
 from planner.terms.weights import trained_width
 
@@ -60,6 +61,12 @@ def lora(model: ModelSpec, r: Resolved) -> Term:
         size += size + biases * whole
         template += f", and all once more as they were at the start, with {{{len(args)}:,}} biases"
         args = (*args, biases)
+    if r.placement.divides_adapters:
+        ranks = r.placement.weight_shards
+        held = adapter_shard(model, r, ranks) * width
+        size = held + -(-(size - counts.parameters * width) // ranks)
+        template += f" over {{{len(args)}}} ranks, each tensor in whole rows"
+        args = (*args, ranks)
     return Term(
         "adapters",
         size,
