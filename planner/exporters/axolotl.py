@@ -39,7 +39,7 @@ def export(run: RunFile, *, version: str | None = None) -> Exported:
     put("tiled_mlp", recipe.tiled_mlp)
     writer.quantization()
     put("optimizer", writer.optimizer())
-    if recipe.sharding is Sharding.FSDP:
+    if recipe.sharding in (Sharding.FSDP, Sharding.FSDP2):
         put("fsdp_version", 2)
         put("fsdp_config", {"reshard_after_forward": True, "offload_params": False})
     elif recipe.sharding.value.startswith("zero"):

@@ -46,7 +46,7 @@ def export(run: RunFile, *, version: str | None = None) -> Exported:
         put("deepspeed", f"examples/deepspeed/ds_z{recipe.sharding.value[-1]}{offload}_config.json")
     writer.lost(
         "fsdp: give it to accelerate (examples/accelerate/fsdp_config.yaml)",
-        when=recipe.sharding.value == "fsdp",
+        when=recipe.sharding.value in ("fsdp", "fsdp2"),
     )
     prefix = f"FORCE_TORCHRUN=1 NPROC_PER_NODE={run.machine.gpus} " if run.machine.gpus > 1 else ""
     return Exported(
