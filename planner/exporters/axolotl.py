@@ -77,6 +77,8 @@ def _adapter(writer: Writer) -> None:
     else:
         put("lora_target_modules", writer.targets(all_linear="", attention=_ATTENTION, mlp=_MLP))
     put("lora_modules_to_save", list(recipe.lora.modules_to_save) or None)
+    put("lora_model_dir", recipe.lora.start_from)
+    writer.adapters("from")
 
 
 def _grpo(writer: Writer) -> None:

@@ -75,6 +75,8 @@ class Resolved:
     keeps_start: bool
     """What is trained stays once more as it was at the start: the reference of a policy that was another
     than its base from the first step."""
+    started: bool
+    """The adapter was there before: its rank and targets are fixed."""
     dora: bool
     lora_dropout: float
     optimizer: Optimizer
