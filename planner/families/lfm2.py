@@ -26,11 +26,10 @@ def mlp_width(fields: ConfigFields) -> int:
     if not fields.flag("block_auto_adjust_ff_dim"):
         return width
     width = 2 * width // 3
-    usual = fields.defaults.get("block_ffn_dim_multiplier")
-    if fields.raw("block_ffn_dim_multiplier", usual) is None:
+    if fields.raw("block_ffn_dim_multiplier", 1) is None:
         return width
     multiple = fields.integer("block_multiple_of")
-    return -(-int(fields.number("block_ffn_dim_multiplier") * width) // multiple) * multiple
+    return -(-int(fields.number("block_ffn_dim_multiplier", 1) * width) // multiple) * multiple
 
 
 def short_convolution(fields: ConfigFields, hidden: int) -> Mixer:
