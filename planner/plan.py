@@ -335,11 +335,6 @@ def _not_modeled(model: ModelSpec, r: Resolved) -> tuple[str, ...]:
         )
     if missing := left_out(model, r):
         notes.append(missing)
-    if r.compile:
-        notes.append(
-            "compile: the plan is the eager run's; torch.compile fuses operations and keeps less "
-            "(torchtune and torchtitan ran at 7 to 15% less)"
-        )
     if r.placement.reduces and r.placement.ranks > 1:
         notes.append("NCCL buffers beyond one communicator's: a group more takes 0.5 to 1 GiB more")
     return tuple(notes)

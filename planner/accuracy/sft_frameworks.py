@@ -18,7 +18,7 @@ def framework_of(row: Row) -> str:
     for word, framework in (
         ("litgpt", "litgpt-2023" if row["source_family"].endswith("tables") else "litgpt"),
         ("torchtune", "torchtune"),
-        ("torchtitan", "torchtitan"),
+        ("torchtitan", "torchtitan==0.0.2" if "2024" in row["framework_version"] else "torchtitan"),
         ("swift", "ms-swift==1.5" if "torch 2.1" in row["framework_version"] else "ms-swift"),
         ("peft", "peft-loop"),
         ("axolotl", "axolotl"),

@@ -118,6 +118,9 @@ class Head:
         if not self.trained:  # a frozen head saves nothing
             player.give(hidden)
         self._play(backward, alive)
+        if self.law.chunk_count > 1:
+            part = -(-self.rows // self.law.chunk_count) * self.model.vocab
+            player.passing(*(part * width(dtype, act) for _, dtype in self.law.chunk))
         if self.r.switches.keeps_outputs:
             names = [name for name in alive if name.startswith("outputs.")]
             self.outputs = alive.pop(names[0]) if names else None
@@ -178,7 +181,10 @@ class Head:
         return whole
 
     def _weight_grad(self, grads: list[Chunk], *, accumulate: bool) -> None:
-        chunk = self.player.take(self.model.vocab * self.model.hidden * head_gradient_width(self.r))
+        size = self.model.vocab * self.model.hidden * head_gradient_width(self.r)
+        if self.law.kind == "full" and self.law.chunk_count > 1:  # a chunk's, added to the sum
+            self.player.passing(size)
+        chunk = self.player.take(size)
         if accumulate:
             self.player.give(chunk)
         elif chunk is not None:

@@ -256,7 +256,7 @@ class Run:
             chunk = player.take(module.parameters * width)
             # beyond a few thousand tokens CUDA sorts them: its temporaries come and go
             player.passing(*backward_blocks(tokens, self.model.vocab, self.model.hidden))
-            view = tied and self.r.law.kind == "full"
+            view = tied and self.r.law.kind == "full" and self.r.law.chunk_count < 2
             if view and module is self.model.embeddings[0]:
                 # a linear's gradient for the head is a view: torch adds the two in a third buffer
                 total = player.take(module.parameters * width)

@@ -42,13 +42,14 @@ class LogitsLaw(Section):
     """all tokens of the micro-batch, or completion tokens only."""
     chunk_rows: int = 0
     chunk_count: int = 0
-    """Instead of chunk_rows: the rows are cut into this many chunks."""
+    """Instead of chunk_rows: the rows are cut into this many chunks. With kind full: the logits of all
+    chunks are there, and the loss and the head run backward chunk by chunk."""
     chunk_ratio: bool = False
     """Rows are the next power of two of N / ceil(V / H), so that a chunk is as large as hidden."""
     chunk_vocab: int = 0
     """0 = the whole vocabulary."""
     chunk: Tensors = ()
-    """(tensor, dtype) per element of a chunk."""
+    """(tensor, dtype) per element of a chunk; with kind full beside all logits, in the backward."""
     hidden: Tensors = ()
     """(tensor, dtype) of [rows, H] kept until the loss is done."""
     head_grad: Tensors = ()

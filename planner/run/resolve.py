@@ -10,6 +10,7 @@ from planner.mixers.registry import mixer_of
 from planner.models.spec import ModelSpec
 from planner.quant.table import BITSANDBYTES
 from planner.run.base_scheme import base_scheme
+from planner.run.compiling import compile_fields, compiled_law
 from planner.run.engine_choices import choose, engine_fields, engine_kind, four_bit_refusal
 from planner.run.experts import expert_fields
 from planner.run.framework import fallback_note, pick
@@ -23,6 +24,7 @@ from planner.run.recipe import (
     Attention,
     Checkpointing,
     EngineKind,
+    Float8,
     Loss,
     Method,
     OffloadSection,
@@ -73,6 +75,8 @@ class Resolved:
     keeps_start: bool
     """What is trained stays once more as it was at the start: the reference of a policy that was another
     than its base from the first step."""
+    started: bool
+    """The adapter was there before: its rank and targets are fixed."""
     dora: bool
     lora_dropout: float
     optimizer: Optimizer
@@ -110,6 +114,11 @@ class Resolved:
     sharding: Sharding
     gpus: int
     compile: bool
+    compiled: str
+    """What torch.compile compiles at once: layer, model; empty: nothing."""
+    compiled_loss: bool
+    float8: Float8 | None
+    float8_all_gather: bool
     engine: EngineKind
     kv_dtype: str
     kv_bytes: int
@@ -138,6 +147,12 @@ class Resolved:
     def tokens(self) -> int:
         """Tokens in one forward pass on one GPU."""
         return self.sequences * self.seq_tokens
+
+    @property
+    def accumulates_whole(self) -> bool:
+        """Gradients stay whole until the last micro-batch, whatever FSDP divides."""
+        fsdp = self.sharding in (Sharding.FSDP, Sharding.FSDP2) and self.placement.ranks > 1
+        return self.switches.skips_sync and fsdp and self.grad_accum > 1
 
     @property
     def placement(self) -> Placement:
@@ -200,6 +215,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     generations = choose(recipe.num_generations, defaults, "num_generations", 1)
     sequences = _sequences(recipe, framework, defaults, generations, notes)
     loss = Loss(choose(recipe.loss, defaults, "loss", "full"))
+    compiled = compile_fields(recipe, framework, machine)
     engine = engine_kind(recipe, defaults)
     pictures = image_fields(model, recipe)
     notes.extend(image_notes(model, pictures, prompt + completion))
@@ -212,6 +228,11 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     if recipe.engine.expert_parallel and not any(layer.mlp.num_experts for layer in model.layers):
         notes.append("expert_parallel moves nothing: the model has no experts")
     if trains:
+        if machine.num_gpus > 1 and recipe.sharding is Sharding.NONE:
+            notes.append(
+                f"{machine.num_gpus} GPUs without --shard: a whole copy on each, nothing is divided; "
+                "--shard fsdp2 divides weights, gradients and states"
+            )
         notes.extend(_kernel_notes(model))
         if quantization in BITSANDBYTES and model.model_type in OWN_LINEAR:
             notes.append(
@@ -254,7 +275,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         keep_layers=recipe.offload_keep_layers,
         attention=_attention(model, recipe, defaults, notes),
         loss=loss,
-        law=_law(framework, task, loss, autocast),
+        law=_law(framework, task, loss, autocast, compiled=compiled["compiled_loss"]),
         loss_chunk_rows=recipe.loss_chunk_rows or 0,
         entropy=bool(recipe.entropy) and trains,
         tiled_mlp=_tiled(recipe, switches, defaults),
@@ -262,7 +283,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         reference=reference,
         sharding=recipe.sharding,
         gpus=machine.num_gpus,
-        compile=recipe.compile,
+        **compiled,
         engine=engine,
         **engine_fields(
             model,
@@ -440,8 +461,12 @@ def _reference(recipe: Recipe, task: Task, beta: float) -> Reference:
     return Reference.SEPARATE if recipe.method is Method.FULL else Reference.ADAPTER_OFF
 
 
-def _law(framework: Framework, task: Task, loss: Loss, autocast: str) -> LogitsLaw:
+def _law(
+    framework: Framework, task: Task, loss: Loss, autocast: str, *, compiled: bool
+) -> LogitsLaw:
     kind, switches = loss.value, framework.switches_of(task.value)
+    if compiled:
+        return compiled_law(framework, task, kind)
     if autocast and switches.fp32_outputs and loss is Loss.FULL:
         kind = "full-fp32"
     return framework.law(task.value, kind)

@@ -47,6 +47,9 @@ class Switches(Section):
     offloads_between_phases: Flag = False
     """What is offloaded waits on the host between phases alone: weights during the rollout, states until
     the step, for which they come back (verl workers/fsdp_workers.py: load_fsdp_optimizer)."""
+    skips_sync: Flag = False
+    """FSDP reduces gradients after the last micro-batch alone, so that until then all of them are
+    whole on every rank (transformers trainer.py: accelerator.no_sync for all but the last)."""
     step_scratch_bytes: Annotated[int, Field(ge=0, strict=True)] = 0
     """The step works slice by slice in this many bytes; 0: all tensors at once, as torch's foreach."""
     embeddings_32bit_state: Flag = False
@@ -124,6 +127,16 @@ class Switches(Section):
     exact_host_slab: Flag = False
     """Offloaded inputs go to one registered slab; torch's pinned blocks round up to a power of two."""
 
+    # torch.compile and float8
+    compiles: Literal["none", "layer", "model"] = "model"
+    """What `compile` hands to torch.compile: each decoder layer, or the model with its loss."""
+    compiles_loss: Flag = True
+    """`compile` compiles the loss as well."""
+    float8: Flag = False
+    """Linears can be trained in float8 (torchao)."""
+    selective: Flag = False
+    """Checkpointing can keep the results of chosen operations, or of layers."""
+
     # loss and outputs
     fp32_outputs: Flag = False
     """Outputs become fp32 under mixed precision (accelerate's ConvertOutputsToFp32)."""
@@ -149,6 +162,9 @@ class Switches(Section):
     """vLLM inside the trainer's process generates with a 4-bit policy."""
     drops_renewed_weights: Flag = False
     """A pushed copy whose weights all come anew gives them back asleep (level 2), not into host memory."""
+    prefill_tokens: Annotated[int, Field(ge=0, strict=True)] = 0
+    """The transformers engine reads every prompt once, so many tokens at a time (trainer/engines/
+    transformers.py); 0: `generate` reads the prompt of every completion, all of it at once."""
     generates_whole_batch: Flag = False
     """All sequences of a step are generated at once, those of gradient accumulation too."""
     fsdp_keeps_dtype: Flag = False

@@ -1,10 +1,11 @@
-"""What a traced step is: every choice that changes an allocation. No torch here."""
+"""What a traced step is: every choice that changes an allocation."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from planner.run.recipe import Attention, Checkpointing, Method, Optimizer
 from planner.terms.overhead import BLAS_WORKSPACE_BYTES
+from profiler.sharded import Shard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,8 @@ class StepOptions:
     reentrant: bool = False
     """Checkpointing with use_reentrant, the default of transformers before 5."""
     checkpointing: Checkpointing = Checkpointing.FULL
+    checkpoint_every: int = 1
+    """selective-layer: every which layer is checkpointed."""
     attention: Attention = Attention.SDPA
     optimizer: Optimizer = Optimizer.ADAMW
     micro_batch: int = 1
@@ -71,6 +74,8 @@ class StepOptions:
     """Release whose causal loss is used ("4.45"); empty = the installed one."""
     max_grad_norm: float = 1.0
     """0 = no clipping."""
+    shard: Shard | None = None
+    """How the model is divided over ranks."""
     workspace_bytes: int = BLAS_WORKSPACE_BYTES
     """What torch's pool holds for one BLAS handle: planner.terms.overhead.blas_workspace_bytes."""
 
