@@ -1,5 +1,6 @@
 """The `train:` section of run.yaml: what a run learns from, how it steps and where it writes."""
 
+import json
 import math
 import re
 from pathlib import Path
@@ -69,13 +70,60 @@ class RewardSection(Section):
 
 
 class SamplingSection(Section):
-    """How completions are drawn; the scorer uses the same values."""
+    """How completions are drawn.
+
+    The policy that is trained is the model at this temperature, top_k, top_p and min_p: the scorer uses
+    the same values. Penalties and grammars are the sampler's alone, and what they change is corrected by
+    importance weights (loss.is_correction).
+    """
 
     temperature: Positive = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0, strict=True)] = 0
     stop: tuple[str, ...] = ()
     """Text that ends a completion, as EOS does, over however many tokens it lies; it is kept."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Tokens less probable than this share of the most probable one are dropped."""
+    repetition_penalty: Positive = 1.0
+    """Above 1: tokens of the prompt and the completion become less probable."""
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    """Taken off the logit of every token that the completion has."""
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    """The same, for each time it has it."""
+    guided_regex: Annotated[str, Field(min_length=1)] | None = None
+    """vLLM: completions match this regular expression."""
+    guided_json: dict[str, Any] | None = None
+    """vLLM: completions are JSON of this schema; a mapping, or its JSON."""
+
+    @property
+    def guided(self) -> bool:
+        """Whether a grammar says what may come next."""
+        return self.guided_regex is not None or self.guided_json is not None
+
+    @property
+    def off_policy(self) -> bool:
+        """Whether completions come from another distribution than the one that is trained."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return self.guided or penalties != (1.0, 0.0, 0.0)
+
+    @field_validator("guided_json", mode="before")
+    @classmethod
+    def _schema_from_text(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"a JSON schema ({error})") from None
+
+    @field_validator("guided_regex")
+    @classmethod
+    def _is_a_regex(cls, value: str | None) -> str | None:
+        try:
+            re.compile(value or "")
+        except re.error as error:
+            raise ValueError(f"a regular expression ({error})") from None
+        return value
 
 
 class LossSection(Section):
@@ -297,6 +345,12 @@ def parse_run(document: dict[str, Any], *, root: Path) -> tuple[RunFile, TrainSe
         lora = run.recipe.lora.model_copy(update={"start_from": str((root / start).resolve())})
         run = run.model_copy(update={"recipe": run.recipe.model_copy(update={"lora": lora})})
     return run, train.model_copy(update={"output": str(output)})
+
+
+def guides(train: TrainSection) -> bool:
+    """Say whether a grammar is used in training or evaluation."""
+    own = train.evaluation.sampling
+    return train.sampling.guided or (own is not None and own.guided)
 
 
 def refuse_four_bit(recipe: Recipe) -> None:

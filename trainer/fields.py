@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from planner.errors import UnsupportedError, UsageError
 from planner.models.spec import ModelSpec
+from planner.run.compiling import SELECTIVE
 from planner.run.recipe import (
     VLLM,
     EngineKind,
@@ -138,6 +139,12 @@ def _recipe(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
         ("master_weights", bool(recipe.master_weights) and (matrix or trained == "fp32"), "false: fp32 weights are their own masters"),
         ("loss", recipe.loss is Loss.FULL, "chunked: the trainer never makes full logits"),
         ("compile", recipe.compile, "false"),
+        ("compile_loss", bool(recipe.compile_loss), "false"),
+        ("float8", recipe.float8 is not None, "nothing: the trainer multiplies in 16 or 32 bits"),
+        ("float8_all_gather", recipe.float8_all_gather, "false"),
+        ("checkpointing", recipe.checkpointing in SELECTIVE, "none, full, every-k or offload"),
+        ("experts_implementation", recipe.experts_implementation not in (None, "grouped_mm"), "grouped_mm, transformers' own choice"),
+        ("expert_capacity_factor", recipe.expert_capacity_factor is not None, "nothing: the experts take all tokens"),
         ("reference", recipe.reference not in (None, Reference.NONE, Reference.ADAPTER_OFF), "adapter-off"),
         ("reference", bool(recipe.beta) and recipe.reference is Reference.NONE, "adapter-off, or beta: 0"),
         ("beta", bool(recipe.beta) and recipe.method is Method.FULL, "0 with method full: its reference would be a second copy; adapters need none"),
@@ -250,6 +257,13 @@ def _refuse_train(recipe: Recipe, train: Any) -> None:
         return
     loss = train.loss
     own = recipe.engine.kind in (None, EngineKind.TRANSFORMERS)
+    for name, section in (
+        ("sampling", train.sampling),
+        ("evaluation.sampling", train.evaluation.sampling),
+    ):
+        if section is not None:
+            _refuse_sampling(f"train.{name}", section, own=own)
+    own = own and not train.sampling.off_policy
     for name in _changed(loss):
         useless_here = (
             (own and name in ("is_correction", "is_mode", "is_cap"), "the policy itself samples"),
@@ -262,6 +276,21 @@ def _refuse_train(recipe: Recipe, train: Any) -> None:
                     f"train.loss.{name}: {getattr(loss, name)} has no effect: {why}",
                     hint="leave it out",
                 )
+
+
+def _refuse_sampling(path: str, section: Any, *, own: bool) -> None:
+    """Refuse a grammar that the engine has not, and two of them."""
+    if section.guided_regex is not None and section.guided_json is not None:
+        raise UsageError(
+            f"{path}.guided_regex: {section.guided_regex!r} and guided_json contradict each other",
+            hint="give one of them",
+        )
+    name = "guided_regex" if section.guided_regex is not None else "guided_json"
+    if own and section.guided:
+        raise UnsupportedError(
+            f"{path}.{name}: {getattr(section, name)!r} has no effect with engine kind transformers",
+            hint="engine kind vllm-push, vllm-shared or vllm-server",
+        )
 
 
 def _changed(section: BaseModel) -> list[str]:

@@ -47,6 +47,7 @@ def read(
 
 def _compute(settings: Settings, recipe: dict[str, Any], stage: str) -> None:
     off = settings.flag("disable_gradient_checkpointing", to="checkpointing")
+    recipe["compile"] = settings.flag("torch_compile", to="compile")
     recipe["checkpointing"] = words.checkpointing(
         not off, offload=settings.flag("use_unsloth_gc") and not off
     )
@@ -126,6 +127,7 @@ def _lora(settings: Settings, method: Method) -> dict[str, Any]:
         ),
         "dropout": settings.number("lora_dropout", to="lora.dropout", default=0.0),
         "dora": settings.flag("use_dora"),
+        "use_rslora": settings.flag("use_rslora", to="lora.use_rslora"),
         "modules_to_save": as_names(settings.raw("additional_target", to="lora.modules_to_save")),
     }
 

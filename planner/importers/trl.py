@@ -91,6 +91,7 @@ def _compute(
     )
     settings.raw("gradient_checkpointing_kwargs", "gradient_checkpointing_kwargs.use_reentrant")
     offload = settings.flag("activation_offloading")
+    recipe["compile"] = settings.flag("torch_compile", to="compile")
     recipe["checkpointing"] = words.checkpointing(on, offload=offload)
     recipe["attention"] = words.attention(
         settings.raw("attn_implementation", to="attention", default="sdpa")
@@ -111,7 +112,7 @@ def _sharding(
     deepspeed = settings.raw("deepspeed", to="sharding")
     if deepspeed:
         gpus = apply_launch(settings, recipe, deepspeed_setting(settings, deepspeed, None)) or gpus
-    if recipe.get("sharding") is Sharding.FSDP and method is Method.FULL:
+    if recipe.get("sharding") in (Sharding.FSDP, Sharding.FSDP2) and method is Method.FULL:
         settings.effect(
             "FSDP with mixed precision keeps trainable parameters in fp32: 16 B/parameter divided by the GPUs"
         )

@@ -55,7 +55,7 @@ def _with_schemes(model: ModelSpec, r: Resolved) -> Iterator[tuple[ModuleSpec, S
         model,
         r.quantization,
         double_quant=r.double_quant,
-        linear_experts=r.switches.linear_experts,
+        linear_experts=r.linear_experts,
         quantized_head=r.switches.quantized_head,
     )
     layers = sum(len(model.layers[index].modules) for index in model.layer_order)
@@ -73,7 +73,8 @@ def _with_schemes(model: ModelSpec, r: Resolved) -> Iterator[tuple[ModuleSpec, S
 def _packed(shape: tuple[int, ...], kind: ModuleKind, scheme: Scheme, r: Resolved) -> Loaded:
     total, numel = packed_bytes(shape, scheme, kind), prod(shape)
     codes = int(numel * scheme.bits // 8)
-    passing = numel * element_bytes(r.dtype) if scheme.name in BITSANDBYTES else 0
+    quantised_here = scheme.name in BITSANDBYTES and not r.switches.prequantized
+    passing = numel * element_bytes(r.dtype) if quantised_here else 0
     return Loaded((min(codes, total), max(0, total - codes)), passing)
 
 

@@ -10,7 +10,9 @@ from planner.mixers.registry import mixer_of
 from planner.models.spec import ModelSpec
 from planner.quant.table import BITSANDBYTES
 from planner.run.base_scheme import base_scheme
+from planner.run.compiling import compile_fields, compiled_law
 from planner.run.engine_choices import choose, engine_fields, engine_kind, four_bit_refusal
+from planner.run.experts import expert_fields
 from planner.run.framework import fallback_note, pick
 from planner.run.framework_files import Framework
 from planner.run.image_fields import image_fields, image_notes, sees_images_whole
@@ -22,6 +24,7 @@ from planner.run.recipe import (
     Attention,
     Checkpointing,
     EngineKind,
+    Float8,
     Loss,
     Method,
     OffloadSection,
@@ -57,6 +60,12 @@ class Resolved:
     master_weights: bool
     gradient_dtype: str
     adapter_dtype: str
+    experts: str
+    """grouped_mm, fallback, batched_mm, eager or modules (planner/run/experts.py); "": no experts train."""
+    expert_capacity: float
+    """Rows an expert takes at most, in even shares; 0 = all."""
+    linear_experts: bool
+    """Each expert is a linear of its own, which bitsandbytes quantises."""
     lora_rank: int
     lora_targets: str | tuple[str, ...]
     target_parameters: tuple[str, ...]
@@ -66,6 +75,8 @@ class Resolved:
     keeps_start: bool
     """What is trained stays once more as it was at the start: the reference of a policy that was another
     than its base from the first step."""
+    started: bool
+    """The adapter was there before: its rank and targets are fixed."""
     dora: bool
     lora_dropout: float
     optimizer: Optimizer
@@ -101,6 +112,11 @@ class Resolved:
     sharding: Sharding
     gpus: int
     compile: bool
+    compiled: str
+    """What torch.compile compiles at once: layer, model; empty: nothing."""
+    compiled_loss: bool
+    float8: Float8 | None
+    float8_all_gather: bool
     engine: EngineKind
     kv_dtype: str
     kv_bytes: int
@@ -117,6 +133,8 @@ class Resolved:
     max_loras: int
     max_lora_rank: int
     assumptions: tuple[str, ...] = ()
+    imbalance: bool = False
+    """Planned for a router that sends every token to the same experts: the upper end of a plan."""
 
     @property
     def seq_tokens(self) -> int:
@@ -127,6 +145,12 @@ class Resolved:
     def tokens(self) -> int:
         """Tokens in one forward pass on one GPU."""
         return self.sequences * self.seq_tokens
+
+    @property
+    def accumulates_whole(self) -> bool:
+        """Gradients stay whole until the last micro-batch, whatever FSDP divides."""
+        fsdp = self.sharding in (Sharding.FSDP, Sharding.FSDP2) and self.placement.ranks > 1
+        return self.switches.skips_sync and fsdp and self.grad_accum > 1
 
     @property
     def placement(self) -> Placement:
@@ -188,6 +212,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     generations = choose(recipe.num_generations, defaults, "num_generations", 1)
     sequences = _sequences(recipe, framework, defaults, generations, notes)
     loss = Loss(choose(recipe.loss, defaults, "loss", "full"))
+    compiled = compile_fields(recipe, framework, machine)
     engine = engine_kind(recipe, defaults)
     pictures = image_fields(model, recipe)
     notes.extend(image_notes(model, pictures, prompt + completion))
@@ -200,6 +225,11 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     if recipe.engine.expert_parallel and not any(layer.mlp.num_experts for layer in model.layers):
         notes.append("expert_parallel moves nothing: the model has no experts")
     if trains:
+        if machine.num_gpus > 1 and recipe.sharding is Sharding.NONE:
+            notes.append(
+                f"{machine.num_gpus} GPUs without --shard: a whole copy on each, nothing is divided; "
+                "--shard fsdp2 divides weights, gradients and states"
+            )
         notes.extend(_kernel_notes(model))
         if quantization in BITSANDBYTES and model.model_type in OWN_LINEAR:
             notes.append(
@@ -221,6 +251,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         master_weights=_master(recipe, switches, dtype),
         gradient_dtype=normal_dtype(recipe.gradient_dtype or dtype, field="gradient_dtype"),
         **lora_fields(recipe, switches, quantization, dtype, reference),
+        **expert_fields(model, machine, recipe, framework, notes),
         optimizer=Optimizer(choose(recipe.optimizer, defaults, "optimizer", "adamw")),
         optimizer_offload=recipe.optimizer_offload,
         offload=_offload(recipe, trains),
@@ -241,14 +272,14 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         keep_layers=recipe.offload_keep_layers,
         attention=_attention(model, recipe, defaults, notes),
         loss=loss,
-        law=_law(framework, task, loss, autocast),
+        law=_law(framework, task, loss, autocast, compiled=compiled["compiled_loss"]),
         loss_chunk_rows=recipe.loss_chunk_rows or 0,
         tiled_mlp=_tiled(recipe, switches, defaults),
         beta=float(beta),
         reference=reference,
         sharding=recipe.sharding,
         gpus=machine.num_gpus,
-        compile=recipe.compile,
+        **compiled,
         engine=engine,
         **engine_fields(
             model,
@@ -426,8 +457,12 @@ def _reference(recipe: Recipe, task: Task, beta: float) -> Reference:
     return Reference.SEPARATE if recipe.method is Method.FULL else Reference.ADAPTER_OFF
 
 
-def _law(framework: Framework, task: Task, loss: Loss, autocast: str) -> LogitsLaw:
+def _law(
+    framework: Framework, task: Task, loss: Loss, autocast: str, *, compiled: bool
+) -> LogitsLaw:
     kind, switches = loss.value, framework.switches_of(task.value)
+    if compiled:
+        return compiled_law(framework, task, kind)
     if autocast and switches.fp32_outputs and loss is Loss.FULL:
         kind = "full-fp32"
     return framework.law(task.value, kind)

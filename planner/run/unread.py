@@ -38,12 +38,18 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[["Resolved"], bool], str], ...] = 
     (
         ("optimizer", "optimizer_offload", "offload.parameters", "offload.device", "offload.pinned", "optimizer_in_backward", "master_weights", "gradient_dtype",
          "gradient_accumulation", "checkpointing", "loss", "loss_chunk_rows", "tiled_mlp", "beta",
-         "reference", "mixed_precision"),
+         "reference", "mixed_precision", "compile", "compile_loss", "float8", "float8_all_gather"),
         lambda r: r.trains,
         "nothing is trained",
     ),
     (("optimizer_in_backward", "gradient_dtype"), lambda r: r.method is Method.FULL, "the weights are frozen"),
-    (("checkpoint_every",), lambda r: r.checkpointing is Checkpointing.EVERY_K, "checkpointing is not every-k"),
+    (
+        ("checkpoint_every",),
+        lambda r: r.checkpointing in (Checkpointing.EVERY_K, Checkpointing.SELECTIVE_LAYER),
+        "checkpointing is neither every-k nor selective-layer",
+    ),
+    (("compile_loss",), lambda r: r.task is Task.SFT, "only sft's loss is compiled"),
+    (("float8_all_gather",), lambda r: r.placement.gathers, "no weights are gathered"),
     (("offload_keep_layers",), lambda r: r.checkpointing is Checkpointing.OFFLOAD, "checkpointing is not offload"),
     (("loss_chunk_rows",), lambda r: r.loss is Loss.CHUNKED, "the loss is not chunked"),
     (("double_quant",), lambda r: r.quantization in ("nf4", "fp4"), "the base is not in nf4 or fp4"),
@@ -63,6 +69,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[["Resolved"], bool], str], ...] = 
     ),
     (("engine.offline",), lambda r: r.task is Task.SERVE, "only serving has other defaults in LLM()"),
     (("offload.device", "offload.pinned"), lambda r: r.placement.offload.by in ("zero", "zero3", "fsdp"), "no engine offloads"),
+    (("experts_implementation", "expert_capacity_factor"), lambda r: bool(r.experts), "no experts are trained through"),
     (("sharding",), lambda r: r.gpus > 1, "there is one GPU"),
 )  # fmt: skip
 

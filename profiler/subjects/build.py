@@ -7,11 +7,14 @@ from typing import Any
 import torch
 
 from planner.errors import UnsupportedError, UsageError
+from planner.families import model_spec_from_config
 from planner.models.lora_rest import EMBEDDINGS
 from planner.run.recipe import Attention, Checkpointing, Method
 from profiler.cuda_attention import flash_attention_2
+from profiler.subjects.experts import FALLBACK, LOOP, register
 from profiler.subjects.older_versions import cast_all_but_norms
 from profiler.subjects.options import StepOptions
+from profiler.subjects.selective import contexts, keep_whole
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FLASH = "vramwise_fa2"
@@ -38,7 +41,12 @@ def build(options: StepOptions) -> torch.nn.Module:
         if options.method is not Method.FULL:
             model = add_adapters(model, options)
     if options.checkpointing is not Checkpointing.NONE:
-        model.gradient_checkpointing_enable({"use_reentrant": options.reentrant})
+        how: dict[str, Any] = {"use_reentrant": options.reentrant}
+        if options.checkpointing is Checkpointing.SELECTIVE_OP:
+            how = {"use_reentrant": False, "context_fn": contexts}
+        model.gradient_checkpointing_enable(how)
+        if options.checkpointing is Checkpointing.SELECTIVE_LAYER:
+            keep_whole(model, options.checkpoint_every)
         if options.method is not Method.FULL:
             model.enable_input_require_grads()
     trained: torch.nn.Module = model.train()
@@ -74,6 +82,7 @@ def base_model(options: StepOptions) -> Any:
     known = [each for each in families[options.multimodal :] if kind in each._model_mapping]
     family: Any = known[0] if known else AutoModelForImageTextToText
     settings = {"dtype": torch_dtype(options.dtype), "attn_implementation": attention}
+    settings |= _experts(options)
     try:
         try:
             return family.from_config(config, **settings)
@@ -87,6 +96,15 @@ def base_model(options: StepOptions) -> Any:
         raise UnsupportedError(
             f"transformers cannot build {config.model_type!r} as a causal LM: {first[:160]}"
         ) from error
+
+
+def _experts(options: StepOptions) -> dict[str, str]:
+    """Return transformers' setting for the experts; those that read values run as stated ones."""
+    if options.experts not in ("eager", "fallback"):
+        return {"experts_implementation": options.experts} if options.experts else {}
+    model = model_spec_from_config(options.config)
+    register(model, imbalance=options.imbalance, capacity=options.expert_capacity)
+    return {"experts_implementation": LOOP if options.experts == "eager" else FALLBACK}
 
 
 def transformers_config(config: dict[str, Any], *, layers: int | None = None) -> Any:

@@ -1,10 +1,11 @@
-"""What a traced step is: every choice that changes an allocation. No torch here."""
+"""What a traced step is: every choice that changes an allocation."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from planner.run.recipe import Attention, Checkpointing, Method, Optimizer
 from planner.terms.overhead import BLAS_WORKSPACE_BYTES
+from profiler.sharded import Shard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,11 @@ class StepOptions:
     """none, bf16 or fp16 (fp16 brings a gradient scaler)."""
     lora_rank: int = 16
     lora_targets: tuple[str, ...] | str = "all-linear"
+    experts: str = ""
+    """How fused experts run: grouped_mm, fallback, batched_mm or eager; empty = transformers' choice."""
+    imbalance: bool = False
+    """In a loop: all tokens choose the same experts."""
+    expert_capacity: float = 0.0
     lora_target_parameters: tuple[str, ...] = ()
     """Fused expert tensors adapted beside them, by PEFT's ParamWrapper."""
     lora_dropout: float = 0.0
@@ -40,6 +46,8 @@ class StepOptions:
     reentrant: bool = False
     """Checkpointing with use_reentrant, the default of transformers before 5."""
     checkpointing: Checkpointing = Checkpointing.FULL
+    checkpoint_every: int = 1
+    """selective-layer: every which layer is checkpointed."""
     attention: Attention = Attention.SDPA
     optimizer: Optimizer = Optimizer.ADAMW
     micro_batch: int = 1
@@ -66,6 +74,8 @@ class StepOptions:
     """Release whose causal loss is used ("4.45"); empty = the installed one."""
     max_grad_norm: float = 1.0
     """0 = no clipping."""
+    shard: Shard | None = None
+    """How the model is divided over ranks."""
     workspace_bytes: int = BLAS_WORKSPACE_BYTES
     """What torch's pool holds for one BLAS handle: planner.terms.overhead.blas_workspace_bytes."""
 

@@ -18,14 +18,28 @@ GRPO: dict[str, Any] = {"task": "grpo", "framework": "trl-1.9"}
 FULL: dict[str, Any] = {"method": "full", "framework": "hf-trainer", "dtype": "bf16"}
 VLLM: dict[str, Any] = {"task": "grpo", "engine": {"kind": "vllm-push"}}
 SERVE: dict[str, Any] = {"task": "serve"}
-TWO_CARDS = ("sharding", "offload.parameters", "offload.device", "offload.pinned")
+TWO_CARDS = (
+    "sharding",
+    "float8_all_gather",
+    "offload.parameters",
+    "offload.device",
+    "offload.pinned",
+)
 SEEN, OF_IMAGES = (
     "qwen2.5-vl-3b",
     ("images", "image_size", "image_tokens", "videos", "video_frames"),
 )
 HEARD, OF_SOUNDS = "voxtral-mini-3b", ("audio", "audio_seconds")
 LONG: dict[str, Any] = {**FULL, "context": 8192}
-EXPERTS, OF_EXPERTS = "qwen3-30b-a3b", ("engine.expert_parallel", "lora.target_parameters")
+EXPERTS, OF_EXPERTS = (
+    "qwen3-30b-a3b",
+    (
+        "engine.expert_parallel",
+        "lora.target_parameters",
+        "experts_implementation",
+        "expert_capacity_factor",
+    ),
+)
 
 BIASED, OF_BIASED = "qwen2.5-0.5b", ("lora.bias",)
 ADAPTER = str(Path(__file__).parent / "adapter")
@@ -71,7 +85,24 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "beta": ({**GRPO, "method": "full"}, 0.1),
     "reference": ({**GRPO, "method": "full", "beta": 0.1}, "offloaded"),
     "sharding": (FULL, "zero3"),
-    "compile": ({}, True),
+    "compile": ({"framework": "torchtune"}, True),
+    "compile_loss": ({"framework": "torchtitan", "method": "full"}, True),
+    "float8": ({"framework": "torchtitan", "method": "full", "compile": True}, "rowwise"),
+    "float8_all_gather": (
+        {"framework": "torchtitan", "method": "full", "float8": "tensorwise", "sharding": "fsdp"},
+        True,
+    ),
+    "experts_implementation": ({"checkpointing": "none"}, "batched_mm"),
+    "expert_capacity_factor": (
+        {
+            "framework": "peft-loop",
+            "experts_implementation": "eager",
+            "context": 8192,
+            "checkpointing": "full",
+            "lora": {"targets": ("q_proj",)},
+        },
+        1.25,
+    ),
     "lora.rank": ({}, 64),
     "lora.targets": ({}, ("q_proj",)),
     "lora.target_parameters": ({"lora": {"targets": ("q_proj",)}}, ("mlp.experts.down_proj",)),
@@ -131,6 +162,10 @@ UNREAD: dict[str, tuple[dict[str, Any], Any]] = {
     "optimizer_in_backward": ({}, True),
     "gradient_dtype": ({}, "fp32"),
     "checkpoint_every": ({"checkpointing": "full"}, 4),
+    "compile": (SERVE, True),
+    "compile_loss": (GRPO, True),
+    "float8": (SERVE, "rowwise"),
+    "float8_all_gather": (SERVE, True),
     "offload_keep_layers": ({"checkpointing": "none"}, 8),
     "loss_chunk_rows": ({"framework": "trl-0.15"}, 64),
     "double_quant": ({}, False),
@@ -152,6 +187,8 @@ UNREAD: dict[str, tuple[dict[str, Any], Any]] = {
     "engine.max_loras": (GRPO, 4),
     "engine.max_lora_rank": (GRPO, 64),
     "sharding": (FULL, "zero3"),
+    "experts_implementation": (FULL, "eager"),
+    "expert_capacity_factor": (FULL, 1.25),
 }
 """Field: (a run that does not read it, a value that somebody gave)."""
 
