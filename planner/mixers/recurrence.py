@@ -21,9 +21,7 @@ def recurrent(p: Program, x: Value, layer: LayerSpec, linears: Linears, width: i
     )
     tape.drop(*parts)
     steps = tuple(p.linear(mixed, module, p.s.act) for module in inside)
-    scanned = tape.op(
-        (mixed, *steps), inner, saves=(mixed, *steps), scratch=inner, kind=Op.KERNEL
-    )
+    scanned = tape.op((mixed, *steps), inner, saves=(mixed, *steps), scratch=inner, kind=Op.KERNEL)
     tape.drop(mixed, *steps)
     if linears.out is None:
         return scanned

@@ -255,9 +255,11 @@ def activations(model: ModelSpec, r: Resolved, tokens: int) -> Activations:
         for layer in model.layers
     )
     if r.checkpointing in KEEPS_GRAPHS:
-        # a variable of the model's forward, which only checkpoints hold as an argument
-        held = mask if r.checkpointing is not Checkpointing.NONE else 0
-        found = _everything(model, r, settings, tail, tokens, fixed + held, plain)
+        # a variable of the model's forward, which checkpoints hold as an argument, and SDPA saves where
+        # it is given as it comes: one for all layers
+        saved = settings.masked and settings.additive_mask and settings.attention == "sdpa"
+        held = mask if saved or r.checkpointing is not Checkpointing.NONE else 0
+        found = _everything(model, r, settings, tail, tokens, fixed, plain, held)
         return found._replace(
             forward=found.forward + mask - held, no_grad=found.no_grad + mask - held
         )
@@ -305,10 +307,12 @@ def _everything(
     settings: OpSettings,
     tail: Tail,
     tokens: int,
-    fixed: int,
+    rotary: int,
     plain: int,
+    masked: int = 0,
 ) -> Activations:
-    """Every layer's graph is there: with all it saved, or what a policy kept of it."""
+    """Every layer's graph is there: with all it saved, or what a policy kept of it; `masked`: the mask."""
+    fixed = rotary + masked
     places = [
         (kind, layer_settings(r, settings, place)) for place, kind in enumerate(model.layer_order)
     ]
@@ -358,7 +362,8 @@ def _everything(
         autocast_cache=0,
         host=0,
         parts=(
-            ("cosines and sines", 1, fixed),
+            ("cosines and sines", 1, rotary),
+            ("attention masks", 1, masked),
             ("autocast's copies of weights", 1, copies),
             ("embedding dropout's mask", 1, mask),
             ("layers' saved tensors", tokens, (kept - fixed - mask - copies) / max(tokens, 1)),
