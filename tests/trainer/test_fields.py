@@ -106,6 +106,7 @@ FIELDS: dict[str, Case] = {
     "recipe.attention": Case("eager"),
     "recipe.loss": no("full"),
     "recipe.loss_chunk_rows": Case(7),
+    "recipe.entropy": no(True),
     "recipe.tiled_mlp": Case(False),
     "recipe.beta": Case(0.1, "grpo"),
     "recipe.reference": no("separate", "grpo", recipe__beta=0.1),
