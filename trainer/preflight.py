@@ -317,7 +317,8 @@ def _token_budget(recipe: Recipe, planned: Plan, train: TrainSection) -> TokenBu
     return TokenBudget(max(tokens, longest))
 
 
-def _prompts_per_step(recipe: Recipe, train: TrainSection) -> int:
+def step_prompts(recipe: Recipe, train: TrainSection) -> int:
+    """Return the prompts of a step (SFT: samples, or packed rows) that the run file asks for."""
     if train.prompts_per_step is not None:
         return train.prompts_per_step
     rows = (recipe.micro_batch_size or 1) * recipe.gradient_accumulation
@@ -329,7 +330,7 @@ def _within_epoch(recipe: Recipe, train: TrainSection, per_epoch: int | None, *,
 
     Raises UsageError where the run file itself asks for more.
     """
-    count = _prompts_per_step(recipe, train)
+    count = step_prompts(recipe, train)
     if per_epoch is None or count <= per_epoch:
         return count
     if train.prompts_per_step is not None:
