@@ -174,6 +174,26 @@ def test_an_evaluation_is_a_planned_phase_and_rehearsed(grpo, sft, tmp_path, tas
     assert "evaluation" not in without.planned_bytes | without.measured_bytes
 
 
+def test_an_evaluation_out_of_memory_is_done_again_smaller(sft, train_run_of, tmp_path, monkeypatch):
+    """A device that holds 40 tokens of an evaluation: the figures are those of one that holds them all."""
+    import trainer.evaluation
+
+    plain = train_run_of(sft(train={"output": "plain"})).evaluations[-1]
+    whole, sizes = trainer.evaluation.hidden_rows, []
+
+    def small(policy, batch):
+        sizes.append(batch.num_tokens)
+        if batch.num_tokens > 40:
+            raise torch.OutOfMemoryError("no")
+        return whole(policy, batch)
+
+    monkeypatch.setattr(trainer.evaluation, "hidden_rows", small)
+    result = train_run_of(sft())
+    assert max(sizes) > 40, "the first try was larger"
+    assert result.evaluations[-1]["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+    assert result.metrics[-1]["budget_tokens"] > 40, "training's own micro-batches are as before"
+
+
 def test_an_evaluation_that_alone_does_not_fit_is_refused(sft, tmp_path):
     from dataclasses import replace
 
