@@ -29,7 +29,7 @@ from planner.run.resolve import Resolved, resolve
 LOSSES = ("grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo")
 MATRIX = (Optimizer.ADAFACTOR, Optimizer.MUON)
 """Torch's own optimizers: they have neither masters nor state on the host, and betas of their own."""
-_IN_PROCESS = ("kv_bytes", "max_num_seqs", "max_num_batched_tokens", "sleep_level", "cuda_graphs", "timeout_s")  # fmt: skip
+_IN_PROCESS = ("kv_bytes", "max_num_seqs", "max_num_batched_tokens", "sleep_level", "cuda_graphs", "timeout_s", "kv_dtype", "block_size")  # fmt: skip
 ENGINE_FIELDS: dict[EngineKind, tuple[str, ...]] = {
     EngineKind.TRANSFORMERS: ("max_num_seqs", "max_num_batched_tokens"),
     EngineKind.VLLM_SHARED: _IN_PROCESS,
@@ -40,7 +40,7 @@ ENGINE_FIELDS: dict[EngineKind, tuple[str, ...]] = {
 """What each engine reads beside its kind."""
 ENGINE_HINTS = {
     "gpu_memory_utilization": "leave it out: the KV cache is as large as the plan says, or kv_bytes",
-    "kv_dtype": "leave it out: keys and values have the policy's dtype",
+    "kv_dtype": "leave it out: the cache has the policy's dtype (fp8: engine kinds vllm-shared, vllm-push)",
     "tensor_parallel": "1: the trainer generates on its own device",
     "pipeline_parallel": "1: the trainer generates on its own device",
 }
