@@ -22,7 +22,11 @@ ANSWERS = {"completion_column": "answer"}
 LEARNING_RATES = {Method.FULL: 1e-6, Method.LORA: 1e-5, Method.QLORA: 1e-5}
 PROMPTS_PER_STEP = 8
 TRAINABLE = (Task.GRPO, Task.SFT)
-NAMED = {"lora_targets": "lora.targets", "lora_target_parameters": "lora.target_parameters"}
+NAMED = {
+    "lora_targets": "lora.targets",
+    "lora_target_parameters": "lora.target_parameters",
+    "lora_modules_to_save": "lora.modules_to_save",
+}
 """Options whose value is a list of names, and their fields."""
 
 

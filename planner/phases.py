@@ -10,13 +10,13 @@ from planner.quant.table import BITSANDBYTES
 from planner.run.recipe import VLLM, EngineKind, Method, Reference, Task
 from planner.run.resolve import Resolved
 from planner.terms.activations import Activations, activations, dequantized
-from planner.terms.adapters import lora
+from planner.terms.adapters import lora, pissa_work, trains_embedding, trains_head, trains_tied
 from planner.terms.embedding import backward_blocks
 from planner.terms.engine import EngineCosts, Serving, engine_costs
 from planner.terms.generation import generating
-from planner.terms.gradients import gradient_width, gradients
+from planner.terms.gradients import gradients
 from planner.terms.host import host
-from planner.terms.logits import Logits, held_outputs, logits
+from planner.terms.logits import Logits, head_gradient_width, held_outputs, logits
 from planner.terms.optimizer import optimizer
 from planner.terms.overhead import workspace
 from planner.terms.term import Term
@@ -208,7 +208,8 @@ def _earlier_grads(model: ModelSpec, r: Resolved, total: int, layers_left: int) 
         return total
     done = model.num_layers - layers_left
     if r.method is not Method.FULL:
-        return total * done // model.num_layers
+        head, embedding = _outside_grads(model, r)
+        return head + (total - head - embedding) * done // model.num_layers
     above = sum(module.parameters for module in model.final)
     if model.head is not None:
         above += model.head.parameters
@@ -216,17 +217,25 @@ def _earlier_grads(model: ModelSpec, r: Resolved, total: int, layers_left: int) 
     return min(total, total * above // max(1, model.parameters))
 
 
+def _outside_grads(model: ModelSpec, r: Resolved) -> tuple[int, int]:
+    """Return gradients of a head and an embedding that modules_to_save trains: first and last ones."""
+    shards, one = r.placement.gradient_shards, model.vocab * model.hidden * head_gradient_width(r)
+    head = one // shards if trains_head(model, r) else 0
+    own = trains_embedding(model, r) and not trains_tied(model, r)
+    return head, one // shards if own else 0
+
+
 def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, int]:
     """Return gradients and activations while a trained embedding gets its gradient."""
-    if r.method is not Method.FULL:
+    if not trains_embedding(model, r):
         return 0, 0
     scratch = sum(backward_blocks(r.tokens, model.vocab, model.hidden))
     grads = total
-    if model.tied:
+    if trains_tied(model, r):
         # the embedding's gradient comes on top of the head's; that one is a view when a linear made
         # it, and then torch adds them into a third buffer
         copies = 2 if r.law.kind == "full" else 1
-        grads += copies * model.vocab * model.hidden * gradient_width(r)
+        grads += copies * model.vocab * model.hidden * head_gradient_width(r)
     return grads, r.tokens * model.hidden * element_bytes(r.dtype) + scratch
 
 
@@ -242,6 +251,8 @@ def _load(model: ModelSpec, r: Resolved, base: Term) -> Term:
             (size,),
             "litgpt finetune/lora.py: load_checkpoint before FSDP frees the full weights",
         )
+    if r.lora_init.startswith("pissa") and r.method is not Method.FULL:
+        return pissa_work(model, r)
     if r.quantization not in BITSANDBYTES:
         return Term("overhead", 0)
     size = dequantized(model, r)

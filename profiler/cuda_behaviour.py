@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from planner.terms.embedding import backward_blocks
-from profiler import cuda_attention
+from profiler import cuda_attention, cuda_linear
 from profiler.storages import HOST, StorageTracker, Workspace
 
 _F = torch.nn.functional
@@ -102,6 +102,7 @@ class CudaBehaviour(TorchFunctionMode):
             (torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype("cpu")),
             (torch.autograd, "_engine_run_backward", partial(self._engine, run)),
             *_masking(padded=self._padded),
+            *cuda_linear.replacements(),
         ):
             self._saved.append((owner, name, getattr(owner, name)))
             setattr(owner, name, value)

@@ -123,7 +123,12 @@ ROOMS = (
     ("planner", "planner.errors", "planner.units", "planner.dtypes", "planner.datafiles"),
     ("planner.models.spec", "planner.models.quantization", "planner.models.vision_spec"),
     ("planner.quant",),
-    ("planner.layer.tape", "planner.layer.attention", "planner.layer.program"),
+    (
+        "planner.layer.tape",
+        "planner.layer.attention",
+        "planner.layer.dora",
+        "planner.layer.program",
+    ),
     ("planner.mixers", "planner.families"),
     ("planner.models",),
     ("planner.layer", "planner.machines", "planner.allocator"),

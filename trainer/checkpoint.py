@@ -22,6 +22,7 @@ import torch
 from planner.errors import UsageError, VramwiseError
 from planner.run.recipe import Method
 from planner.units import MiB, format_bytes
+from trainer.adapters import pissa_as_lora, split_pissa
 from trainer.model import Policy
 
 FOLDER = "checkpoints"
@@ -124,9 +125,25 @@ def write_weights(policy: Policy, folder: Path) -> None:
         policy.model.save_pretrained(folder)
         policy.tokenizer.save_pretrained(folder)
         return
+    if policy.pissa is not None:
+        _write_pissa(policy, folder)
+        return
     # save_embedding_layers="auto" would ask the hub whether the vocabulary was resized
     policy.model.save_pretrained(folder, save_embedding_layers=False)
     (folder / "README.md").unlink(missing_ok=True)
+
+
+def _write_pissa(policy: Policy, folder: Path) -> None:
+    """Write a plain LoRA of twice the rank on the untouched base, which any tool loads."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    tensors = get_peft_model_state_dict(policy.model, save_embedding_layers=False)
+    config, made = pissa_as_lora(policy.model, tensors, policy.pissa or {})
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in made.items()}
+    save_file(whole, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def read_weights(policy: Policy, folder: Path) -> None:
@@ -137,6 +154,8 @@ def read_weights(policy: Policy, folder: Path) -> None:
         from peft import set_peft_model_state_dict
 
         tensors = load_file(folder / "adapter_model.safetensors")
+        if policy.pissa is not None:
+            tensors = split_pissa(policy.model, tensors, policy.pissa)
         result: Any = set_peft_model_state_dict(policy.model, tensors)
         if result.unexpected_keys:
             raise ValueError(f"unknown adapter weight {result.unexpected_keys[0]}")

@@ -1,7 +1,6 @@
 """The `train:` section of run.yaml: what a run learns from, how it steps and where it writes."""
 
 import math
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +17,7 @@ from planner.run.recipe import (
 )
 from planner.run.runfile import read_yaml, validate
 from trainer.fields import loss_type, refuse_unhonoured
+from trainer.schedule import Decay, Schedule, check_schedule, check_steps
 
 Positive = Annotated[float, Field(gt=0)]
 Steps = Annotated[int, Field(ge=1, le=10**9, strict=True)]
@@ -25,14 +25,6 @@ Steps = Annotated[int, Field(ge=1, le=10**9, strict=True)]
 
 EPSILON = 0.2
 GSPO_EPSILON, GSPO_EPSILON_HIGH = 3e-4, 4e-4
-
-
-class Schedule(StrEnum):
-    """Learning rate over the run, after the warm-up."""
-
-    CONSTANT = "constant"
-    LINEAR = "linear"
-    COSINE = "cosine"
 
 
 class DatasetSection(Section):
@@ -158,9 +150,22 @@ class TrainSection(Section):
     lora_alpha: Positive | None = None
     """None = twice the rank: adapters act at a scale of 2."""
     warmup_steps: Annotated[int, Field(ge=0, strict=True)] = 0
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Share of the steps, instead of warmup_steps."""
     schedule: Schedule = Schedule.CONSTANT
+    min_lr: Annotated[float, Field(ge=0)] | None = None
+    """Where linear, cosine and wsd end; None = 0."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    """The same as a share of lr."""
+    decay_steps: Steps | None = None
+    """wsd: the last steps, over which the rate decays."""
+    decay_ratio: Annotated[float, Field(gt=0, le=1)] | None = None
+    """wsd: the same as a share of the steps; None = 0.1."""
+    decay_type: Decay = Decay.COSINE
+    """wsd: linear, cosine or 1-sqrt."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     adam_betas: tuple[float, float] = (0.9, 0.99)
+    adam_eps: Positive = 1e-8
     max_grad_norm: Positive = 1.0
     seed: Annotated[int, Field(ge=0, lt=2**31, strict=True)] = 0
 
@@ -231,6 +236,11 @@ def parse_run(document: dict[str, Any], *, root: Path) -> tuple[RunFile, TrainSe
         train = train.model_copy(update={"loss": train.loss.model_copy(update={"type": kind})})
     _check_together(run, train)
     output = root / Path(train.output).expanduser()
+    start = run.recipe.lora.start_from
+    if start is not None and (root / start).is_dir():
+        # counted from the run file's folder, like its other paths; the output's copy has it in full
+        lora = run.recipe.lora.model_copy(update={"start_from": str((root / start).resolve())})
+        run = run.model_copy(update={"recipe": run.recipe.model_copy(update={"lora": lora})})
     return run, train.model_copy(update={"output": str(output)})
 
 
@@ -244,22 +254,13 @@ def refuse_four_bit(recipe: Recipe) -> None:
         )
 
 
-def check_warmup(train: TrainSection) -> None:
-    """Raise UsageError when the warm-up is as long as the run."""
-    if train.warmup_steps >= train.steps:
-        raise UsageError(
-            f"train.warmup_steps: {train.warmup_steps} is not allowed",
-            hint=f"below steps = {train.steps}",
-        )
-
-
 def with_epochs(train: TrainSection, *, per_epoch: int, per_step: int) -> TrainSection:
     """Return the section with the steps that its epochs are; `per_epoch` prompts, samples or rows."""
     if train.epochs is None:
         return train
     steps = max(1, math.ceil(train.epochs * per_epoch / per_step))
     train = train.model_copy(update={"steps": steps, "epochs": None})
-    check_warmup(train)
+    check_steps(train)
     return train
 
 
@@ -299,8 +300,9 @@ def _check_together(run: RunFile, train: TrainSection) -> None:
         )
     if recipe.task is Task.GRPO:
         refuse_four_bit(recipe)
+    check_schedule(train)
     if train.epochs is None:
-        check_warmup(train)
+        check_steps(train)
     elif "steps" in train.model_fields_set:
         raise UsageError(
             f"train.epochs: {train.epochs:g} and steps: {train.steps} contradict each other",

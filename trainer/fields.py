@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from planner.errors import UnsupportedError, UsageError
 from planner.models.spec import ModelSpec
 from planner.run.recipe import (
+    VLLM,
     EngineKind,
     Loss,
     Method,
@@ -29,6 +30,8 @@ from planner.run.resolve import Resolved, resolve
 LOSSES = ("grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo")
 MATRIX = (Optimizer.ADAFACTOR, Optimizer.MUON)
 """Torch's own optimizers: they have neither masters nor state on the host, and betas of their own."""
+NO_BETAS = (*MATRIX, Optimizer.SGD)
+NO_EPS = (*NO_BETAS, Optimizer.SGD_MOMENTUM, Optimizer.LION, Optimizer.LION_8BIT)
 _IN_PROCESS = ("kv_bytes", "max_num_seqs", "max_num_batched_tokens", "sleep_level", "cuda_graphs", "timeout_s", "kv_dtype", "block_size")  # fmt: skip
 ENGINE_FIELDS: dict[EngineKind, tuple[str, ...]] = {
     EngineKind.TRANSFORMERS: ("max_num_seqs", "max_num_batched_tokens"),
@@ -69,7 +72,8 @@ def refuse_unhonoured(run: RunFile, train: BaseModel) -> None:
 
 def unread_notes(planned: Resolved) -> list[str]:
     """Return a line for the recipe fields that this run has no use for, such as lora.rank with method full."""
-    return [f"recipe: {note}" for note in planned.assumptions if note.startswith("not read, ")]
+    said = ("not read, ", "lora.from")
+    return [f"recipe: {note}" for note in planned.assumptions if note.startswith(said)]
 
 
 def machine_note(run: RunFile, found: str) -> str:
@@ -139,6 +143,33 @@ def _recipe(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
     for name, wrong, allowed in rules:
         if wrong:
             yield f"recipe.{name}", getattr(recipe, name), allowed
+    if recipe.method is not Method.FULL:
+        yield from _lora(recipe)
+
+
+def _lora(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
+    """Kinds of adapters that don't go together, or not with an engine."""
+    lora, kind = recipe.lora, recipe.engine.kind
+    pissa, shared = lora.init.startswith("pissa"), kind is EngineKind.VLLM_SHARED
+    bias = lora.bias != "none"
+    rules: tuple[tuple[str, bool, str], ...] = (
+        ("init", pissa and recipe.method is Method.QLORA, "default with qlora: PiSSA starts from the singular vectors of weights that are not quantised yet; or method: lora"),
+        ("init", pissa and lora.dora, "default with dora"),
+        ("init", pissa and bool(lora.target_parameters), "default with target_parameters: PiSSA decomposes linear layers"),
+        ("init", pissa and shared, "engine kind vllm-push or transformers: PiSSA changes the base's weights, which vllm-shared loads later"),
+        ("modules_to_save", bool(lora.modules_to_save) and shared, "engine kind vllm-push or transformers: whole modules are trained beside the shared weights"),
+        ("target_parameters", bool(lora.target_parameters) and kind in VLLM, "engine kind transformers: vLLM lays experts out its own way"),
+        ("target_parameters", bool(lora.target_parameters) and lora.dropout > 0, "dropout: 0 with target_parameters: PEFT adds the adapters to the weights"),
+        ("bias", bias and shared and bool(recipe.beta), "beta: 0 with vllm-shared, or engine kind vllm-push: its reference would need the biases as they were"),
+    )  # fmt: skip
+    for name, wrong, allowed in rules:
+        if wrong:
+            value = getattr(lora, name)
+            yield (
+                f"recipe.lora.{name}",
+                ", ".join(value) if isinstance(value, tuple) else value,
+                allowed,
+            )
 
 
 def _machine(run: RunFile) -> Iterator[tuple[str, Any, str]]:
@@ -196,9 +227,16 @@ def _refuse_train(recipe: Recipe, train: Any) -> None:
                 hint="leave it out: only hub data sets and folders have one",
             )
     kind = recipe.optimizer
-    if "adam_betas" in _changed(train) and kind in (*MATRIX, Optimizer.SGD):
+    for name, useless in (("adam_betas", NO_BETAS), ("adam_eps", NO_EPS)):
+        if name in _changed(train) and kind in useless:
+            raise UsageError(
+                f"train.{name}: {getattr(train, name)} has no effect with optimizer {kind}",
+                hint="leave it out",
+            )
+    if train.lora_alpha is not None and recipe.lora.start_from is not None:
         raise UsageError(
-            f"train.adam_betas: {train.adam_betas} has no effect with optimizer {kind}",
+            f"train.lora_alpha: {train.lora_alpha:g} has no effect with recipe.lora.from: the adapter has "
+            "its own",
             hint="leave it out",
         )
     if train.lora_alpha is not None and recipe.method is Method.FULL:

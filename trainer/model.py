@@ -4,7 +4,6 @@ Shapes: B rows, T tokens, H hidden, V vocabulary.
 """
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from planner.errors import MissingExtraError, UnsupportedError, UsageError
-from planner.families import model_spec_from_config
-from planner.models.lora_targets import peft_targets
-from planner.run.recipe import Attention, EngineKind, LoraSection, Method, Recipe
+from planner.run.recipe import Attention, EngineKind, Method, Recipe
+from trainer.adapters import add_adapters, factors, is_pissa
 from trainer.devices import run_device
 from trainer.neftune import EmbeddingNoise
 
@@ -54,6 +52,10 @@ class Policy:
     """A GPU with its index: torch.device("cuda") equals no tensor's device."""
     noise: EmbeddingNoise | None = None
     """NEFTune's, in training mode; None: embeddings as they are."""
+    start: dict[str, Tensor] | None = None
+    """What is trained, as it was when the run began: the reference; None: adapters off."""
+    pissa: dict[str, Tensor] | None = None
+    """The factors that PiSSA took out of the base, on the host."""
 
     @property
     def base(self) -> Any:
@@ -100,14 +102,25 @@ class Policy:
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Be the reference model inside: adapters off. Full training has none without a copy."""
+        """Be the reference model inside: as the run began. Full training has none without a copy."""
         if self.method is Method.FULL:
             raise UnsupportedError(
                 "recipe.beta: full training has no reference without a second copy",
                 hint="set beta: 0, or train adapters (method: lora)",
             )
-        with self.model.disable_adapter():
+        if self.start is None:
+            with self.model.disable_adapter():
+                yield
+            return
+        trained = dict(self.trainable())
+        now = {name: parameter.data for name, parameter in trained.items()}
+        try:
+            for name, parameter in trained.items():
+                parameter.data = self.start[name]
             yield
+        finally:
+            for name, parameter in trained.items():
+                parameter.data = now[name]
 
 
 def load_policy(
@@ -133,8 +146,9 @@ def load_policy(
     tokenizer = load_tokenizer(source, revision=revision)
     model = _load_base(source, recipe=recipe, revision=revision, dtype=dtype, device=place)
     if recipe.method is not Method.FULL:
-        model = _add_adapters(
-            model, recipe.lora, dtype=dtype, device=place, seed=seed, alpha=lora_alpha
+        adapter_dtype = DTYPES[recipe.lora.dtype] if recipe.lora.dtype else dtype
+        model = add_adapters(
+            model, recipe.lora, dtype=adapter_dtype, device=place, seed=seed, alpha=lora_alpha
         )
     # `Policy.training` is where dropout drops: what samples and scores is the model without it
     model.eval()
@@ -149,7 +163,29 @@ def load_policy(
         dtype=dtype,
         device=place,
         noise=EmbeddingNoise(model, neftune_alpha) if neftune_alpha else None,
+        start=_start(model) if keeps_start(recipe) else None,
+        pissa=factors(model) if is_pissa(model) else None,
     )
+
+
+def keeps_start(recipe: Recipe) -> bool:
+    """Say whether the reference is the policy as the run found it, kept beside it.
+
+    Without its adapters it is another model where an adapter was there already, where biases are
+    trained, and where PiSSA took its start out of the base.
+    """
+    lora = recipe.lora
+    other = lora.start_from is not None or lora.bias != "none" or lora.init.startswith("pissa")
+    return bool(recipe.beta) and recipe.method is not Method.FULL and other
+
+
+def _start(model: Any) -> dict[str, Tensor]:
+    """Return a copy of everything that is trained."""
+    return {
+        name: parameter.detach().clone()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
 
 
 def load_tokenizer(source: str, *, revision: str | None = None) -> Any:
@@ -232,69 +268,6 @@ def _nf4(recipe: Recipe, dtype: torch.dtype) -> Any:
         bnb_4bit_use_double_quant=recipe.double_quant is not False,
         bnb_4bit_compute_dtype=dtype,
     )
-
-
-def _add_adapters(
-    model: Any,
-    lora: LoraSection,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    seed: int,
-    alpha: float | None,
-) -> Any:
-    """Return PEFT's wrapper with adapters in `lora.dtype` (the base's dtype when it says none)."""
-    from peft import LoraConfig, get_peft_model
-
-    spec = model_spec_from_config(_published(model.config))
-    config = LoraConfig(
-        task_type="CAUSAL_LM",
-        r=lora.rank,
-        lora_alpha=2 * lora.rank if alpha is None else alpha,  # type: ignore[arg-type]
-        lora_dropout=lora.dropout,
-        target_modules=peft_targets(spec, lora.targets, lora.target_parameters),
-        target_parameters=list(lora.target_parameters) or None,
-        modules_to_save=list(lora.modules_to_save) or None,
-        use_dora=lora.dora,
-    )
-    adapter_dtype = DTYPES[lora.dtype] if lora.dtype else dtype
-    with torch.random.fork_rng(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.manual_seed(seed)
-        try:
-            # autocast_adapter_dtype would make the adapters fp32 and cast x to fp32 in each of them:
-            # 73 H instead of 45.8 H bytes per token and layer (measured); the optimizer holds fp32
-            wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
-        except ValueError as error:
-            raise UsageError(f"recipe.lora.targets: {str(error).splitlines()[0][:200]}") from None
-        _materialise(wrapped, device=device)
-    for parameter in wrapped.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(adapter_dtype)
-    return wrapped
-
-
-def _published(config: Any) -> dict[str, Any]:
-    """Return the config.json of a loaded model, without what quantised it on the way in."""
-    return {
-        name: value for name, value in config.to_dict().items() if name != "quantization_config"
-    }
-
-
-def _materialise(wrapped: Any, *, device: torch.device) -> None:
-    """Give adapters that PEFT put beside meta weights real ones, initialised as PEFT does."""
-    for module in wrapped.modules():
-        adapters = getattr(module, "lora_A", None)
-        if not adapters or not next(adapters.parameters()).is_meta:
-            continue
-        for part in (module.lora_A, module.lora_B, module.lora_magnitude_vector):
-            part.to_empty(device=device)
-        if module.use_dora["default"]:
-            raise UnsupportedError(
-                "recipe.lora.dora: its magnitudes are norms of weights that vllm-shared loads later",
-                hint="use --engine vllm-push, or dora: false",
-            )
-        module.reset_lora_parameters("default", True)
 
 
 def keep_differentiable(model: Any) -> None:

@@ -14,6 +14,7 @@ from planner.machines.machine import Machine
 from planner.models.hub import find_model
 from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
+from planner.run.lora_fields import with_start
 from planner.run.recipe import Attention, Checkpointing, Method, Recipe, RunFile, Task
 from planner.run.resolve import resolve
 from planner.terms.activations import MLP_TILE_TOKENS
@@ -128,7 +129,8 @@ def prepare(
     held = "" if train.device_memory else occupied(machine)
     for note in filter(None, (unused, held)):
         say(note)
-    wanted = settle_engine(settled(run.recipe))
+    started, _ = with_start(spec, run.recipe)
+    wanted = settle_engine(settled(started))
     layout, asked = choose_layout(spec, wanted, train)
     if asked:  # samples in one row: planned with the mask that keeps them apart
         wanted = wanted.model_copy(update={"packing": True})

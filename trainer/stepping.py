@@ -12,10 +12,11 @@ from torch import Tensor
 from planner.errors import VramwiseError
 from planner.run.recipe import Optimizer, Recipe
 from trainer.batching import MicroBatch
-from trainer.config import Schedule, TrainSection
+from trainer.config import TrainSection
 from trainer.model import Policy
 from trainer.optim import NO_SCALE, LossScale, apply_step, make_optimizer
 from trainer.phase_memory import PhaseMemory
+from trainer.schedule import learning_rate
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -38,24 +39,11 @@ def make_run_optimizer(
         lr=train.lr,
         weight_decay=train.weight_decay,
         betas=train.adam_betas,
+        eps=train.adam_eps,
         master_weights=bool(recipe.master_weights),
         offload=recipe.optimizer_offload,
         seed=train.seed,
     )
-
-
-def learning_rate(step: int, train: TrainSection) -> float:
-    """Return the rate of `step` (from 0): linear warm-up, then the schedule down to 0 at `steps`."""
-    if step < train.warmup_steps:
-        return train.lr * (step + 1) / train.warmup_steps
-    done = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
-    match train.schedule:
-        case Schedule.CONSTANT:
-            return train.lr
-        case Schedule.LINEAR:
-            return train.lr * (1 - done)
-        case Schedule.COSINE:
-            return train.lr * 0.5 * (1 + math.cos(math.pi * done))
 
 
 @dataclass

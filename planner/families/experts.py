@@ -97,7 +97,7 @@ def deepseek_moe(fields: ConfigFields, hidden: int, *, bias: bool = True) -> Mlp
             and fields.flag("mlp_bias"),
         )
     spec = moe_spec(fields, intermediate, num_experts, shared=shared)
-    return replace(spec, routing_fp32=True), modules
+    return replace(spec, routing_fp32=True, router_fp32=True), modules
 
 
 def qwen_shared(fields: ConfigFields, hidden: int) -> MlpPart:

@@ -114,7 +114,8 @@ def _experts(fields: ConfigFields, hidden: int) -> MlpPart:
         )
         if fields.flag("latent_moe_use_norm", False):
             modules += (norm("mlp.latent_norm", latent),)
-    return moe_spec(fields, width, number, shared=shared), modules
+    spec = moe_spec(fields, width, number, shared=shared)
+    return replace(spec, routing_fp32=True, router_fp32=True), modules
 
 
 def _residual(name: str, hidden: int) -> tuple[ModuleSpec, ...]:

@@ -1,4 +1,4 @@
-"""A decoder layer on a tape: norms, its token mixer (planner/mixers), its MLP (channel.py), residuals.
+"""A decoder layer on a tape: norms, its token mixer (planner/mixers), its MLP or experts (channel.py, experts.py), residuals.
 
 Follows transformers 5.x modelling code, operation by operation.
 """
@@ -6,7 +6,7 @@ Follows transformers 5.x modelling code, operation by operation.
 from collections.abc import Callable
 from dataclasses import replace
 
-from planner.layer.channel import channel
+from planner.layer.experts import channel
 from planner.layer.program import Program
 from planner.layer.tape import Value
 from planner.mixers.registry import mixer_of

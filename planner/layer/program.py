@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from planner.layer.attention import Shape, attend
+from planner.layer.dora import Sides, norm_matrices, scaled_sum
 from planner.layer.tape import Tape, Value, envelope, largest
 from planner.models.spec import ModuleSpec
 
@@ -38,8 +39,28 @@ class OpSettings(NamedTuple):
     """Old bitsandbytes keeps the input of a frozen quantised linear; bytes per element."""
     dropout: bool = False
     dora: bool = False
+    saved: frozenset[str] = frozenset()
+    """Names of the layer's linears that are trained whole beside adapters."""
+    saved_norms: bool = False
+    """The layer's norms are."""
+    biases: frozenset[str] = frozenset()
+    """Leaf names of modules whose biases are trained beside adapters."""
+    rest: int = 2
+    """Bytes of a gradient's element of what is trained beside adapters."""
+    final_norm: bool = False
+    """The final norm is trained beside adapters."""
+    head: bool = False
+    """The output head is trained."""
+    embedding: bool = False
+    """The input embedding is trained: the first layer's input needs a gradient."""
     expert_adapters: tuple[int, int] = (0, 0)
     """LoRA elements on the fused experts of one layer: on what leads into them, and out."""
+    experts: str = "grouped_mm"
+    """How fused experts run: grouped_mm, fallback (before Ampere), batched_mm, eager (a loop), or modules."""
+    imbalance: bool = False
+    """Experts in a loop: all tokens choose the same ones, as far as `capacity` lets them."""
+    capacity: float = 0.0
+    """Rows an expert takes at most, in even shares; 0 = all."""
     attention: str = "sdpa"
     seq: int = 0
     """Tokens per sequence; only attention with scores or a mask in full needs it."""
@@ -95,7 +116,8 @@ class Program:
         if s.autocast and s.weight != s.act and not s.quantized:
             # autocast's copy of the weight is what autograd saves
             weight_copy = tape.value(0, count * s.act, needs_grad=False)
-        saves = (inner,) if s.full else ()
+        whole = s.full or module.name in s.saved
+        saves = (inner,) if whole else ()
         if s.quantized and s.saved_input:
             if s.saved_input != inner.size / columns:
                 wide = tape.op((inner,), columns * s.saved_input)
@@ -105,7 +127,7 @@ class Program:
             (inner,),
             rows * s.act,
             saves=(*saves, weight_copy) if weight_copy else saves,
-            weight_grad=module.parameters * s.grad if s.full else 0,
+            weight_grad=self._own_gradient(module),
             weight_scratch=count * s.act if s.quantized else 0,
             view_grad=not s.quantized,
         )
@@ -120,6 +142,15 @@ class Program:
         if s.quantized and width != s.act:
             out = self.cast(out, rows * width)
         return self._lora(x, out, module, width) if module.leaf in s.adapted else out
+
+    def _own_gradient(self, module: ModuleSpec) -> int:
+        """Return bytes of the gradients of a linear's own weight and bias."""
+        s = self.s
+        if s.full:
+            return module.parameters * s.grad
+        if module.name in s.saved:
+            return module.parameters * s.rest
+        return (module.parameters - module.weight_parameters) * s.rest * (module.leaf in s.biases)
 
     def linear_like(self, x: Value, per_token: float, count: int) -> Value:
         """Record a small matrix that is a bare parameter (a router): never quantised or adapted."""
@@ -161,11 +192,26 @@ class Program:
         if inside != inner.size / columns:
             inner = tape.op((inner,), columns * inside)  # autocast
             passing.append(inner)
+        sides = Sides(
+            rows=rows,
+            columns=columns,
+            rank=s.rank,
+            adapter=s.adapter,
+            inside=inside,
+            weight_copy=s.quantized or inside != s.weight,
+            bias=module.parameters > module.weight_parameters,
+            recomputes=s.dropout,
+        )
+        if s.dora:
+            held += norm_matrices(tape, sides)
         low = self._adapter((inner,), s.rank * columns, s.rank * inside)
-        tape.drop(*passing)
         high = self._adapter((low,), s.rank * rows, rows * inside)
         tape.drop(low)
-        scaled = self.cast(high, rows * inside)
+        if s.dora:
+            scaled = scaled_sum(tape, base, inner, high, sides)
+        else:
+            scaled = self.cast(high, rows * inside)
+        tape.drop(*passing)
         out = self._sum(base, scaled)
         tape.drop(*held)
         return out
@@ -199,7 +245,8 @@ class Program:
         s, tape = self.s, self.tape
         if s.norm_tile:
             return in_tiles(self, x, s.norm_tile, lambda q, part: q.norm(part, width, features))
-        weight_grad = features * s.grad if s.full else 0
+        trained = s.full or s.saved_norms
+        weight_grad = features * (s.grad if s.full else s.rest) if trained else 0
         if s.norm == "layernorm":
             # native layer norm, in fp32 under autocast: saves its input and two statistics
             if s.autocast and width != 4:
@@ -240,8 +287,8 @@ class Program:
         out = tape.op(
             (narrow,),
             size,
-            saves=(narrow,) if s.full else (),
-            scratch=size if s.full else 0,
+            saves=(narrow,) if weight_grad else (),
+            scratch=size if weight_grad else 0,
             weight_grad=weight_grad,
         )
         if narrow is not normed:

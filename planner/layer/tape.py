@@ -232,6 +232,31 @@ class Tape:
             self.nodes.append(Node((out,), (left, right), True, (), 0, 0, 0))
         return out
 
+    def join(self, parts: tuple[Value, ...], per_token: float) -> Value:
+        """Record that parts are copied one behind the other; their gradients are views of its own."""
+        needs = self.grad_enabled and any(part.needs_grad for part in parts)
+        out = Value(self.alloc(per_token), needs_grad=needs, size=per_token)
+        if needs:
+            self.nodes.append(Node((out,), parts, True, (), 0, 0, 0))
+        return out
+
+    def add_in_place(self, total: Value, part: Value, *, saves: tuple[Value, ...]) -> Value:
+        """Record that rows are added into `total` (index_add_): its gradient goes on, the part's is gathered.
+
+        `total` is dropped: what is returned is its storage.
+        """
+        needs = self.grad_enabled and (total.needs_grad or part.needs_grad)
+        rows = self.op((part,), 0, saves=saves)
+        out = Value(total.storage, needs_grad=needs, size=total.size)
+        if needs:
+            self.nodes.append(Node((out,), (total, rows), True, (), 0, 0, 0))
+        self.drop(rows)
+        return out
+
+    def view_copy(self, view: Value) -> Value:
+        """Record that a strided view is copied whole; its gradient is the copy's."""
+        return self.join((view,), view.size)
+
     def split(self, source: Value, sizes: tuple[float, ...]) -> tuple[Value, ...]:
         """Record that `source` is cut into views; its gradient is one new buffer."""
         parts = []

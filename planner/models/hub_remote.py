@@ -55,6 +55,19 @@ def fetch_model(
     return _within(timeout_s, repo_id, fetch)
 
 
+def fetch_file(repo_id: str, name: str, *, timeout_s: float = 10) -> Path:
+    """Return a small JSON file of a hub repository, from the cache or downloaded; raises as fetch_model."""
+    from huggingface_hub import constants
+
+    offline = bool(constants.HF_HUB_OFFLINE)
+    return _within(
+        timeout_s,
+        repo_id,
+        lambda: _config_file(repo_id, None, None, offline, timeout_s, None, name=name),
+        file=name,
+    )
+
+
 def _config_file(
     repo_id: str,
     revision: str | None,
@@ -62,22 +75,24 @@ def _config_file(
     offline: bool,
     timeout_s: float,
     endpoint: str | None,
+    *,
+    name: str = "config.json",
 ) -> Path:
-    """Return the cached config.json, downloading it first unless offline."""
+    """Return the cached file, downloading it first unless offline."""
     import huggingface_hub as hub
 
     if not offline:
-        url = hub.hf_hub_url(repo_id, "config.json", revision=revision, endpoint=endpoint)
+        url = hub.hf_hub_url(repo_id, name, revision=revision, endpoint=endpoint)
         facts = hub.get_hf_file_metadata(url, token=token, timeout=timeout_s, endpoint=endpoint)
         if facts.size is not None and facts.size > MAX_CONFIG_BYTES:
             raise UsageError(
-                f"{repo_id}/config.json: {facts.size} bytes is too large for a config.json",
+                f"{repo_id}/{name}: {facts.size} bytes is too large for a {name}",
                 hint=f"at most {MAX_CONFIG_BYTES} bytes are read",
             )
     return Path(
         hub.hf_hub_download(
             repo_id,
-            "config.json",
+            name,
             revision=revision,
             token=token,
             etag_timeout=timeout_s,
@@ -102,7 +117,9 @@ def _header_amounts(
     return {str(dtype): int(count) for dtype, count in metadata.parameter_count.items()}
 
 
-def _within(timeout_s: float, repo_id: str, fetch: Callable[[], Answer]) -> Answer:
+def _within(
+    timeout_s: float, repo_id: str, fetch: Callable[[], Answer], *, file: str = "config.json"
+) -> Answer:
     """Return what `fetch` returns; a hub that trickles bytes cannot hold us past the limit."""
     outcome: dict[str, Any] = {}
 
@@ -119,7 +136,7 @@ def _within(timeout_s: float, repo_id: str, fetch: Callable[[], Answer]) -> Answ
     if thread.is_alive():
         raise _slow(repo_id, timeout_s)
     if "error" in outcome:
-        raise _explain(outcome["error"], repo_id, timeout_s) from None
+        raise _explain(outcome["error"], repo_id, timeout_s, file) from None
     answer: Answer = outcome["answer"]
     return answer
 
@@ -130,7 +147,7 @@ def _slow(repo_id: str, timeout_s: float) -> VramwiseError:
     )
 
 
-def _explain(error: BaseException, repo_id: str, timeout_s: float) -> BaseException:
+def _explain(error: BaseException, repo_id: str, timeout_s: float, file: str) -> BaseException:
     """Return the one clear error for whatever the hub's client raised."""
     from huggingface_hub import errors
 
@@ -156,7 +173,10 @@ def _explain(error: BaseException, repo_id: str, timeout_s: float) -> BaseExcept
         )
     if isinstance(error, errors.EntryNotFoundError):
         return UsageError(
-            f"{repo_id!r} has no config.json", hint="name a repository of a transformers model"
+            f"{repo_id!r} has no {file}",
+            hint="name a repository of a transformers model"
+            if file == "config.json"
+            else "name a repository that holds one",
         )
     if isinstance(error, errors.HFValidationError):
         return UsageError(

@@ -11,6 +11,7 @@ from math import prod
 
 from planner.errors import UnsupportedError, UsageError
 from planner.mixers.registry import mixer_of
+from planner.models.lora_rest import NOTHING, Rest, is_saved, lora_rest
 from planner.models.spec import LINEARS, LayerSpec, ModelSpec, ModuleKind, ModuleSpec
 
 _MLP_ROOTS = {"mlp", "feed_forward", "block_sparse_moe", "shared_mlp", "fc1", "fc2", "mixer"}
@@ -70,8 +71,8 @@ class LoraCounts:
     """What LoRA adds to a model."""
 
     adapted: tuple[AdaptedModule, ...]
-    saved: tuple[tuple[str, int], ...] = ()
-    """modules_to_save: name and parameters of each trained copy."""
+    rest: Rest = NOTHING
+    """What is trained beside adapters: modules_to_save and biases."""
 
     @property
     def parameters(self) -> int:
@@ -81,12 +82,12 @@ class LoraCounts:
     @property
     def saved_parameters(self) -> int:
         """Parameters of modules_to_save."""
-        return sum(amount for _, amount in self.saved)
+        return self.rest.saved_parameters
 
     @property
     def trainable(self) -> int:
         """Everything that gets a gradient."""
-        return self.parameters + self.saved_parameters
+        return self.parameters + self.rest.parameters
 
 
 def lora_counts(
@@ -97,11 +98,14 @@ def lora_counts(
     dora: bool = False,
     modules_to_save: Iterable[str] = (),
     target_parameters: Iterable[str] = (),
+    bias: str = "none",
+    ties: bool = False,
 ) -> LoraCounts:
     """Return every adapted module of `model` for PEFT's `targets` and its parameter counts.
 
     `targets` is "all-linear", "attention", "mlp", or module names (a sequence, or one string
-    separated by commas). Raises UsageError where a name matches nothing that can be adapted.
+    separated by commas); `bias` and `ties` are lora_rest's. Raises UsageError where a name matches
+    nothing that can be adapted.
     """
     saved = tuple(modules_to_save)
     names = _names(model, targets)
@@ -115,7 +119,7 @@ def lora_counts(
         if module.kind is ModuleKind.BUFFER:
             continue
         hits = [name for name in modules if _is_named(module, name)]
-        if hits and not any(_is_named(module, name) for name in saved):
+        if hits and not is_saved(module, saved):
             adapted.append(_adapt(module, layer, number, rank, dora))
             matched.update(hits)
         explicit = {part: _named_by(asked, module, part) for part in _expert_parts(module)}
@@ -141,7 +145,9 @@ def lora_counts(
             f"lora.targets: {model.name or model.model_type} has no module {missing[0]!r}",
             hint=f"its linear layers are {', '.join(linear_names(model))}",
         )
-    return LoraCounts(adapted=tuple(adapted), saved=_saved(model, saved))
+    leaves = frozenset(module.name.rsplit(".", 1)[-1] for module in adapted)
+    rest = lora_rest(model, modules_to_save=saved, bias=bias, adapted=leaves, ties=ties)
+    return LoraCounts(adapted=tuple(adapted), rest=rest)
 
 
 def peft_targets(
@@ -362,23 +368,6 @@ def _make(
         rank=width,
         tensors=tensors,
     )
-
-
-def _saved(model: ModelSpec, names: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
-    saved = []
-    for name in names:
-        amount = sum(
-            number * module.parameters
-            for _, number, module in _walk(model)
-            if _is_named(module, name)
-        )
-        if not amount:
-            raise UsageError(
-                f"lora.modules_to_save: {model.name or model.model_type} has no module {name!r}",
-                hint="for example embed_tokens, lm_head",
-            )
-        saved.append((name, amount))
-    return tuple(saved)
 
 
 def _show(targets: str | Iterable[str]) -> str:

@@ -163,6 +163,8 @@ class MlpSpec:
     expert_gated: bool = True
     routing_fp32: bool = False
     """The router's weights stay fp32, and what they multiply becomes fp32 (DeepSeek, GLM-4.5, Mixtral)."""
+    router_fp32: bool = False
+    """The router multiplies in fp32, of copies of the tokens and its weight (DeepSeek, GLM-4.5, Kimi)."""
     fused_gate_up: bool = False
     """gate and up come from one linear (Phi-3, GLM-4); of a mixture: in its shared expert."""
 

@@ -9,10 +9,16 @@ from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
 from planner.replay.player import Player
 from planner.run.logits_law import LogitsLaw, width
-from planner.run.recipe import Method
 from planner.run.resolve import Resolved
-from planner.terms.gradients import gradient_width
-from planner.terms.logits import chunk_rows, head_width, logit_width, scored_rows, tile_shape
+from planner.terms.adapters import trains_head
+from planner.terms.logits import (
+    chunk_rows,
+    head_gradient_width,
+    head_width,
+    logit_width,
+    scored_rows,
+    tile_shape,
+)
 
 SCALES_LOGITS = ("granite", "cohere")
 """Families whose forward always multiplies or divides the logits (modeling_granite, modeling_cohere)."""
@@ -49,7 +55,7 @@ class Head:
     @property
     def trained(self) -> bool:
         """The head gets a gradient."""
-        return self.r.method is Method.FULL and self.r.trains
+        return trains_head(self.model, self.r)
 
     @property
     def rows(self) -> int:
@@ -156,7 +162,7 @@ class Head:
         return whole
 
     def _weight_grad(self, grads: list[Chunk], *, accumulate: bool) -> None:
-        chunk = self.player.take(self.model.vocab * self.model.hidden * gradient_width(self.r))
+        chunk = self.player.take(self.model.vocab * self.model.hidden * head_gradient_width(self.r))
         if accumulate:
             self.player.give(chunk)
         elif chunk is not None:
@@ -195,7 +201,7 @@ class Head:
         work = self._part()
         for _ in range(min(2, self._parts())):  # every part frees what the next one takes
             player.passing(*work)
-        if self.trained and len(sums) == 1 and sums[0] == weight * gradient_width(self.r):
+        if self.trained and len(sums) == 1 and sums[0] == weight * head_gradient_width(self.r):
             player.give(*accumulators) if accumulate else grads.extend(accumulators)
         elif self.trained:
             self._weight_grad(grads, accumulate=accumulate)

@@ -103,7 +103,9 @@ class Layers:
 
     def _kept_events(self, index: int, layer: LayerSpec) -> KeptEvents:
         settings = self.settings
-        if index == 0 and not settings.full:  # nothing before the first adapters needs a gradient
+        if (
+            index == 0 and not settings.embedding
+        ):  # nothing before the first adapters needs a gradient
             settings = settings._replace(input_grad=False)
         return kept_events(layer, self.model.hidden, settings)
 

@@ -6,11 +6,12 @@ from planner.layer.events import KeptEvents, LayerEvents
 from planner.layer.program import OpSettings, Program
 from planner.layer.tape import FREED, Tape
 from planner.models.spec import ModelSpec
+from planner.terms.activations import tail_settings
 
 
 def norm_events(model: ModelSpec, settings: OpSettings) -> KeptEvents:
     """Return forward and backward of the final norm; its input and output are the caller's."""
-    return _norm(model.hidden, settings)
+    return _norm(model.hidden, tail_settings(settings))
 
 
 @lru_cache(maxsize=1024)

@@ -6,7 +6,6 @@ The second step meets the first's cache and the optimizer's states, so two are p
 from typing import NamedTuple
 
 from planner.allocator.pool import Chunk
-from planner.dtypes import element_bytes
 from planner.layer.program import OpSettings
 from planner.models.spec import ModelSpec
 from planner.replay.head import Head
@@ -14,16 +13,18 @@ from planner.replay.layers import Layers
 from planner.replay.norm import norm_events
 from planner.replay.player import DeviceFullError, Player
 from planner.replay.rollout import play_rollout
-from planner.replay.tensors import factored, loaded, trained
+from planner.replay.tensors import Trained, factored, loaded, trained
 from planner.replay.units import Units
 from planner.replay.update import Update
 from planner.run.recipe import Checkpointing, EngineKind, Method, Reference, Task
 from planner.run.resolve import Resolved
 from planner.terms.activations import masks, op_settings
+from planner.terms.adapters import trains_embedding, trains_tied
 from planner.terms.embedding import backward_blocks
 from planner.terms.gradients import gradient_width
+from planner.terms.logits import head_gradient_width
 from planner.terms.optimizer_kinds import KINDS
-from planner.terms.weights import flat_units, weights
+from planner.terms.weights import flat_units, trained_width, weights
 from planner.units import MiB
 
 STEPS = 2
@@ -84,13 +85,16 @@ class Run:
         self.outputs: Chunk | None = None
         self.once = op_settings(model, r)._replace(accumulate=False)
 
-    def _trained(self) -> list[int]:
-        """Return the elements of every tensor the optimizer sees on this rank."""
+    def _trained(self) -> list[Trained]:
+        """Return every tensor the optimizer sees on this rank."""
         r = self.r
         if self.sharded and r.method is Method.FULL:
-            return self._shards(-(-self.model.parameters // r.placement.state_shards))
+            sizes = self._shards(-(-self.model.parameters // r.placement.state_shards))
+            return [Trained(size, trained_width(r)) for size in sizes]
         ranks = r.placement.state_shards
-        return [-(-size // ranks) for size in trained(self.model, r)]
+        return [
+            each._replace(elements=-(-each.elements // ranks)) for each in trained(self.model, r)
+        ]
 
     def _factored(self) -> list[int]:
         """Return the elements of each statistic of a factored optimizer on this rank."""
@@ -107,8 +111,10 @@ class Run:
         else:
             self._load_whole()
         if self.r.method is not Method.FULL and self.r.trains:
-            width = element_bytes(self.r.adapter_dtype)
-            player.take_all(width * size for size in self.trained)
+            times = 2 if self.r.keeps_start else 1
+            for each in self.trained:
+                copies = times if each.loads else times - 1
+                player.take_all([each.width * each.elements] * copies)
         if self.r.placement.gradient_copies > 1:
             player.take_all(self._buckets())
         player.take(workspace_bytes)
@@ -118,8 +124,9 @@ class Run:
         """Return DDP's reduction buckets: last tensors first, a small first bucket."""
         sizes: list[int] = []
         filled = 0
-        for numel in reversed(self.trained):
-            filled += numel * gradient_width(self.r)
+        full = gradient_width(self.r) if self.r.method is Method.FULL else 0
+        for each in reversed(self.trained):
+            filled += each.elements * (full or each.width)
             if filled >= (DDP_BUCKET if sizes else DDP_FIRST_BUCKET):
                 sizes.append(filled)
                 filled = 0
@@ -220,20 +227,22 @@ class Run:
             units.finish(outside, grads)
 
     def _embedding_grad(self, tokens: int, grads: list[Chunk], *, accumulate: bool) -> None:
-        if self.r.method is not Method.FULL:
+        if not trains_embedding(self.model, self.r):
             return
-        player, width = self.player, gradient_width(self.r)
-        for module in self.model.embeddings:
+        player, width = self.player, head_gradient_width(self.r)
+        tied = trains_tied(self.model, self.r)
+        full = self.r.method is Method.FULL
+        for module in self.model.embeddings if full else self.model.embeddings[:1]:
             chunk = player.take(module.parameters * width)
             # beyond a few thousand tokens CUDA sorts them: its temporaries come and go
             player.passing(*backward_blocks(tokens, self.model.vocab, self.model.hidden))
-            view = self.model.tied and self.r.law.kind == "full"
+            view = tied and self.r.law.kind == "full"
             if view and module is self.model.embeddings[0]:
                 # a linear's gradient for the head is a view: torch adds the two in a third buffer
                 total = player.take(module.parameters * width)
                 player.give(chunk)
                 chunk = total
-            if accumulate or self.model.tied:
+            if accumulate or tied:
                 player.give(chunk)
             elif chunk is not None:
                 grads.append(chunk)

@@ -5,12 +5,13 @@ from math import prod
 from typing import NamedTuple
 
 from planner.dtypes import element_bytes
-from planner.models.lora_targets import LoraCounts, lora_counts
 from planner.models.spec import ModelSpec, ModuleKind, ModuleSpec
 from planner.quant.schemes import Scheme
 from planner.quant.table import BITSANDBYTES, packed_bytes, scheme_table, tensors
 from planner.run.recipe import Method
 from planner.run.resolve import Resolved
+from planner.terms.adapters import rest_width
+from planner.terms.counts import lora_of
 from planner.terms.weights import trained_width
 
 
@@ -76,17 +77,28 @@ def _packed(shape: tuple[int, ...], kind: ModuleKind, scheme: Scheme, r: Resolve
     return Loaded((min(codes, total), max(0, total - codes)), passing)
 
 
-def trained(model: ModelSpec, r: Resolved) -> list[int]:
-    """Return the elements of every trained tensor, first to last."""
+class Trained(NamedTuple):
+    """One trained tensor."""
+
+    elements: int
+    width: int
+    """Bytes of an element."""
+    loads: bool = True
+    """It is there beside the base's weights: an adapter, or a copy of a module."""
+
+
+def trained(model: ModelSpec, r: Resolved) -> list[Trained]:
+    """Return every trained tensor, first to last."""
     if r.method is Method.FULL:
+        width = trained_width(r)
         return [
-            prod(shape)
+            Trained(prod(shape), width)
             for module in modules_in_order(model)
             if module.kind is not ModuleKind.BUFFER
             for shape in module.shapes
             for _ in range(module.count)
         ]
-    counts = _lora(model, r)
+    counts = lora_of(model, r)
     by_layer: dict[int, list[int]] = {}
     outside: list[int] = []
     for module in counts.adapted:
@@ -96,9 +108,12 @@ def trained(model: ModelSpec, r: Resolved) -> list[int]:
             times = max(1, module.count // model.layers[module.layer].count)
             by_layer.setdefault(module.layer, []).extend(times * list(module.tensors))
     sizes = [size for index in model.layer_order for size in by_layer.get(index, ())]
-    if counts.saved_parameters:
-        outside.append(counts.saved_parameters)
-    return sizes + outside
+    adapted, whole = element_bytes(r.adapter_dtype), rest_width(r)
+    copies = len(counts.rest.tensors) - counts.rest.bias_count
+    return [
+        *(Trained(size, adapted) for size in sizes + outside),
+        *(Trained(n, whole, place < copies) for place, n in enumerate(counts.rest.sizes)),
+    ]
 
 
 def factored(model: ModelSpec, r: Resolved) -> list[int]:
@@ -110,8 +125,10 @@ def factored(model: ModelSpec, r: Resolved) -> list[int]:
                 for shape in module.shapes:
                     found += module.count * _statistics(shape)
         return found
-    for adapted in _lora(model, r).adapted:
+    for adapted in lora_of(model, r).adapted:
         found += adapted.count * list(adapted.factored)
+    for shape in lora_of(model, r).rest.tensors:
+        found += _statistics(shape)
     return found
 
 
@@ -120,14 +137,3 @@ def _statistics(shape: tuple[int, ...]) -> list[int]:
         return [prod(shape)]
     stacked = prod(shape[:-2])
     return [stacked * shape[-2], stacked * shape[-1]]
-
-
-def _lora(model: ModelSpec, r: Resolved) -> LoraCounts:
-    return lora_counts(
-        model,
-        r.lora_targets,
-        rank=r.lora_rank,
-        dora=r.dora,
-        modules_to_save=r.modules_to_save,
-        target_parameters=r.target_parameters,
-    )

@@ -99,15 +99,31 @@ def engine_fields(
         "tensor_parallel": section.tensor_parallel,
         "pipeline_parallel": section.pipeline_parallel,
         "expert_parallel": section.expert_parallel,
-        **_adapter_slots(recipe),
+        **_adapter_slots(recipe, engine),
     }
 
 
-def _adapter_slots(recipe: Recipe) -> dict[str, int]:
+def merges(recipe: Recipe, engine: EngineKind) -> str:
+    """Return why vLLM gets merged weights instead of an adapter ("" = it serves the adapter)."""
+    lora = recipe.lora
+    if recipe.method is Method.FULL:
+        return ""
+    if lora.dora:
+        return "DoRA rescales the base's weights"
+    if lora.modules_to_save:
+        return "modules_to_save trains whole modules"
+    if lora.init.startswith("pissa"):
+        return "PiSSA changed the base's weights"
+    if lora.bias != "none" and engine is not EngineKind.VLLM_SHARED:
+        return "the base's biases are trained"  # vllm-shared trains vLLM's own
+    return ""
+
+
+def _adapter_slots(recipe: Recipe, engine: EngineKind) -> dict[str, int]:
     """Return an engine's adapter slots: as asked for, else one for the policy that is trained."""
     section = recipe.engine
     serves = recipe.task is Task.SERVE
-    policy = not serves and recipe.method is not Method.FULL and not recipe.lora.dora
+    policy = not serves and recipe.method is not Method.FULL and not merges(recipe, engine)
     rank = section.max_lora_rank or (recipe.lora.rank if policy else 0)
     slots = section.max_loras or int(bool(rank))
     return {"max_loras": slots, "max_lora_rank": rank or (DEFAULT_LORA_RANK if slots else 0)}

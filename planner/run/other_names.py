@@ -8,7 +8,7 @@ OTHER_NAMES: dict[str, str] = {
     "output_dir": "train.output",
     "lr_scheduler_type": "train.schedule",
     "lr_scheduler": "train.schedule",
-    "warmup_ratio": "train.warmup_steps",
+    "adam_epsilon": "train.adam_eps",
     "save_steps": "train.save_every",
     "save_total_limit": "train.keep_checkpoints",
     "gradient_clipping": "train.max_grad_norm",

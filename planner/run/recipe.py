@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 MAX_TOKENS = 2**27
 """134 million tokens: an upper bound that catches typing errors, not a real limit."""
 
+INITS = r"^(default|gaussian|pissa|pissa_niter_[1-9][0-9]{0,2})$"
 RUN_FILE_VERSION = 1
 """The newest run.yaml this release reads."""
 
@@ -117,6 +118,12 @@ class Section(BaseModel):
 class LoraSection(Section):
     """Adapters."""
 
+    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
+
+    start_from: Annotated[str, Field(min_length=1, max_length=1000)] | None = Field(
+        default=None, alias="from"
+    )
+    """A folder or hub id with an adapter to go on with; its rank and targets hold."""
     rank: Annotated[int, Field(ge=1, le=2**14, strict=True)] = 16
     targets: str | tuple[str, ...] = "all-linear"
     """all-linear, attention, mlp, or module names such as ("q_proj", "v_proj")."""
@@ -125,7 +132,14 @@ class LoraSection(Section):
     dtype: str | None = None
     """Adapter dtype; None = the framework's (PEFT upcasts bf16 to fp32)."""
     dora: bool = False
+    use_rslora: bool = False
+    """Adapters act at alpha / sqrt(rank) instead of alpha / rank."""
+    init: Annotated[str, Field(pattern=INITS)] = "default"
+    """default (B is zero), gaussian, or pissa, pissa_niter_N: the base's first singular vectors."""
+    bias: Literal["none", "all", "lora_only"] = "none"
+    """The base's biases are trained too: all, or those of adapted modules."""
     modules_to_save: tuple[str, ...] = ()
+    """Modules of which a copy is trained whole: embed_tokens, lm_head."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
 

@@ -15,6 +15,7 @@ from planner.run.framework import fallback_note, pick
 from planner.run.framework_files import Framework
 from planner.run.image_fields import image_fields, image_notes
 from planner.run.logits_law import LogitsLaw
+from planner.run.lora_fields import lora_fields, with_start
 from planner.run.placement import Placement, offloaded, place
 from planner.run.positions import context_notes
 from planner.run.recipe import (
@@ -60,6 +61,11 @@ class Resolved:
     lora_targets: str | tuple[str, ...]
     target_parameters: tuple[str, ...]
     modules_to_save: tuple[str, ...]
+    lora_bias: str
+    lora_init: str
+    keeps_start: bool
+    """What is trained stays once more as it was at the start: the reference of a policy that was another
+    than its base from the first step."""
     dora: bool
     lora_dropout: float
     optimizer: Optimizer
@@ -167,11 +173,12 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
 
     Raises UsageError for contradictions, UnsupportedError for what the model cannot express.
     """
+    recipe, started = with_start(model, recipe)
     framework = _on_card(pick(recipe.framework), machine)
     switches = framework.switches_of(recipe.task.value)
     task = recipe.task
     defaults = framework.task_defaults(task.value)
-    notes = list(filter(None, [fallback_note(framework, recipe.framework)]))
+    notes = [*filter(None, [fallback_note(framework, recipe.framework)]), *started]
     trains = task is not Task.SERVE
     dtype, autocast = _dtypes(model, recipe, defaults)
     quantization = base_scheme(model, recipe, framework, trains=trains, notes=notes)
@@ -187,6 +194,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         refused = four_bit_refusal(engine, recipe.method)
         notes.extend([f"{framework.title} refuses this run: {refused}"] if refused else [])
     beta = choose(recipe.beta, defaults, "beta", 0.1 if task is Task.DPO else 0.0)
+    reference = _reference(recipe, task, float(beta))
     if recipe.engine.expert_parallel and not any(layer.mlp.num_experts for layer in model.layers):
         notes.append("expert_parallel moves nothing: the model has no experts")
     if trains:
@@ -210,7 +218,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         double_quant=bool(choose(recipe.double_quant, defaults, "double_quant", True)),
         master_weights=_master(recipe, switches, dtype),
         gradient_dtype=normal_dtype(recipe.gradient_dtype or dtype, field="gradient_dtype"),
-        **_lora_fields(recipe, switches, quantization, dtype),
+        **lora_fields(recipe, switches, quantization, dtype, reference),
         optimizer=Optimizer(choose(recipe.optimizer, defaults, "optimizer", "adamw")),
         optimizer_offload=recipe.optimizer_offload,
         offload=_offload(recipe, trains),
@@ -234,7 +242,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         loss_chunk_rows=recipe.loss_chunk_rows or 0,
         tiled_mlp=_tiled(recipe, switches, defaults),
         beta=float(beta),
-        reference=_reference(recipe, task, float(beta)),
+        reference=reference,
         sharding=recipe.sharding,
         gpus=machine.num_gpus,
         compile=recipe.compile,
@@ -312,26 +320,6 @@ def _master(recipe: Recipe, switches: Switches, dtype: str) -> bool:
         # our own trainer rounds bf16 weights stochastically instead of keeping a master
         return switches.master_weights_full_bf16
     return True
-
-
-def _lora_fields(
-    recipe: Recipe, switches: Switches, quantization: str, dtype: str
-) -> dict[str, Any]:
-    lora = recipe.lora
-    usual = switches.adapter_dtype_quantized if quantization else switches.adapter_dtype
-    adapter = lora.dtype or usual
-    return {
-        # "weights": adapters in the dtype of the base (our own trainer)
-        "adapter_dtype": normal_dtype(
-            dtype if adapter == "weights" else adapter, field="lora.dtype"
-        ),
-        "lora_rank": lora.rank,
-        "lora_targets": lora.targets,
-        "target_parameters": lora.target_parameters,
-        "modules_to_save": lora.modules_to_save,
-        "dora": lora.dora,
-        "lora_dropout": lora.dropout,
-    }
 
 
 def _on_card(framework: Framework, machine: Machine) -> Framework:

@@ -29,6 +29,8 @@ class Switches(Section):
     """dtype of LoRA matrices on a 16-bit base: PEFT's autocast_adapter_dtype makes them fp32."""
     adapter_dtype_quantized: AdapterDtype = "fp32"
     """The same on a quantised base; TRL from 1.0 on casts them to bf16."""
+    ties_saved_modules: Flag = False
+    """A tied head stays tied to an embedding of modules_to_save (PEFT's ensure_weight_tying)."""
 
     # optimizer
     master_weights: Flag = False

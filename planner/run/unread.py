@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 FIELDS_WITHOUT_BYTES = {
     "engine.url": "an address",
     "engine.timeout_s": "a time",
+    "lora.use_rslora": "a factor",
 }
 """Recipe fields that move no byte of any plan, and why they are in a recipe."""
 ALGORITHMS = frozenset(
@@ -29,7 +30,7 @@ ALGORITHMS = frozenset(
 """Algorithms whose tensors are those of their task, the reference apart."""
 _RULES: tuple[tuple[tuple[str, ...], Callable[["Resolved"], bool], str], ...] = (
     (
-        ("lora.rank", "lora.targets", "lora.target_parameters", "lora.dtype", "lora.dora", "lora.modules_to_save",
+        ("lora.rank", "lora.targets", "lora.target_parameters", "lora.dtype", "lora.dora", "lora.from", "lora.init", "lora.bias", "lora.use_rslora", "lora.modules_to_save",
          "lora.dropout"),
         lambda r: r.trains and r.method is not Method.FULL,
         "no adapters are trained",
@@ -73,7 +74,7 @@ def leaves(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, BaseMode
         if isinstance(value, BaseModel):
             yield from leaves(value, f"{prefix}{name}.")
         else:
-            yield prefix + name, section
+            yield prefix + (type(section).model_fields[name].alias or name), section
 
 
 def unread(recipe: Recipe, r: "Resolved") -> list[str]:
@@ -105,5 +106,5 @@ def _set(section: BaseModel, prefix: str = "") -> set[str]:
         if isinstance(value, BaseModel):
             found |= _set(value, f"{prefix}{name}.")
         elif value != defaults[name]:
-            found.add(prefix + name)
+            found.add(prefix + (type(section).model_fields[name].alias or name))
     return found

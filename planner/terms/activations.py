@@ -6,10 +6,12 @@ from planner.dtypes import element_bytes
 from planner.layer.costs import checkpointed_costs, kept_costs, no_grad_costs
 from planner.layer.program import OpSettings, Program
 from planner.layer.tape import Envelope, Point, Tape, envelope, largest
+from planner.models.lora_rest import NOTHING
 from planner.models.spec import ModelSpec, ModuleKind
 from planner.quant.table import BITSANDBYTES
 from planner.run.recipe import Checkpointing, Method, Task
 from planner.run.resolve import Resolved
+from planner.terms.adapters import rest_width
 from planner.terms.counts import adapters, base_weights
 from planner.terms.gradients import gradient_width
 from planner.terms.weights import trained_width
@@ -100,6 +102,7 @@ def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
     masks = r.attention.value == "sdpa" and (r.padded or _windowed(model, r))
     scores = eager or masks or _math_sdpa(model, r, upcast=upcast)
     lora = r.trains and not full
+    rest = adapters(model, r).rest if lora else NOTHING
     tile = MLP_TILE_TOKENS if r.tiled_mlp and r.tokens > MLP_TILE_TOKENS else 0
     return OpSettings(
         full=full,
@@ -116,7 +119,14 @@ def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
         saved_output=r.switches.saved_output,
         saved_input=r.switches.saved_input if lora else 0,
         dropout=r.lora_dropout > 0,
-        dora=r.dora,
+        dora=r.dora and lora,
+        saved=rest.linears,
+        saved_norms=rest.norms,
+        biases=rest.biases,
+        rest=rest_width(r),
+        final_norm=rest.final_norm,
+        head=full or rest.head,
+        embedding=full or rest.embedding,
         attention=r.attention.value,
         seq=r.seq_tokens if scores else 0,
         undeclared_groups=_undeclared_groups(model),
@@ -170,6 +180,11 @@ def _math_sdpa(model: ModelSpec, r: Resolved, *, upcast: bool) -> bool:
     return not r.autocast and (upcast or element_bytes(r.compute_dtype) == 4)
 
 
+def tail_settings(settings: OpSettings) -> OpSettings:
+    """Return the settings of the final norm, which modules_to_save may name by itself."""
+    return settings._replace(saved_norms=settings.final_norm)
+
+
 _TAILS: dict[tuple[int, OpSettings], Tail] = {}
 
 
@@ -180,12 +195,13 @@ def _tail(model: ModelSpec, settings: OpSettings) -> Tail:
     width = model.hidden * settings.residual
     tape = Tape()
     x = tape.value(width)
-    out = Program(tape, settings).norm(x, settings.residual, model.hidden)
+    own = tail_settings(settings)
+    out = Program(tape, own).norm(x, settings.residual, model.hidden)
     tape.drop(x)
     forward, kept_forward = envelope(tape.points), tape.live
     # a trained head saves its input, unless autocast made it a copy of its own
     wide = settings.norm == "layernorm" and settings.autocast  # answers in fp32
-    saved = settings.full and settings.residual == settings.act and not wide
+    saved = settings.head and settings.residual == settings.act and not wide
     if not saved:
         tape.drop(out)
     kept_backward = tape.live
@@ -259,7 +275,7 @@ def _everything(
 ) -> Activations:
     """Without checkpointing: every layer keeps all it saved."""
     costs = [kept_costs(layer, model.hidden, settings) for layer in model.layers]
-    mask = model.hidden * tokens if model.embedding_dropout and settings.full else 0
+    mask = model.hidden * tokens if model.embedding_dropout and settings.embedding else 0
     kept = fixed + mask
     for layer, cost in zip(model.layers, costs, strict=True):
         kept += layer.count * cost.kept.at(tokens)
@@ -269,7 +285,7 @@ def _everything(
     )
     first, last = costs[model.layer_order[0]], costs[model.layer_order[-1]]
     bottom = first
-    if not settings.full:  # nothing before the first adapters needs a gradient
+    if not settings.embedding:  # nothing before the first adapters needs a gradient
         bottom = kept_costs(
             model.layers[model.layer_order[0]],
             model.hidden,
@@ -332,12 +348,12 @@ def _checkpointed(
     inputs = -(-layers // every)
     resident = min(layers, r.keep_layers) if offload else inputs
     # a frozen model's embedding output is made a leaf, which its gradient node holds
-    hooked = not settings.full and r.switches.frozen_embedding_leaf
+    hooked = not settings.embedding and r.switches.frozen_embedding_leaf
     leaf = one if offload and hooked and resident < layers else 0
     if model.embedding_scale_copy and model.norm != "rmsnorm_gemma" and hooked:
         leaf += one  # scaled outside the embedding module: the first layer's input is a copy
     mask = 0
-    if model.embedding_dropout and (settings.full or hooked):
+    if model.embedding_dropout and (settings.embedding or hooked):
         mask = model.hidden * tokens  # one byte an element; a leaf is what was not dropped out yet
         leaf = one if hooked else 0
     kept = fixed + mask + resident * one + leaf

@@ -1,11 +1,45 @@
-"""adapters: LoRA matrices (and modules_to_save copies)."""
+"""adapters: LoRA matrices, modules_to_save copies, and what stays of a policy to compare with."""
+
+from typing import NamedTuple
 
 from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
+from planner.quant.table import BITSANDBYTES
 from planner.run.recipe import Method
 from planner.run.resolve import Resolved
-from planner.terms.counts import adapters
+from planner.terms.counts import adapters, lora_of
 from planner.terms.term import Term
+from planner.terms.weights import trained_width
+
+
+def pissa_work(model: ModelSpec, r: Resolved) -> Term:
+    """Return what PiSSA's start needs in passing: one adapted weight at a time is decomposed in fp32.
+
+    PEFT 0.21 tuners/lora/layer.py, pissa_init: at its end the weight, BA and their difference are there
+    in fp32; so is a whole decomposition, of which `pissa_niter_N` makes the first `rank` columns alone.
+    """
+    work = 0
+    for module in lora_of(model, r).adapted:
+        rows, columns = module.out_features, module.in_features
+        kept = module.rank if "niter" in r.lora_init else min(rows, columns)
+        # V, U and S; the first columns scaled, A and B, and B times the factor
+        vectors = kept * (rows + columns + 1) + module.rank * (2 * rows + columns)
+        work = max(work, 4 * (3 * rows * columns + vectors))
+    return Term(
+        "overhead",
+        work,
+        "PiSSA: the largest adapted weight three times in fp32, and its singular vectors {0:,} B",
+        (work,),
+        "peft 0.21 tuners/lora/layer.py pissa_init",
+    )
+
+
+class Group(NamedTuple):
+    """Trained parameters of one width."""
+
+    parameters: int
+    width: int
+    """Bytes of a parameter, and of its gradient unless somebody says otherwise."""
 
 
 def lora(model: ModelSpec, r: Resolved) -> Term:
@@ -13,22 +47,66 @@ def lora(model: ModelSpec, r: Resolved) -> Term:
     if r.method is Method.FULL or not r.trains:
         return Term("adapters", 0)
     counts = adapters(model, r)
-    width = element_bytes(r.adapter_dtype)
-    size = counts.parameters * width + counts.saved * width
+    width, whole = element_bytes(r.adapter_dtype), rest_width(r)
+    saved, biases = counts.rest.saved_parameters, counts.rest.bias_parameters
+    size = counts.parameters * width + saved * whole
+    template = "{0:,} LoRA parameters of rank {1} in {2} modules x {3} B"
+    args: tuple[object, ...] = (counts.parameters, r.lora_rank, counts.modules, width)
+    if saved:
+        template += " + copies of modules_to_save {4:,} x {5} B"
+        args = (*args, saved, whole)
+    if r.keeps_start:
+        # the biases are the base's own; only what they were at the start is a copy
+        size += size + biases * whole
+        template += f", and all once more as they were at the start, with {{{len(args)}:,}} biases"
+        args = (*args, biases)
     return Term(
         "adapters",
         size,
-        "{0:,} LoRA parameters of rank {1} in {2} modules x {3} B",
-        (counts.parameters + counts.saved, r.lora_rank, counts.modules, width),
+        template,
+        args,
         "rank x (in + out) for each adapted linear, as PEFT makes them",
     )
 
 
+def rest_width(r: Resolved) -> int:
+    """Bytes of a parameter of a module trained whole, or of a bias: the base's, which PEFT copies."""
+    upcast = r.switches.kbit_upcast == "all" and r.quantization in BITSANDBYTES
+    return 4 if upcast else element_bytes(r.dtype)
+
+
+def trained_groups(model: ModelSpec, r: Resolved) -> tuple[Group, ...]:
+    """Return everything that gets a gradient, by width."""
+    if not r.trains:
+        return ()
+    if r.method is Method.FULL:
+        return (Group(model.parameters, trained_width(r)),)
+    counts = adapters(model, r)
+    adapted = Group(counts.parameters, element_bytes(r.adapter_dtype))
+    rest = Group(counts.rest.parameters, rest_width(r))
+    return (adapted, rest) if rest.parameters else (adapted,)
+
+
 def trained_parameters(model: ModelSpec, r: Resolved) -> int:
     """Parameters that get gradients."""
-    if not r.trains:
-        return 0
-    if r.method is Method.FULL:
-        return model.parameters
-    counts = adapters(model, r)
-    return counts.parameters + counts.saved
+    return sum(group.parameters for group in trained_groups(model, r))
+
+
+def trains_head(model: ModelSpec, r: Resolved) -> bool:
+    """Say whether the output head gets a gradient."""
+    if not r.trains or r.method is Method.FULL:
+        return r.trains
+    return bool(r.modules_to_save) and adapters(model, r).rest.head
+
+
+def trains_embedding(model: ModelSpec, r: Resolved) -> bool:
+    """Say whether the input embedding is trained whole."""
+    if not r.trains or r.method is Method.FULL:
+        return r.trains
+    return bool(r.modules_to_save) and adapters(model, r).rest.embedding
+
+
+def trains_tied(model: ModelSpec, r: Resolved) -> bool:
+    """Say whether embedding and head are one trained weight."""
+    tied = model.tied and (r.method is Method.FULL or r.switches.ties_saved_modules)
+    return tied and trains_head(model, r)

@@ -5,7 +5,8 @@ from math import prod
 from typing import NamedTuple
 
 from planner.dtypes import element_bytes
-from planner.models.lora_targets import lora_counts
+from planner.models.lora_rest import Rest
+from planner.models.lora_targets import LoraCounts, lora_counts
 from planner.models.spec import ModelSpec
 from planner.quant.table import BITSANDBYTES, packed_bytes, scheme_table, tensors
 from planner.run.resolve import Resolved
@@ -44,15 +45,15 @@ class Adapters:
 
     parameters: int
     small: int
-    """Parameters in tensors below 4096 elements: 8-bit optimizers keep them in 32 bit."""
+    """Trained parameters in tensors below 4096 elements: 8-bit optimizers keep them in 32 bit."""
     modules: int
     factored: int
     """Elements of their matrices' rows and columns: Adafactor's statistics."""
     leaves: frozenset[str]
     experts: tuple[int, int]
     """Parameters on the fused experts of one layer (the largest): of what leads into them, and out."""
-    saved: int
-    """Parameters of modules_to_save."""
+    rest: Rest
+    """Modules trained whole and biases."""
     largest: int
     """Parameters of the largest tensor."""
 
@@ -106,8 +107,8 @@ def _base_weights(model: ModelSpec, key: BaseKey) -> BaseWeights:
 def adapters(model: ModelSpec, resolved: Resolved) -> Adapters:
     """Return LoRA's parameter counts; raises UsageError when the targets match nothing."""
     key = (
-        *(resolved.lora_rank, resolved.lora_targets, resolved.target_parameters),
-        *(resolved.dora, resolved.modules_to_save),
+        *(resolved.lora_rank, resolved.lora_targets, resolved.target_parameters, resolved.dora),
+        *(resolved.modules_to_save, resolved.lora_bias, resolved.switches.ties_saved_modules),
     )
     stored = _STORE.get((id(model), key))
     if stored is None:
@@ -117,15 +118,22 @@ def adapters(model: ModelSpec, resolved: Resolved) -> Adapters:
     return stored[1]
 
 
-def _adapters(model: ModelSpec, resolved: Resolved) -> Adapters:
-    counts = lora_counts(
+def lora_of(model: ModelSpec, resolved: Resolved) -> LoraCounts:
+    """Return what a run trains when its base is frozen, tensor by tensor."""
+    return lora_counts(
         model,
         resolved.lora_targets,
         rank=resolved.lora_rank,
         dora=resolved.dora,
         modules_to_save=resolved.modules_to_save,
         target_parameters=resolved.target_parameters,
+        bias=resolved.lora_bias,
+        ties=resolved.switches.ties_saved_modules,
     )
+
+
+def _adapters(model: ModelSpec, resolved: Resolved) -> Adapters:
+    counts = lora_of(model, resolved)
     small = modules = 0
     leaves: set[str] = set()
     experts = {"in": [0] * len(model.layers), "out": [0] * len(model.layers)}
@@ -137,13 +145,15 @@ def _adapters(model: ModelSpec, resolved: Resolved) -> Adapters:
             experts[side][module.layer] += sum(module.tensors)
         else:
             leaves.add(module.name.rsplit(".", 1)[-1])
+    sizes = counts.rest.sizes
     return Adapters(
         parameters=counts.parameters,
-        small=small,
+        small=small + sum(size for size in sizes if size < SMALL_TENSOR),
         modules=modules,
-        factored=sum(module.count * sum(module.factored) for module in counts.adapted),
+        factored=sum(module.count * sum(module.factored) for module in counts.adapted)
+        + sum(sum(shape) for shape in counts.rest.tensors),
         leaves=frozenset(leaves),
         experts=(max(experts["in"], default=0), max(experts["out"], default=0)),
-        saved=counts.saved_parameters,
-        largest=max((size for module in counts.adapted for size in module.tensors), default=0),
+        rest=counts.rest,
+        largest=max(*(size for module in counts.adapted for size in module.tensors), *sizes, 0),
     )

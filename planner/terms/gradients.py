@@ -6,7 +6,7 @@ from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
 from planner.run.recipe import Method
 from planner.run.resolve import Resolved
-from planner.terms.adapters import trained_parameters
+from planner.terms.adapters import trained_groups, trained_parameters
 from planner.terms.counts import adapters
 from planner.terms.term import Term
 from planner.terms.weights import trained_width
@@ -31,12 +31,29 @@ def gradients(model: ModelSpec, r: Resolved) -> Term:
     if r.placement.offload.gradients:
         return _passing(model, r, width)
     shards, copies = r.placement.gradient_shards, r.placement.gradient_copies
+    if r.method is not Method.FULL and len(trained_groups(model, r)) > 1:
+        return _by_width(model, r)
     size = -(-count * width * copies // shards)
     return Term(
         "gradients",
         size,
         "{0:,} trained parameters x {1} B x {2} / {3} shard(s)",
         (count, width, copies, shards),
+        "autograd: the parameter's dtype",
+    )
+
+
+def _by_width(model: ModelSpec, r: Resolved) -> Term:
+    """Return the gradients of adapters, and of modules and biases that have the base's dtype."""
+    shards, copies = r.placement.gradient_shards, r.placement.gradient_copies
+    adapted, rest = trained_groups(model, r)
+    total = adapted.parameters * adapted.width + rest.parameters * rest.width
+    return Term(
+        "gradients",
+        -(-total * copies // shards),
+        "({0:,} adapters' parameters x {1} B + {2:,} of modules_to_save and biases x {3} B) x {4} / {5} "
+        "shard(s)",
+        (*adapted, *rest, copies, shards),
         "autograd: the parameter's dtype",
     )
 

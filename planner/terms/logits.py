@@ -8,6 +8,7 @@ from planner.quant.table import BITSANDBYTES
 from planner.run.logits_law import LogitsLaw, width
 from planner.run.recipe import Method
 from planner.run.resolve import Resolved
+from planner.terms.adapters import rest_width, trains_head
 from planner.terms.gradients import gradient_width
 from planner.terms.term import Term
 from planner.terms.weights import trained_width
@@ -55,9 +56,14 @@ def logits(model: ModelSpec, r: Resolved) -> Logits:
 
 def _new_head_gradient(model: ModelSpec, r: Resolved) -> int:
     """Return bytes of the head's gradient when a micro-batch makes it anew and whole."""
-    if r.method is not Method.FULL or not r.trains or r.grad_accum > 1 or r.placement.reduces:
+    if not trains_head(model, r) or r.grad_accum > 1 or r.placement.reduces:
         return 0
-    return model.vocab * model.hidden * gradient_width(r)
+    return model.vocab * model.hidden * head_gradient_width(r)
+
+
+def head_gradient_width(r: Resolved) -> int:
+    """Return bytes of an element of a trained head's gradient."""
+    return gradient_width(r) if r.method is Method.FULL else rest_width(r)
 
 
 def _ending(model: ModelSpec, r: Resolved, rows: int, act: int, extra: int) -> Term:
@@ -109,7 +115,7 @@ def _casts(model: ModelSpec, r: Resolved, rows: int, act: int) -> int:
         return 4 * model.vocab * model.hidden  # dequantised to fp32, as bitsandbytes made it from
     if not r.autocast or head_width(r) == act:
         return 0
-    trained = r.method is Method.FULL and r.trains
+    trained = trains_head(model, r)
     return act * model.hidden * (model.vocab + (rows if trained else 0))
 
 
@@ -166,19 +172,19 @@ def _chunked(model: ModelSpec, r: Resolved, law: LogitsLaw, rows: int, act: int)
     vocab = min(model.vocab, law.chunk_vocab or model.vocab)
     element = sum(width(dtype, act) for _, dtype in law.chunk)
     kept = rows * model.hidden * sum(width(dtype, act) for _, dtype in law.hidden)
-    trained = r.method is Method.FULL and r.trains
+    trained = trains_head(model, r)
     cast = 0 if head_width(r) == act else vocab * model.hidden * act
     copies = sum(width(dtype, head_width(r)) for _, dtype in law.head_copy)
     cast += vocab * model.hidden * copies
     tile = chunk * vocab * element + cast
     head = ended = 0
     if trained:
-        gradient = 0 if r.grad_accum > 1 else gradient_width(r)
+        gradient = 0 if r.grad_accum > 1 else head_gradient_width(r)
         per_weight = sum(width(dtype, act) for _, dtype in law.head_grad)
         # made in fp32 and cast at the end, or straight in the gradient
         head = model.vocab * model.hidden * (per_weight or gradient)
-        if per_weight and gradient_width(r) != per_weight:
-            ended = model.vocab * model.hidden * gradient_width(r)
+        if per_weight and head_gradient_width(r) != per_weight:
+            ended = model.vocab * model.hidden * head_gradient_width(r)
         ended += rows * model.hidden * act
     return Term(
         "logits",
@@ -224,7 +230,7 @@ def _tiled(
     if scoring:
         kept, tile = rows * model.hidden * act, tall * columns * 4
         work = tile + cast
-    elif r.method is Method.FULL:
+    elif trains_head(model, r):
         # kept: the rows and their gradient. A tile; or, it being gone, a product beside its sum
         product = 4 * max(one, columns * model.hidden)
         work = one * (narrow + 4) + cast + max(tile, tall * columns * (narrow or 4) + product)

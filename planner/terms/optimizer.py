@@ -4,15 +4,13 @@ from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple
 
-from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec, ModuleSpec
 from planner.run.recipe import Method
 from planner.run.resolve import Resolved
-from planner.terms.adapters import trained_parameters
+from planner.terms.adapters import Group, trained_groups
 from planner.terms.counts import SMALL_TENSOR, adapters
 from planner.terms.optimizer_kinds import KINDS
 from planner.terms.term import Term
-from planner.terms.weights import trained_width
 
 BLOCK_8BIT = 256
 """bitsandbytes: elements that share one fp32 scale."""
@@ -28,27 +26,27 @@ class OptimizerCosts(NamedTuple):
 
 def optimizer(model: ModelSpec, r: Resolved) -> OptimizerCosts:
     """Return the optimizer's bytes on one GPU."""
-    count = trained_parameters(model, r)
+    groups = trained_groups(model, r)
+    count = sum(group.parameters for group in groups)
     shards = r.placement.state_shards
-    width = trained_width(r) if r.method is Method.FULL else element_bytes(r.adapter_dtype)
-    master = 4 if r.master_weights and width < 4 else 0
-    state_width: float = 4 if master or r.switches.fp32_optimizer_state else width
     kind = KINDS[r.optimizer]
     states = kind.states
+    masters = sum(group.parameters * _master(r, group) for group in groups)
+    wide = sum(group.parameters * state_width(r, group.width) for group in groups)
     if kind.eight_bit:
         small = _small(model, r)
         size = int((count - small) * states * (1 + 4 / BLOCK_8BIT)) + small * states * 4
     elif kind.factored:
         size = _factored(model, r)
     else:
-        size = int(count * states * state_width)
-    size = -(-(size + count * master) // shards)
+        size = int(wide * states)
+    size = -(-(size + masters) // shards)
     each = size * shards / max(1, count)
     term = Term(
         "optimizer",
         size,
         "{0:,} trained parameters x {1:.6g} B ({2} state(s), master copy {3} B) / {4} shard(s)",
-        (count, each, states, master, shards),
+        (count, each, states, _master(r, groups[0]) if groups else 0, shards),
         f"{r.optimizer}: states as wide as the parameter; 8-bit ones with a scale for 256 elements",
     )
     nothing = Term("optimizer", 0)
@@ -56,7 +54,7 @@ def optimizer(model: ModelSpec, r: Resolved) -> OptimizerCosts:
         # paged states are managed memory: no part of torch's pool, evicted to the host when pressed
         return OptimizerCosts(nothing, term, nothing)
     # foreach AdamW holds sqrt(exp_avg_sq) of every parameter at once
-    step = int(count * state_width) // shards if kind.square_roots else 0
+    step = int(wide) // shards if kind.square_roots else 0
     scratch = r.switches.step_scratch_bytes
     if scratch:  # our own optimizer steps slice by slice
         step = min(int(count * 4 * 3) // shards, scratch)
@@ -66,11 +64,22 @@ def optimizer(model: ModelSpec, r: Resolved) -> OptimizerCosts:
         Term(
             "optimizer",
             step,
-            "{0:,} x {1} B: foreach sqrt of the second moment",
-            (count // shards, state_width),
+            "{0:,} x {1:.6g} B: foreach sqrt of the second moment",
+            (count // shards, wide / max(1, count)),
             "torch.optim.adamw _multi_tensor_adamw",
         ),
     )
+
+
+def _master(r: Resolved, group: Group) -> int:
+    """Bytes of the fp32 copy that the optimizer keeps of one parameter."""
+    return 4 if r.master_weights and group.width < 4 else 0
+
+
+def state_width(r: Resolved, width: int) -> int:
+    """Bytes of a state's element of a parameter of `width` bytes."""
+    masters = r.master_weights and width < 4
+    return 4 if masters or r.switches.fp32_optimizer_state else width
 
 
 def _small(model: ModelSpec, r: Resolved) -> int:

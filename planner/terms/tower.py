@@ -89,6 +89,7 @@ def tower_activations(
         completion_tokens=patches,
         lora_targets="all-linear",
         modules_to_save=(),
+        lora_bias="none",
         target_parameters=(),
         quantization=r.quantization if trained else "",
         padded=False,

@@ -6,13 +6,13 @@ from typing import NamedTuple
 from planner.dtypes import element_bytes
 from planner.mixers.registry import mixer_of
 from planner.models.images import cut_image
-from planner.models.lora_targets import lora_counts
 from planner.models.spec import ModelSpec
 from planner.models.vision_spec import VisionSpec
 from planner.run.image_fields import DEFAULT_IMAGE, cuttings
 from planner.run.recipe import Checkpointing, Method
 from planner.run.resolve import Resolved
 from planner.terms.activations import activations
+from planner.terms.counts import lora_of
 from planner.terms.term import Term
 from planner.terms.tower import tower_activations
 from planner.units import format_bytes
@@ -37,13 +37,7 @@ def is_trained(model: ModelSpec, r: Resolved) -> bool:
     """Say whether the tower gets gradients: full training, or adapters inside it."""
     if r.method is Method.FULL:
         return True
-    counts = lora_counts(
-        model,
-        r.lora_targets,
-        rank=r.lora_rank,
-        modules_to_save=r.modules_to_save,
-        target_parameters=r.target_parameters,
-    )
+    counts = lora_of(model, r)
     names = {module.name for module in model.towers}
     return any(adapted.name in names for adapted in counts.adapted)
 

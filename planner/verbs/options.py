@@ -59,6 +59,10 @@ OPTIONS: dict[str, Any] = {
     "lora_targets": _option(str | None, "--lora-targets", "all-linear, attention, mlp, or names: q_proj,v_proj.", _HOW),
     "lora_target_parameters": _option(str | None, "--lora-target-parameters", "Fused experts: mlp.experts.gate_up_proj,mlp.experts.down_proj.", _HOW),
     "lora_dtype": _option(str | None, "--lora-dtype", "fp32 or bf16 adapters.", _HOW),
+    "lora_from": _option(str | None, "--lora-from", "A folder or hub id with an adapter to go on with.", _HOW),
+    "lora_init": _option(str | None, "--lora-init", "default, gaussian, pissa or pissa_niter_N.", _HOW),
+    "lora_bias": _option(str | None, "--lora-bias", "Biases trained beside adapters: none, all, lora_only.", _HOW),
+    "lora_modules_to_save": _option(str | None, "--lora-modules-to-save", "Modules trained whole: embed_tokens,lm_head.", _HOW),
     "dtype": _option(str | None, "--dtype", "Weights as loaded: bf16, fp16, fp32.", _HOW),
     "mixed_precision": _option(str | None, "--mixed-precision", "Autocast: none, bf16, fp16.", _HOW),
     "quantization": _option(str | None, "--quantization", "nf4, int8, fp8, gptq-4bit, awq-4bit ...", _HOW),
@@ -88,6 +92,9 @@ RECIPE_FIELDS = {
     "offload_device": "offload.device",
     "lora_rank": "lora.rank",
     "lora_dtype": "lora.dtype",
+    "lora_from": "lora.from",
+    "lora_init": "lora.init",
+    "lora_bias": "lora.bias",
     "engine": "engine.kind",
     "kv_dtype": "engine.kv_dtype",
     "gpu_memory_utilization": "engine.gpu_memory_utilization",
@@ -178,8 +185,8 @@ def _with_flags(
             machine[name] = value
         elif name == "lora_targets":
             _nest(recipe, "lora.targets", _targets(value))
-        elif name == "lora_target_parameters":
-            _nest(recipe, "lora.target_parameters", _names(value))
+        elif name in ("lora_target_parameters", "lora_modules_to_save"):
+            _nest(recipe, f"lora.{name.removeprefix('lora_')}", _names(value))
         else:
             _nest(recipe, RECIPE_FIELDS.get(name, name), value)
     if flags.get("framework_version") is not None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from planner.errors import UnsupportedError, UsageError
+from planner.models.lora_rest import EMBEDDINGS
 from planner.run.recipe import Attention, Checkpointing, Method
 from profiler.cuda_attention import flash_attention_2
 from profiler.subjects.older_versions import cast_all_but_norms
@@ -96,7 +97,7 @@ def transformers_config(config: dict[str, Any], *, layers: int | None = None) ->
         result = CONFIG_MAPPING[kind](**fields)
     except (TypeError, ValueError, AttributeError) as error:
         raise UnsupportedError(f"transformers refuses this {kind} config: {error}") from error
-    result.use_cache = False
+    result.use_cache = result.get_text_config().use_cache = False
     return result
 
 
@@ -109,6 +110,11 @@ def shorten(fields: dict[str, Any], layers: int) -> dict[str, Any]:
     for key, value in fields.items():
         if isinstance(value, list) and len(value) == fields.get("num_hidden_layers"):
             short[key] = value[:layers]
+    if isinstance(fields.get("linear_attn_config"), dict):  # Kimi lists its layers, counted from 1
+        short["linear_attn_config"] = {
+            key: [layer for layer in value if layer <= layers] if isinstance(value, list) else value
+            for key, value in fields["linear_attn_config"].items()
+        }
     if isinstance(fields.get("text_config"), dict):
         short["text_config"] = shorten(fields["text_config"], layers)
     return short
@@ -184,6 +190,10 @@ def add_adapters(model: Any, options: StepOptions) -> Any:
                 r=options.lora_rank,
                 lora_alpha=options.lora_rank,
                 lora_dropout=options.lora_dropout,
+                use_dora=options.dora,
+                modules_to_save=list(options.modules_to_save) or None,
+                ensure_weight_tying=options.ties_saved_modules and _saves_tied(model, options),
+                bias=options.lora_bias,  # type: ignore[arg-type]
                 target_modules=targets if isinstance(targets, str) else list(targets),
                 target_parameters=list(options.lora_target_parameters) or None,
                 task_type="CAUSAL_LM",
@@ -193,10 +203,17 @@ def add_adapters(model: Any, options: StepOptions) -> Any:
     except ValueError as error:
         raise UsageError(f"lora.targets: {str(error)[:200]}") from error
     # PEFT's own cast looks at the base layer's device, which is meta here.
-    for parameter in adapted.parameters():
-        if parameter.requires_grad:
+    for name, parameter in adapted.named_parameters():
+        if parameter.requires_grad and "lora_" in name:
             parameter.data = parameter.data.to(torch_dtype(options.adapter_dtype))
     return adapted
+
+
+def _saves_tied(model: Any, options: StepOptions) -> bool:
+    """Say whether a tied embedding or its head is trained whole."""
+    ends = (*EMBEDDINGS, "lm_head")
+    tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
+    return tied and any(name.endswith(ends) for name in options.modules_to_save)
 
 
 @contextlib.contextmanager

@@ -23,6 +23,11 @@ class StepOptions:
     lora_target_parameters: tuple[str, ...] = ()
     """Fused expert tensors adapted beside them, by PEFT's ParamWrapper."""
     lora_dropout: float = 0.0
+    dora: bool = False
+    modules_to_save: tuple[str, ...] = ()
+    lora_bias: str = "none"
+    ties_saved_modules: bool = False
+    """A tied head stays tied to an embedding of modules_to_save."""
     adapter_dtype: str = "fp32"
     """PEFT upcasts 16-bit adapters to fp32 unless autocast_adapter_dtype=False."""
     double_quant: bool = True

@@ -188,21 +188,22 @@ def test_tensors_are_loaded_one_by_one() -> None:
     assert list(loaded(LLAMA, head))[-1] == ((32_000, 2_108), 128_000)
 
 
+def elements(r) -> list[int]:
+    return [each.elements for each in trained(LLAMA, r)]
+
+
 def test_trained_tensors_in_order() -> None:
-    full = trained(LLAMA, choices(method="full"))
+    full = elements(choices(method="full"))
     layer = [4_096, 2_048, 2_048, 4_096, 8_192, 8_192, 8_192, 64, 64]
     assert sorted(full) == sorted([64_000, *(3 * layer), 64, 64_000])
-    adapters = trained(
-        LLAMA, choices(method="lora", lora={"rank": 8, "targets": ("q_proj", "v_proj")})
-    )
+    adapters = elements(choices(method="lora", lora={"rank": 8, "targets": ("q_proj", "v_proj")}))
     assert adapters == 3 * [512, 512, 512, 256]
-    saved = trained(
-        LLAMA,
-        choices(
-            method="lora", lora={"rank": 8, "targets": ("q_proj",), "modules_to_save": ("lm_head",)}
-        ),
+    saved = choices(
+        method="lora", lora={"rank": 8, "targets": ("q_proj",), "modules_to_save": ("lm_head",)}
     )
-    assert saved == [*(3 * [512, 512]), 64_000]
+    assert elements(saved) == [*(3 * [512, 512]), 64_000]
+    # adapters in fp32, the copy of the head as the base has it
+    assert [each.width for each in trained(LLAMA, saved)] == [*(6 * [4]), 2]
 
 
 def test_zero_1_divides_states() -> None:
@@ -428,7 +429,7 @@ def test_the_last_allocation_of_a_layers_backward_is_its_inputs_gradient(
 
 def test_adapters_outside_the_layers_are_tensors_too() -> None:
     targets = ("q_proj", "lm_head")
-    found = trained(LLAMA, choices(method="lora", lora={"rank": 8, "targets": targets}))
+    found = elements(choices(method="lora", lora={"rank": 8, "targets": targets}))
     # rank 8: A 8 x 64, B of q 64 x 8, of the head 1,000 x 8
     assert found == [*(3 * [512, 512]), 512, 8_000]
 

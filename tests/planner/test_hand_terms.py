@@ -428,10 +428,12 @@ def test_modules_to_save_are_counted_among_adapters() -> None:
     r = choices(
         method="lora", lora={"rank": 8, "targets": ("q_proj",), "modules_to_save": ("lm_head",)}
     )
-    # 3 x 8 x 128 and the head's 64,000
+    # 3 x 8 x 128 in fp32, and a copy of the head's 64,000 as the base has them, in bf16
     term = lora(LLAMA, r)
-    assert term.bytes == (3_072 + 64_000) * 4
-    assert term.formula == "67,072 LoRA parameters of rank 8 in 3 modules x 4 B"
+    assert term.bytes == 3_072 * 4 + 64_000 * 2
+    assert term.formula == (
+        "3,072 LoRA parameters of rank 8 in 3 modules x 4 B + copies of modules_to_save 64,000 x 2 B"
+    )
 
 
 def test_a_server_has_no_optimizer() -> None:

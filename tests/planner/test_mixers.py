@@ -137,7 +137,7 @@ def test_an_entry_that_misses_a_part_is_an_error_at_import(kind: type, part: str
 
 
 def test_the_registry_is_the_kinds_and_the_files() -> None:
-    shared = {"__init__", "mixer", "registry", "attention", "recurrence"}
+    shared = {"__init__", "mixer", "registry", "attention", "recurrence", "delta"}
     files = {path.stem for path in (ROOT / "planner/mixers").glob("*.py")} - shared
     assert set(registry.MIXERS) == set(MixerKind)
     assert {str(kind) for kind in MixerKind} == files

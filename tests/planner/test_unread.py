@@ -1,5 +1,6 @@
 """Every recipe field moves a plan, or is named as one that does not."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,9 @@ SEEN, OF_IMAGES = (
 )
 LONG: dict[str, Any] = {**FULL, "context": 8192}
 EXPERTS, OF_EXPERTS = "qwen3-30b-a3b", ("engine.expert_parallel", "lora.target_parameters")
+
+BIASED, OF_BIASED = "qwen2.5-0.5b", ("lora.bias",)
+ADAPTER = str(Path(__file__).parent / "adapter")
 
 CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "images": (LONG, 1),
@@ -70,6 +74,9 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "lora.target_parameters": ({"lora": {"targets": ("q_proj",)}}, ("mlp.experts.down_proj",)),
     "lora.dtype": ({}, "fp32"),
     "lora.dora": ({}, True),
+    "lora.from": ({}, ADAPTER),
+    "lora.init": ({}, "pissa"),
+    "lora.bias": ({}, "all"),
     "lora.modules_to_save": ({}, ("lm_head",)),
     "lora.dropout": ({"checkpointing": "none"}, 0.1),
     "engine.kind": (GRPO, "vllm-push"),
@@ -99,6 +106,10 @@ UNREAD: dict[str, tuple[dict[str, Any], Any]] = {
             "target_parameters": ("mlp.experts.down_proj",),
             "dtype": "fp32",
             "dora": True,
+            "from": ADAPTER,
+            "init": "pissa",
+            "bias": "all",
+            "use_rslora": True,
             "modules_to_save": ("lm_head",),
             "dropout": 0.1,
         }.items()
@@ -174,6 +185,7 @@ def test_a_field_moves_the_plan_or_is_named_in_it(field: str) -> None:
     base, value = CASES[field]
     gpus = 2 if field in TWO_CARDS else 1
     model = catalogue_model(EXPERTS) if field in OF_EXPERTS else MODEL
+    model = catalogue_model(BIASED) if field in OF_BIASED else model
     model = catalogue_model(SEEN) if field in OF_IMAGES else model
     before, after = (
         planned(fields, gpus=gpus, model=model) for fields in (base, changed(base, field, value))
@@ -186,8 +198,8 @@ def test_a_field_moves_the_plan_or_is_named_in_it(field: str) -> None:
 
 @pytest.mark.parametrize("field", sorted(FIELDS_WITHOUT_BYTES))
 def test_a_field_without_bytes_moves_nothing(field: str) -> None:
-    value = {"engine.url": "http://host:1", "engine.timeout_s": 5.0}[field]
-    assert sizes(planned(VLLM)) == sizes(planned(changed(VLLM, field, value)))
+    values = {"engine.url": "http://host:1", "engine.timeout_s": 5.0, "lora.use_rslora": True}
+    assert sizes(planned(VLLM)) == sizes(planned(changed(VLLM, field, values[field])))
     assert FIELDS_WITHOUT_BYTES[field]
 
 

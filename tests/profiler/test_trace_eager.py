@@ -46,13 +46,13 @@ def both(config: dict[str, Any], **fields: Any) -> tuple[Plan, Recording]:
     return planned, trace(HfSft(replace(options, warm_optimizer=True)))
 
 
-def wrong(found: Comparison) -> list[str]:
+def wrong(found: Comparison, *, within: float = WITHIN) -> list[str]:
     """Return the totals that are off; loading is compared elsewhere."""
     cells = [cell for cell in (*found.totals, found.peak) if cell.phase != "load"]
     return [
         f"{cell.phase}: planned {cell.planned_bytes} traced {cell.measured_bytes}"
         for cell in cells
-        if cell.error is None or abs(cell.error) > WITHIN
+        if cell.error is None or abs(cell.error) > within
     ]
 
 

@@ -40,6 +40,8 @@ def no(value, task="sft", **base):
 
 
 OWN_REWARD = {"train.rewards": [{"name": "own.py:own"}]}
+COSINE = {"train.steps": 2, "train.schedule": "cosine"}
+WSD = {"train.steps": 3, "train.schedule": "wsd"}
 HALVES = {"recipe.context": ..., "recipe.prompt_length": 7, "recipe.completion_length": 3}
 HELD = {"train.validation": "held.jsonl", "train.steps": 3, "train.eval_every": 1}
 SUMS = {"name": "arithmetic", "options": {"digits": 1, "size": 4, "seed": 1}}
@@ -54,6 +56,10 @@ FIELDS: dict[str, Case] = {
     "recipe.lora.target_parameters": no(["mlp.experts.down_proj"]),
     "recipe.lora.dtype": Case("bf16"),
     "recipe.lora.dora": Case(True),
+    "recipe.lora.from": no("./nowhere"),
+    "recipe.lora.use_rslora": Case(True),
+    "recipe.lora.init": Case("pissa"),
+    "recipe.lora.bias": no("all"),
     "recipe.lora.modules_to_save": Case(["norm"]),
     "recipe.lora.dropout": Case(0.5, base={"train.lr": 0.05}),
     "recipe.engine.kind": no("vllm-push"),
@@ -153,9 +159,16 @@ FIELDS: dict[str, Case] = {
     "train.lr": Case(0.1),
     "train.lora_alpha": Case(1.0),
     "train.warmup_steps": Case(2, base={"train.steps": 3}),
+    "train.warmup_ratio": Case(0.5, base={"train.steps": 3}),
     "train.schedule": Case("cosine", base={"train.steps": 2}),
+    "train.min_lr": Case(1e-6, base=COSINE),
+    "train.min_lr_ratio": Case(0.5, base=COSINE),
+    "train.decay_steps": Case(2, base=WSD),
+    "train.decay_ratio": Case(0.9, base=WSD),
+    "train.decay_type": Case("1-sqrt", base=WSD | {"train.decay_steps": 2}),
     "train.weight_decay": Case(0.5),
     "train.adam_betas": Case([0.5, 0.6]),
+    "train.adam_eps": Case(0.1),
     "train.max_grad_norm": Case(0.01, base={"recipe.optimizer": "sgd", "train.lr": 1.0}),
     "train.seed": Case(1),
     "train.prompts_per_step": Case(2),
@@ -199,7 +212,7 @@ def leaves(section, prefix):
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             yield from leaves(inner, f"{prefix}.{name}")
         else:
-            yield f"{prefix}.{name}"
+            yield f"{prefix}.{info.alias or name}"
 
 
 def every_field():

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from trainer.adapters import is_pissa
 from trainer.engines.vllm_llm import ADAPTER_ID
 
 
@@ -48,8 +49,11 @@ def has_adapters(policy: torch.nn.Module) -> bool:
     return hasattr(policy, "peft_config")
 
 
-def needs_merging(policy: Any) -> str:
-    """Return why the adapter cannot be served as an adapter ("" when it can)."""
+def needs_merging(policy: Any, *, shared: bool = False) -> str:
+    """Return why the adapter cannot be served as an adapter ("" when it can).
+
+    `shared`: the policy's weights are vLLM's own, so that biases are trained where they are served.
+    """
     if not has_adapters(policy):
         return ""
     config = policy.peft_config["default"]
@@ -57,8 +61,12 @@ def needs_merging(policy: Any) -> str:
         return "DoRA rescales the base weight"
     if config.lora_bias:
         return "the adapter has biases"
+    if config.bias != "none" and not shared:
+        return "the base's biases are trained"
     if config.modules_to_save:
         return "modules_to_save trains whole modules"
+    if is_pissa(policy):
+        return "PiSSA changed the base's weights"
     return ""
 
 

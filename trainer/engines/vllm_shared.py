@@ -9,7 +9,7 @@ bit for bit afterwards. With full fine-tuning the optimizer writes into the shar
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -197,7 +197,10 @@ class VllmSharedEngine:
         self._released = False
         self._updates = 0
         self._probe = vllm_llm.probe_tokens(policy, min(32, self._settings.max_model_len - 1))
-        self._merged = MergedWeights(policy.model) if needs_merging(policy.model) else None
+        self._merged = None
+        if needs_merging(policy.model, shared=True):
+            self._merged = MergedWeights(policy.model)
+            self._settings = replace(self._settings, lora_rank=0)
         with vllm_llm.unpacked_cpu_linears():
             self.llm = vllm_llm.start_llm(self._settings)
         try:
