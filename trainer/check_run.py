@@ -15,7 +15,7 @@ from planner.plan import Plan
 from planner.run.recipe import Recipe, RunFile, Task
 from planner.run.runfile import machine_of
 from planner.units import format_bytes
-from trainer.config import TrainSection, check_warmup, with_epochs
+from trainer.config import TrainSection, with_epochs
 from trainer.data import check_columns, load_samples
 from trainer.devices import this_machine
 from trainer.evaluation_phase import check_evaluation_fits, evaluation_phase
@@ -33,6 +33,7 @@ from trainer.preflight import (
 from trainer.prompt_data import read_prompts
 from trainer.rewards import check_reward_columns, load_rewards
 from trainer.say import Say, silent
+from trainer.schedule import check_steps
 from trainer.session import check_output
 from trainer.sft import make_order
 from trainer.sft_data import read_examples
@@ -53,7 +54,7 @@ def check_run(path: Path, *, say: Say = silent) -> dict[str, Any]:
     if rows is not None and train.epochs is not None:
         train = with_epochs(train, per_epoch=rows, per_step=step_prompts(recipe, train))
     if train.epochs is None:
-        check_warmup(train)
+        check_steps(train)
     phases = list(planned.phases)
     if train.validation is not None:
         check_evaluation_fits(planned, prompts=held_out or 1)

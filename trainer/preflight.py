@@ -135,6 +135,8 @@ def prepare(
     if asked:  # samples in one row: planned with the mask that keeps them apart
         wanted = wanted.model_copy(update={"packing": True})
     recipe, planned = solve(spec, wanted, machine, train, held=held)
+    if asked == "train.padding_free" and layout is Layout.ROWS:
+        say(_masked_rows(planned))
     other = other_framework(spec, run.recipe, recipe, machine)
     for note in filter(None, (other, *unread_notes(planned.resolved), _elsewhere(run, machine))):
         say(note)
@@ -200,6 +202,14 @@ def prepare(
             ready = replace(ready, measured=rehearse(ready, train))
         say(table(ready))
     return ready
+
+
+def _masked_rows(planned: Plan) -> str:
+    return (
+        f"padding_free: {planned.resolved.attention.value} attention keeps samples apart by a mask: they lie end "
+        f"to end in rows of at most {planned.resolved.seq_tokens:,} tokens, each micro-batch's as wide as its "
+        "longest; attention: flash needs neither mask nor rows"
+    )
 
 
 def _elsewhere(run: RunFile, machine: Machine) -> str:

@@ -13,6 +13,10 @@ THINK = r"<think>(?!.*<think>)(.*?)</think>.*"
 """What think_format_reward matches (trl/rewards/format_rewards.py)."""
 NO_CLIPPING = 1e30
 KEEP_ALL = 1_000_000
+SCHEDULES = {
+    "constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine",
+    "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd",
+}  # fmt: skip
 
 
 def rollouts(made: Made) -> None:
@@ -55,20 +59,12 @@ def course(made: Made) -> None:
     else:
         made.train("epochs", f["num_train_epochs"])
     made.train("lr", f["learning_rate"])
-    kind = str(f["lr_scheduler_type"])
-    known = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}  # fmt: skip
-    if kind not in known:
-        raise refused("lr_scheduler_type", kind, ", ".join(known))
-    made.train("schedule", known[kind])
-    if kind != "constant":
-        made.steps("warmup_steps", "warmup_steps", f["warmup_steps"])
-    elif f["warmup_steps"]:
-        made.notes["warmup_steps"] = (
-            "constant has no warm-up in transformers: constant_with_warmup has"
-        )
+    _schedule(made)
     made.train("weight_decay", f["weight_decay"])
-    if not str(f["optim"]).startswith(("adafactor", "muon", "sgd")):
+    if not any(word in str(f["optim"]) for word in ("adafactor", "muon", "sgd")):
         made.train("adam_betas", [f["adam_beta1"], f["adam_beta2"]])
+        if "lion" not in str(f["optim"]):
+            made.train("adam_eps", f["adam_epsilon"])
     made.train("max_grad_norm", f["max_grad_norm"] or NO_CLIPPING)
     made.train("seed", f["seed"])
     made.train("neftune_alpha", f["neftune_noise_alpha"] or None)
@@ -76,6 +72,35 @@ def course(made: Made) -> None:
         made.train("lora_alpha", f.given.get("lora_alpha", 8 if f.script else f["lora_alpha"]))
         if f["lora_target_modules"] is None:
             made.notes["lora_target_modules"] = f.rows["lora_target_modules"].note
+
+
+def _schedule(made: Made) -> None:
+    f = made.fields
+    kind = str(f["lr_scheduler_type"])
+    if kind not in SCHEDULES:
+        raise refused("lr_scheduler_type", kind, ", ".join(SCHEDULES))
+    made.train("schedule", SCHEDULES[kind])
+    warmup = f["warmup_steps"]
+    if kind == "constant":
+        if warmup:
+            made.notes["warmup_steps"] = (
+                "constant has no warm-up in transformers: constant_with_warmup has"
+            )
+    elif 0 < warmup < 1:
+        made.train("warmup_ratio", warmup)
+    else:
+        made.steps("warmup_steps", "warmup_steps", warmup)
+    given = dict(f["lr_scheduler_kwargs"] or {})
+    named = {"min_lr": "min_lr", "min_lr_rate": "min_lr_ratio"}
+    if kind == "warmup_stable_decay":
+        named = {"min_lr_ratio": "min_lr_ratio", "decay_type": "decay_type"}
+        if (steps := given.pop("num_decay_steps", None)) is not None:
+            made.steps("lr_scheduler_kwargs.num_decay_steps", "decay_steps", steps)
+    for key, target in named.items():
+        made.train(target, given.pop(key, None))
+    if given:
+        name = next(iter(given))
+        raise refused(f"lr_scheduler_kwargs.{name}", given[name], f"{', '.join(named)} with {kind}")
 
 
 def saving(made: Made) -> None:

@@ -102,6 +102,7 @@ OTHER = {
     "reward_weights": [0.5], "reward_funcs": ["mine.brevity"], "eval_strategy": "steps", "save_strategy": "no",
     "warmup_steps": 3, "generation_batch_size": 24, "steps_per_generation": 3, "num_generations": 2,
     "datasets": [{"path": "a/b"}], "completion_only_loss": False, "delta": 3.0, "neftune_noise_alpha": 5,
+    "lr_scheduler_kwargs": {"min_lr": 1e-7}, "lora_target_parameters": ["mlp.experts.gate_up_proj"],
     "max_steps": 7, "epsilon_high": 0.3, "num_generations_eval": 2, "vllm_importance_sampling_cap": 2.0,
     "dataset_config": "main", "dataset_text_field": "body", "router_aux_loss_coef": 0.1, "eval_steps": 7,
     "save_total_limit": 3, "top_p": 0.5, "num_completions_to_print": 3, "lora_dropout": 0.2,
@@ -120,7 +121,8 @@ WITH = {
     "vllm_server_port": {**VLLM, "vllm_mode": "server"}, "vllm_server_timeout": {**VLLM, "vllm_mode": "server"},
     "use_bias_correction_kl": {"beta": 0.1}, "importance_sampling_level": {"loss_type": "grpo"},
     "datasets": {"dataset_name": None}, "disable_dropout": {"lora_dropout": 0.3},
-    "warmup_steps": {"lr_scheduler_type": "linear"}, "max_grad_norm": {}, "log_completions": {},
+    "warmup_steps": {"lr_scheduler_type": "linear"}, "lr_scheduler_kwargs": {"lr_scheduler_type": "cosine_with_min_lr"},
+    "max_grad_norm": {}, "log_completions": {},
 }  # fmt: skip
 """What else the file says, so that the field is read."""
 

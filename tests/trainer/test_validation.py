@@ -180,7 +180,9 @@ def test_an_evaluation_is_a_planned_phase_and_rehearsed(grpo, sft, tmp_path, tas
     assert "evaluation" not in without.planned_bytes | without.measured_bytes
 
 
-def test_an_evaluation_out_of_memory_is_done_again_smaller(sft, train_run_of, tmp_path, monkeypatch):
+def test_an_evaluation_out_of_memory_is_done_again_smaller(
+    sft, train_run_of, tmp_path, monkeypatch
+):
     """A device that holds 40 tokens of an evaluation: the figures are those of one that holds them all."""
     import trainer.evaluation
 
