@@ -12,8 +12,10 @@ from planner.errors import UsageError
 from planner.machines.machine import Machine
 from planner.models.hub import find_model
 from planner.plan import Plan
+from planner.run.lora_fields import with_start
 from planner.run.recipe import Recipe, RunFile, Task
 from planner.run.runfile import machine_of
+from planner.run.train_bytes import with_train
 from planner.units import format_bytes
 from trainer.config import TrainSection, with_epochs
 from trainer.data import check_columns, load_samples
@@ -86,7 +88,8 @@ def vars_of(difference: Any) -> dict[str, str]:
 
 def _planned(run: RunFile, train: TrainSection) -> tuple[Recipe, Plan]:
     spec = find_model(run.model, revision=run.revision)
-    wanted = settled(run.recipe)
+    started, _ = with_start(spec, with_train(run).recipe)
+    wanted = settled(started)
     _, asked = choose_layout(spec, wanted, train)
     if asked:
         wanted = wanted.model_copy(update={"packing": True})

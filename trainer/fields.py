@@ -210,6 +210,12 @@ def _refuse_engine(recipe: Recipe) -> None:
 
 def _refuse_train(recipe: Recipe, train: Any) -> None:
     task = recipe.task
+    for name, said in (("neftune", "neftune_alpha"), ("router_loss", "router_aux_loss_coef")):
+        if getattr(recipe, name) and not getattr(train, said):
+            raise UsageError(
+                f"recipe.{name}: true, but train.{said} is {getattr(train, said)}",
+                hint=f"set train.{said} and leave recipe.{name} out",
+            )
     useless = ONLY_GRPO if task is Task.SFT else ONLY_SFT
     for name in _changed(train):
         if name in useless and getattr(train, name):

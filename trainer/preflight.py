@@ -116,11 +116,13 @@ def prepare(
     say: Say = silent,
     per_epoch: int | None = None,
     held_out: int = 0,
+    router_loss: bool = False,
 ) -> Preflight:
     """Plan, load and rehearse the run. Raises VramwiseError with advice when it cannot fit.
 
     `per_epoch`: prompts (SFT: samples or packed rows) of the data set, which epochs are counted in;
     None: not known, nothing is checked against it. `held_out`: samples of an evaluation.
+    `router_loss`: SFT of a mixture adds the loss that balances its experts.
     """
     spec = find_model(run.model, revision=run.revision)
     unused = check_driver()
@@ -131,6 +133,9 @@ def prepare(
         say(note)
     started, _ = with_start(spec, run.recipe)
     wanted = settle_engine(settled(started))
+    if train.neftune_alpha or router_loss:
+        beside = {"neftune": bool(train.neftune_alpha), "router_loss": router_loss}
+        wanted = wanted.model_copy(update=beside)
     layout, asked = choose_layout(spec, wanted, train)
     if asked:  # samples in one row: planned with the mask that keeps them apart
         wanted = wanted.model_copy(update={"packing": True})

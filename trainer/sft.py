@@ -67,7 +67,14 @@ def train_sft(
     config = AutoConfig.from_pretrained(run.model, revision=run.revision)
     coefficient = router_coefficient(config, train.router_aux_loss_coef)
     check_output(train, resume=resume)
-    ready = prepare(run, train, say=say, per_epoch=per_epoch, held_out=len(held or ()))
+    ready = prepare(
+        run,
+        train,
+        say=say,
+        per_epoch=per_epoch,
+        held_out=len(held or ()),
+        router_loss=bool(coefficient),
+    )
     with run_folder(run, train, resume=resume) as output:
         ready.save(output)
         return _train(

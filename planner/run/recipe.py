@@ -238,6 +238,10 @@ class Recipe(Section):
     loss: Loss | None = None
     loss_chunk_rows: Count | None = None
     tiled_mlp: bool | None = None
+    neftune: bool = False
+    """SFT: noise on the embeddings; run files say it in train.neftune_alpha."""
+    router_loss: bool = False
+    """SFT of a mixture: the loss that balances its experts; run files say it in train.router_aux_loss_coef."""
     beta: Annotated[float, Field(ge=0)] | None = None
     reference: Reference | None = None
     sharding: Sharding = Sharding.NONE

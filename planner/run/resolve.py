@@ -32,6 +32,7 @@ from planner.run.recipe import (
     Task,
 )
 from planner.run.switches import Switches
+from planner.run.train_bytes import beside
 from planner.run.unread import unread
 
 
@@ -94,6 +95,8 @@ class Resolved:
     law: LogitsLaw
     loss_chunk_rows: int
     tiled_mlp: bool
+    neftune: bool
+    router_loss: bool
     beta: float
     reference: Reference
     sharding: Sharding
@@ -204,6 +207,14 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
                 f"{model.model_type}: counted as quantised; transformers 5 quantises nn.Linear only, "
                 "not this model's own class, and then keeps these weights at full width"
             )
+    if recipe.neftune and task is Task.SFT:
+        notes.append(
+            "neftune: its noise lives before the first layer, most often below the largest layer"
+        )
+    if recipe.neftune and task is Task.SFT:
+        notes.append(
+            "neftune: its noise lives before the first layer, most often below the largest layer"
+        )
     resolved = Resolved(
         task=task,
         algorithm=recipe.algorithm or task.value,
@@ -241,6 +252,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         law=_law(framework, task, loss, autocast),
         loss_chunk_rows=recipe.loss_chunk_rows or 0,
         tiled_mlp=_tiled(recipe, switches, defaults),
+        **beside(model, recipe, switches),
         beta=float(beta),
         reference=reference,
         sharding=recipe.sharding,

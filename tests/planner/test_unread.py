@@ -24,7 +24,10 @@ SEEN, OF_IMAGES = (
     ("images", "image_size", "image_tokens", "videos", "video_frames"),
 )
 LONG: dict[str, Any] = {**FULL, "context": 8192}
-EXPERTS, OF_EXPERTS = "qwen3-30b-a3b", ("engine.expert_parallel", "lora.target_parameters")
+EXPERTS, OF_EXPERTS = (
+    "qwen3-30b-a3b",
+    ("engine.expert_parallel", "lora.target_parameters", "router_loss"),
+)
 
 BIASED, OF_BIASED = "qwen2.5-0.5b", ("lora.bias",)
 ADAPTER = str(Path(__file__).parent / "adapter")
@@ -65,6 +68,8 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "loss": ({**FULL, "context": 4096}, "chunked"),
     "loss_chunk_rows": ({"framework": "trl", "loss": "chunked"}, 64),
     "tiled_mlp": ({"framework": "axolotl", "context": 8192, "checkpointing": "full"}, True),
+    "neftune": ({"framework": "vramwise"}, True),
+    "router_loss": ({"framework": "vramwise"}, True),
     "beta": ({**GRPO, "method": "full"}, 0.1),
     "reference": ({**GRPO, "method": "full", "beta": 0.1}, "offloaded"),
     "sharding": (FULL, "zero3"),
@@ -116,6 +121,8 @@ UNREAD: dict[str, tuple[dict[str, Any], Any]] = {
     },
     "optimizer": (SERVE, "sgd"),
     "optimizer_offload": (SERVE, True),
+    "neftune": (SERVE, True),
+    "router_loss": ({"framework": "vramwise"}, True),
     "offload.parameters": (SERVE, True),
     "offload.device": (FULL, "nvme"),
     "offload.pinned": ({**FULL, "framework": "vramwise", "optimizer_offload": True}, True),

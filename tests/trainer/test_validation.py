@@ -180,6 +180,19 @@ def test_an_evaluation_is_a_planned_phase_and_rehearsed(grpo, sft, tmp_path, tas
     assert "evaluation" not in without.planned_bytes | without.measured_bytes
 
 
+def test_the_tokenizer_is_loaded_once_for_both_data_sets(sft, train_run_of, monkeypatch):
+    """Before the policy, which brings its own."""
+    import trainer.sft
+
+    loads, load = [], trainer.sft.load_tokenizer
+    monkeypatch.setattr(
+        trainer.sft, "load_tokenizer", lambda *a, **k: loads.append(a) or load(*a, **k)
+    )
+    assert not hasattr(__import__("trainer.validation").validation, "load_tokenizer")
+    train_run_of(sft(train={"steps": 1}))
+    assert len(loads) == 1
+
+
 def test_an_evaluation_out_of_memory_is_done_again_smaller(
     sft, train_run_of, tmp_path, monkeypatch
 ):
