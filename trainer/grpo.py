@@ -18,6 +18,7 @@ import torch
 from planner.errors import VramwiseError
 from planner.run.recipe import RunFile, Task
 from trainer.advantages import Scale, group_advantages
+from trainer.callbacks import Callbacks, load_callbacks
 from trainer.config import TrainSection
 from trainer.data import Order, Samples, check_columns, load_samples
 from trainer.engines.protocol import Engine, SamplingSettings
@@ -32,6 +33,7 @@ from trainer.rewards import Rewards, check_reward_columns, load_rewards, score
 from trainer.rollout import Rollout, sample, sampling_settings
 from trainer.say import Say, silent
 from trainer.session import REWARDS_LOG, Result, Session, check_output, run_folder
+from trainer.trainer_state import trainer_state
 from trainer.validation import Validation, load_validation, reward_measure
 
 SEED_STRIDE = 1_000_003
@@ -52,6 +54,7 @@ def train_grpo(
     `on_ready` is given the prepared run before its first step.
     """
     # everything that can be wrong without a model, first
+    callbacks = load_callbacks(train.callbacks, root=root)
     samples = load_samples(train.dataset, root=root)
     check_columns(samples, train.dataset, task="grpo")
     check_reward_columns(train.rewards, list(samples[0]))
@@ -75,7 +78,14 @@ def train_grpo(
             rewards.pool.output.to(output / REWARDS_LOG)
             on_ready(ready)
             return _train(
-                ready.train, prompts, rewards, ready, held_out, output=output, resume=resume
+                ready.train,
+                prompts,
+                rewards,
+                ready,
+                held_out,
+                callbacks,
+                output=output,
+                resume=resume,
             )
 
 
@@ -85,6 +95,7 @@ def _train(
     rewards: Rewards,
     ready: Preflight,
     held_out: Samples | None,
+    callbacks: Callbacks,
     *,
     output: Path,
     resume: bool,
@@ -94,7 +105,17 @@ def _train(
     order = Order(size=len(prompts), seed=train.seed, shuffle=train.dataset.shuffle)
     session = Session(train, output=output, policy=policy, stepper=ready.stepper, order=order)
     if held_out is not None:
-        session.validation = Validation(ready, output, reward_measure(held_out, rewards, ready))
+        session.validation = Validation(
+            ready,
+            output,
+            reward_measure(
+                held_out,
+                rewards,
+                ready,
+                state=lambda done: trainer_state(session, ready, step=done, prompts=len(prompts)),
+            ),
+        )
+    session.equip(ready, callbacks)
     if resume:
         session.resume()
     settings = sampling_settings(
@@ -174,13 +195,8 @@ class Grpo:
             self.session.log(step, logged, line=step_line(logged))
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return what reward functions see as trainer_state: TrainerState's names."""
-        rows = self.ready.prompts_per_step * step
-        return {
-            "global_step": step,
-            "max_steps": self.train.steps,
-            "epoch": rows / max(1, len(self.prompts)),
-        }
+        """Return what reward functions see as trainer_state."""
+        return trainer_state(self.session, self.ready, step=step, prompts=len(self.prompts))
 
     def roll_out(self, step: int) -> Rollout:
         """Return completions of the next prompts under the weights as they are now."""

@@ -48,5 +48,7 @@ def show_completions(
         "advantage": advantages.tolist(),
     }
     report.save_completions(session.output, step, columns)
+    if session.reports is not None:
+        session.reports.completions(step, columns)
     if session.progress.console.is_terminal:
         session.progress.say(report.completions_table(columns, rows=rows))

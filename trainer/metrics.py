@@ -1,4 +1,4 @@
-"""What a run says about itself: JSONL always, TensorBoard on request, a progress line, completions.
+"""What a run says about itself: JSONL, a progress line, completions; trackers are in trainer/reporters.
 
 One JSON object a step in OUTPUT/metrics.jsonl; sampled completions in OUTPUT/completions/*.parquet.
 """
@@ -9,8 +9,6 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from planner.errors import MissingExtraError
 
 METRICS_FILE = "metrics.jsonl"
 COMPLETIONS_FOLDER = "completions"
@@ -25,30 +23,22 @@ class MetricsLog:
         output: Path,
         *,
         first_step: int = 0,
-        tensorboard: bool = False,
         name: str = METRICS_FILE,
     ) -> None:
         self.path = output / name
         output.mkdir(parents=True, exist_ok=True)
         self._drop_from(first_step)
         self._file = self.path.open("a", encoding="utf-8")
-        self._board = _tensorboard(output) if tensorboard else None
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Log one step. NaN and infinity become null: JSON has no word for them."""
         line = json.dumps({"step": step, **{key: finite(value) for key, value in metrics.items()}})
         self._file.write(line + "\n")
         self._file.flush()
-        if self._board is not None:
-            for key, value in metrics.items():
-                if isinstance(value, int | float):
-                    self._board.add_scalar(key, value, step)
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the file."""
         self._file.close()
-        if self._board is not None:
-            self._board.close()
 
     def _drop_from(self, first_step: int) -> None:
         kept = [line for line in read_metrics(self.path) if line["step"] < first_step]
@@ -174,16 +164,8 @@ class Progress:
             self.console.print(f"step {step}: {text}", highlight=False, soft_wrap=True)
 
     def say(self, text: Any) -> None:
-        """Print above the bar."""
-        self.console.print(text)
-
-
-def _tensorboard(output: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ModuleNotFoundError:
-        raise MissingExtraError("train.tensorboard", "dev") from None
-    return SummaryWriter(str(output / "tensorboard"))
+        """Print above the bar; text as it is, on one line, whatever looks like markup in it."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=isinstance(text, str))
 
 
 def finite(value: Any) -> Any:

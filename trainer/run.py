@@ -48,6 +48,8 @@ def report(result: Result) -> dict[str, Any]:
         "steps": result.steps,
         "bad_steps": result.bad_steps,
         "stopped_by": result.stopped_by,
+        "stopped_early": result.stop_reason
+        or ("no better evaluation" if result.exhausted else None),
         "seconds": round(result.seconds, 1),
         "last": figures,
         "metrics_file": str(result.output / "metrics.jsonl"),

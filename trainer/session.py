@@ -13,11 +13,14 @@ import torch
 from planner.errors import UsageError, VramwiseError
 from planner.run.recipe import RunFile
 from trainer import checkpoint as checkpoints
+from trainer.callbacks import Callbacks, Run
 from trainer.config import TrainSection
 from trainer.data import Order
 from trainer.evaluation import line_of
 from trainer.metrics import COMPLETIONS_FOLDER, METRICS_FILE, MetricsLog, Progress, read_metrics
 from trainer.model import Policy
+from trainer.preflight import Preflight
+from trainer.reporters.reports import Reports
 from trainer.say import Say as Say  # trainer.demo takes it from here
 from trainer.stepping import Stepper
 from trainer.validation import Validation
@@ -31,6 +34,7 @@ OWN_NAMES = (
     METRICS_FILE,
     RUN_FILE,
     "tensorboard",
+    "wandb",
     "preflight.json",
     "evaluations.jsonl",
     REWARDS_LOG,
@@ -56,6 +60,8 @@ class Result:
     """Steps done at the best evaluation; None without one."""
     exhausted: bool = False
     """Ended early: no evaluation was better for `evaluation.patience` times."""
+    stop_reason: str | None = None
+    """Ended early: what the callback that asked for it said."""
 
 
 def check_output(train: TrainSection, *, resume: bool) -> None:
@@ -142,6 +148,24 @@ class Session:
         self._stop = checkpoints.StopSignal()
         self.validation: Validation | None = None
         """Evaluates held-out samples; set before the first step."""
+        self.callbacks = Callbacks()
+        self.reports: Reports | None = None
+        self.tokens_seen = 0
+        """Trained on, padding included, those before a resume too."""
+
+    def equip(self, ready: Preflight, callbacks: Callbacks) -> None:
+        """Report to the run's trackers and call its callbacks; before `resume`."""
+        self.reports, self.callbacks = Reports(ready, self.output), callbacks
+        callbacks.run = Run(
+            output=self.output,
+            train=self._train,
+            recipe=ready.recipe,
+            model=self._policy.model,
+            tokenizer=self._policy.tokenizer,
+            optimizer=self._stepper.optimizer,
+            max_steps=self._train.steps,
+            can_evaluate=self.validation is not None,
+        )
 
     def resume(self) -> None:
         """Restore the newest checkpoint in the output folder."""
@@ -152,25 +176,30 @@ class Session:
         self.bad_steps = state["bad_steps"]
         if self.validation is not None and state.get("evaluation"):
             self.validation.restore(state["evaluation"])
+        if self.reports is not None:
+            self.reports.restore(state.get("reports", {}))
+        self.tokens_seen = state.get("tokens_seen", 0)
         self.first_step = self._done = self._saved_step = state["step"]
 
     def __enter__(self) -> "Session":
         if not self.first_step:  # a resumed run has its generators' state from the checkpoint
             torch.manual_seed(self._train.seed)
-        self.log_file = MetricsLog(
-            self.output, first_step=self.first_step, tensorboard=self._train.tensorboard
-        )
+        self.log_file = MetricsLog(self.output, first_step=self.first_step)
         self.progress = Progress(self._train.steps, done=self.first_step)
         if self.validation is not None:
             self.validation.open(self.first_step)
         self.progress.__enter__()
         self._stop.__enter__()
+        if self.reports is not None:
+            self.reports.open(self.first_step, say=self.progress.say)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if isinstance(error, Exception):
                 self._rescue(error)
+            if self.reports is not None:
+                self.reports.close(failed=error is not None, stopped=self.stop_asked)
         finally:
             self._stop.__exit__(kind, error, trace)
             self.progress.__exit__(kind, error, trace)
@@ -184,7 +213,7 @@ class Session:
         if self._done > 0:
             self._order.restore(self._place)
             try:
-                self.save()
+                self.save(tell=False)
                 saved = f"; step {self._done} is saved in {self.output}"
             except Exception as second:  # the error that ended the run is the one to be told
                 saved = f"; the state could not be saved: {str(second)[:200]}"
@@ -197,6 +226,11 @@ class Session:
 
     def steps(self) -> Iterator[int]:
         """Yield the steps to do, from 0; ends early on a signal, with everything saved."""
+        self._tell("on_train_begin")
+        yield from self._steps()
+        self._tell("on_train_end")
+
+    def _steps(self) -> Iterator[int]:
         if self.first_step == 0:
             self._evaluate()
         for step in range(self.first_step, self._train.steps):
@@ -207,18 +241,20 @@ class Session:
                 self.save()
                 return
             self._done = step + 1
+            self._place = self._order.state()  # what fails from here on has nothing to redo
             if step == self.first_step:
                 shutil.rmtree(replaced(self.output), ignore_errors=True)
-            exhausted = self._evaluate()
+            self._tell("on_step_end", step, dict(self.metrics[-1]))
+            mine = self.callbacks.run
+            exhausted = self._evaluate(asked=mine is not None and mine.wants_evaluation)
             due = self._train.save_every and self._done % self._train.save_every == 0
-            if (
-                due
-                or exhausted
-                or self._stop.received is not None
-                or self._done == self._train.steps
-            ):
+            save, why = self.callbacks.take()
+            over = exhausted or why is not None or self._stop.received is not None
+            if due or save or over or self._done == self._train.steps:
                 self.save()
-            if self._stop.received is not None or exhausted:
+            if why is not None:
+                self.progress.say(f"stopped after {self._done} steps: {why}")
+            if over:
                 return
             if self._bad_in_a_row >= self._train.max_bad_steps:
                 self.save()
@@ -249,18 +285,21 @@ class Session:
         """Leave the step under way undone: a resume does it again."""
         self._abandoned = True
 
-    def save(self) -> None:
-        """Write a checkpoint of the steps done, unless it is there."""
+    def save(self, *, tell: bool = True) -> None:
+        """Write a checkpoint of the steps done, unless it is there; callbacks hear of it if `tell`."""
         if self._saved_step == self._done:
             return
         state = {
             "order": self._order.state(),
             "stepper": self._stepper.state(),
             "bad_steps": self.bad_steps,
+            "tokens_seen": self.tokens_seen,
         }
+        if self.reports is not None:
+            state["reports"] = self.reports.state()
         if self.validation is not None:
             state["evaluation"] = self.validation.state()
-        checkpoints.save(
+        saved = checkpoints.save(
             self.output,
             step=self._done,
             policy=self._policy,
@@ -269,6 +308,8 @@ class Session:
             keep=self._train.keep_checkpoints,
         )
         self._saved_step = self._done
+        if tell:
+            self._tell("on_save", self._done, saved.path)
 
     def result(self) -> Result:
         """Return how the run ended."""
@@ -282,19 +323,32 @@ class Session:
             evaluations=self.validation.history if self.validation else [],
             best_step=self.validation.best_step if self.validation else None,
             exhausted=bool(self.validation and self.validation.exhausted),
+            stop_reason=self.callbacks.run.stop_reason if self.callbacks.run else None,
         )
 
-    def _evaluate(self) -> bool:
+    def _evaluate(self, *, asked: bool = False) -> bool:
         """Evaluate if it is time; return whether the run has stopped getting better."""
-        if self.validation is None or not self.validation.due(self._done):
+        if self.validation is None or not (asked or self.validation.due(self._done)):
             return False
         if self._stop.received is not None:
             return False
         figures = self.validation.run(self._done)
         self.progress.say(f"evaluation after {self._done} steps: {line_of(figures)}")
+        if self.reports is not None:
+            self.reports.evaluation(self._done, figures)
+        self._tell("on_evaluate", self._done, figures)
         return self.validation.exhausted
 
     def _write(self, step: int, metrics: Mapping[str, Any], line: str) -> None:
+        self.tokens_seen += metrics.get("train_tokens", 0)
         self.log_file.write(step, metrics)
+        if self.reports is not None:
+            self.reports.step(step, metrics)
         self.metrics.append({"step": step, **metrics})
         self.progress.step(step + 1, line)
+
+    def _tell(self, event: str, *arguments: Any) -> None:
+        """Call the callbacks' method of that name."""
+        if self.callbacks.run is not None:
+            self.callbacks.run.step = self._done
+        self.callbacks(event, *arguments)

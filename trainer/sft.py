@@ -14,6 +14,7 @@ from torch import Tensor
 
 from planner.run.recipe import RunFile, Task
 from trainer.batching import MicroBatch, ScoredSequence, collate, micro_batches
+from trainer.callbacks import Callbacks, load_callbacks
 from trainer.config import TrainSection
 from trainer.data import Order, check_columns, load_samples
 from trainer.losses import sft_loss
@@ -44,6 +45,7 @@ def train_sft(
     """Fine-tune as the run file says; return how it ended. Raises VramwiseError."""
     from transformers import AutoConfig
 
+    callbacks = load_callbacks(train.callbacks, root=root)
     samples = load_samples(train.dataset, root=root)
     check_columns(samples, train.dataset, task="sft")
     # every row once, before any weight is loaded
@@ -83,6 +85,7 @@ def train_sft(
             order,
             ready,
             held,
+            callbacks,
             output=output,
             resume=resume,
             coefficient=coefficient,
@@ -95,6 +98,7 @@ def _train(
     order: Order,
     ready: Preflight,
     held_out: Examples | None,
+    callbacks: Callbacks,
     *,
     output: Path,
     resume: bool,
@@ -103,6 +107,7 @@ def _train(
     session = Session(train, output=output, policy=ready.policy, stepper=ready.stepper, order=order)
     if held_out is not None:
         session.validation = Validation(ready, output, loss_measure(held_out, ready))
+    session.equip(ready, callbacks)
     if resume:
         session.resume()
     with session, ready.device:

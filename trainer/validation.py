@@ -61,9 +61,16 @@ def read_held_out(held_out: Samples, run: RunFile, train: TrainSection, tokenize
 
 
 def reward_measure(
-    held_out: Samples, rewards: Rewards, ready: Preflight
+    held_out: Samples,
+    rewards: Rewards,
+    ready: Preflight,
+    *,
+    state: Callable[[int], dict[str, Any]],
 ) -> Callable[[int], Figures]:
-    """Return a function that samples and judges the held-out prompts under the weights as they are."""
+    """Return a function that samples and judges the held-out prompts under the weights as they are.
+
+    `state(steps done)`: what reward functions see as trainer_state.
+    """
     train, policy, engine = ready.train, ready.policy, ready.engine
     assert engine is not None
     assert train.validation is not None
@@ -95,7 +102,7 @@ def reward_measure(
                     tokenizer=policy.tokenizer,
                     rewards=rewards,
                     section=train.evaluation,
-                    state={"global_step": done, "max_steps": train.steps},
+                    state=state(done),
                 ).figures
             finally:
                 engine.release()

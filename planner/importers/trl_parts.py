@@ -13,6 +13,7 @@ THINK = r"<think>(?!.*<think>)(.*?)</think>.*"
 """What think_format_reward matches (trl/rewards/format_rewards.py)."""
 NO_CLIPPING = 1e30
 KEEP_ALL = 1_000_000
+REPORTERS = ("mlflow", "tensorboard", "trackio", "wandb")
 SCHEDULES = {
     "constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine",
     "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd",
@@ -112,11 +113,16 @@ def saving(made: Made) -> None:
     made.train("keep_checkpoints", f["save_total_limit"] or KEEP_ALL)
     reporters = f["report_to"]
     names = [reporters] if isinstance(reporters, str) else list(reporters or ())
-    if "tensorboard" in names:
-        made.train("tensorboard", True)
-    others = [name for name in names if name not in ("none", "tensorboard")]
+    here = [name for name in names if name in REPORTERS]
+    others = [name for name in names if name not in (*REPORTERS, "none")]
+    made.train("report_to", here or None)
     if others:
         made.notes["report_to"] = f"{', '.join(others)}: not here; metrics.jsonl has every figure"
+    for name in ("run_name", "project"):
+        if here and f.says(name):
+            made.train(name, f[name])
+        elif f.says(name):
+            made.notes[name] = "there is no tracker to name it for"
 
 
 def model(made: Made) -> None:

@@ -200,6 +200,10 @@ FIELDS: dict[str, Case] = {
     "train.save_every": Case(1, base={"train.steps": 3}),
     "train.keep_checkpoints": Case(1, base={"train.steps": 3, "train.save_every": 1}),
     "train.max_bad_steps": Case(1, base={"train.lr": 1e30, "train.steps": 4}),
+    "train.callbacks": Case(["stop.py:Stop"], base={"train.steps": 3}),
+    "train.report_to": Case("tensorboard"),
+    "train.project": no("sums"),
+    "train.run_name": no("first"),
     "train.tensorboard": Case(True),
     "train.print_completions": Case(1),
     "train.preflight": Case(True),
@@ -286,6 +290,10 @@ def run_of(document, tmp_path):
     (tmp_path / "held.jsonl").write_text(held, encoding="utf-8")
     (tmp_path / "own.py").write_text(
         "def own(completions, **columns):\n    return [float(len(completions))] * len(completions)\n",
+        encoding="utf-8",
+    )
+    (tmp_path / "stop.py").write_text(
+        "class Stop:\n    def on_step_end(self, run, step, metrics):\n        run.stop()\n",
         encoding="utf-8",
     )
     return make

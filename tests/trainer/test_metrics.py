@@ -27,19 +27,6 @@ def test_a_resume_drops_the_steps_that_are_done_again_and_a_cut_line(tmp_path):
     assert report.read_metrics(path) == [{"step": 0}, {"step": 1}, {"step": 2, "again": 1}]
 
 
-def test_tensorboard_gets_the_numbers(tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    log = report.MetricsLog(tmp_path, tensorboard=True)
-    log.write(3, {"reward": 0.5, "note": "text"})
-    log.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    (scalar,) = events.Scalars("reward")
-    assert (scalar.step, scalar.value) == (3, 0.5)
-
-
 def test_each_reward_has_mean_deviation_silence_and_time():
     metrics = report.reward_metrics({"a": [1.0, 3.0, None], "b": [None] * 3}, {"a": 0.1, "b": 0.2})
     assert metrics["rewards/a/mean"] == 2

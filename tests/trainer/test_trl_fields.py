@@ -93,7 +93,7 @@ BASE = {
 OTHER = {
     "model_name_or_path": "Qwen/Qwen3-1.7B", "model_revision": "v1", "dataset_name": "other/data",
     "use_peft": False, "output_dir": "elsewhere", "lr_scheduler_type": "cosine", "optim": "sgd",
-    "report_to": "tensorboard", "metric_for_best_model": "eval_loss", "train_sampling_strategy": "sequential",
+    "report_to": "wandb", "run_name": "mine", "project": "ours", "metric_for_best_model": "eval_loss", "train_sampling_strategy": "sequential",
     "model_init_kwargs": {"dtype": "bfloat16"}, "dtype": "float16", "attn_implementation": "eager",
     "lora_target_modules": ["o_proj"], "lora_modules_to_save": ["norm"], "bnb_4bit_quant_type": "fp4",
     "generation_kwargs": {"stop": ["END"]}, "chat_template_kwargs": {"enable_thinking": False},
@@ -115,6 +115,7 @@ WITH = {
     **dict.fromkeys(("eval_on_start", "load_best_model_at_end", "metric_for_best_model", "num_generations_eval",
                      "dataset_test_split", "eval_steps"), HELD_OUT),
     "eval_strategy": {"eval_steps": 5},
+    **dict.fromkeys(("run_name", "project"), {"report_to": "wandb"}),
     **dict.fromkeys(("bnb_4bit_quant_type", "use_bnb_nested_quant"), FOUR_BIT),
     **{name: VLLM for name in table("GRPOConfig") if name.startswith("vllm_")},
     "vllm_server_base_url": {**VLLM, "vllm_mode": "server"}, "vllm_server_host": {**VLLM, "vllm_mode": "server"},
