@@ -19,12 +19,7 @@ def beside_layers(
     softmax is made in fp32 and kept for its backward; their gradients wait for their layer's backward.
     """
     if r.neftune:
-        copies = 4 if r.switches.trace_step == "own" else 3
-        fixed = sum(
-            int(count * each) for name, count, each in found.parts if name == "cosines and sines"
-        )
-        noise = fixed + copies * model.hidden * width * tokens
-        found = found._replace(forward=max(found.forward, noise))
+        found = _with_noise(model, r, found, tokens, width)
     if not r.router_loss:
         return found
     mixtures = [
@@ -50,4 +45,25 @@ def beside_layers(
             first._replace(activations=first.activations + logits // count),
         ),
         parts=(*found.parts, ("router logits", count, logits / count)),
+    )
+
+
+def _with_noise(
+    model: ModelSpec, r: Resolved, found: "Activations", tokens: int, width: int
+) -> "Activations":
+    own = r.switches.trace_step == "own"
+    lengths = (
+        8 * tokens if own else 0
+    )  # of each token's sample, held from one micro-batch to the next
+    parts = found.parts
+    fixed = sum(int(count * each) for name, count, each in parts if name == "cosines and sines")
+    noise = fixed + (4 if own else 3) * model.hidden * width * tokens
+    return found._replace(
+        kept=found.kept + lengths,
+        forward=max(found.forward, noise) + lengths,
+        loss_forward=found.loss_forward + lengths,
+        loss_backward=found.loss_backward + lengths,
+        loss_copied=found.loss_copied + lengths,
+        backward=tuple(m._replace(activations=m.activations + lengths) for m in found.backward),
+        parts=(*parts, ("lengths of the noise's samples", 1, lengths)) if own else parts,
     )

@@ -109,13 +109,14 @@ OTHER = {
 }  # fmt: skip
 """Values that are not TRL's default, where its type alone does not tell one."""
 HELD_OUT = {"eval_strategy": "steps", "eval_steps": 5}
+TRACKED = {"report_to": "wandb"}
 FOUR_BIT = {"load_in_4bit": True}
 VLLM = {"use_vllm": True}
 WITH = {
     **dict.fromkeys(("eval_on_start", "load_best_model_at_end", "metric_for_best_model", "num_generations_eval",
                      "dataset_test_split", "eval_steps"), HELD_OUT),
     "eval_strategy": {"eval_steps": 5},
-    **dict.fromkeys(("run_name", "project"), {"report_to": "wandb"}),
+    **dict.fromkeys(("run_name", "project"), TRACKED),
     **dict.fromkeys(("bnb_4bit_quant_type", "use_bnb_nested_quant"), FOUR_BIT),
     **{name: VLLM for name in table("GRPOConfig") if name.startswith("vllm_")},
     "vllm_server_base_url": {**VLLM, "vllm_mode": "server"}, "vllm_server_host": {**VLLM, "vllm_mode": "server"},
