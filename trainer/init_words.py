@@ -130,7 +130,9 @@ def _words(annotation: Any, metadata: Any = ()) -> str:
         return _words(annotation.__origin__, annotation.__metadata__)
     if annotation is bool:
         return "true or false"
-    bounds = [part for item in metadata for part in getattr(item, "metadata", [item])]
+    bounds: list[Any] = []
+    for item in metadata:
+        bounds += getattr(item, "metadata", [item])
     said = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     return ", ".join(
         f"{text} {value:g}"

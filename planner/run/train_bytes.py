@@ -27,7 +27,7 @@ def with_train(run: RunFile) -> RunFile:
     return run.model_copy(update={"recipe": recipe.model_copy(update=more)}) if more else run
 
 
-def beside(model: ModelSpec, recipe: Recipe, switches: Switches) -> dict[str, bool]:
+def beside(model: ModelSpec, recipe: Recipe, switches: Switches) -> dict[str, Any]:
     """Return what a resolved run holds beside its layers, by field."""
     experts = any(layer.mlp.kind is MlpKind.MOE for layer in model.layers)
     trained = recipe.task is Task.SFT
