@@ -37,6 +37,7 @@ VERBS: tuple[tuple[str, ...], ...] = (
     ("train",),
     ("eval",),
     ("merge",),
+    ("push",),
     ("demo",),
     ("app",),
 )

@@ -1,6 +1,6 @@
 """Which terms live in which phase, and how large each is there."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from planner.dtypes import element_bytes
@@ -20,7 +20,7 @@ from planner.terms.logits import Logits, head_gradient_width, held_outputs, kept
 from planner.terms.optimizer import optimizer
 from planner.terms.overhead import workspace
 from planner.terms.term import Term
-from planner.terms.vision import vision
+from planner.terms.vision import Vision, vision
 from planner.terms.vllm_weights import vllm_weights_term
 from planner.terms.weights import gathered, weights
 
@@ -111,10 +111,8 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     phases.append(
         _phase("loss", *fixed, held, root, seen.loss, _acts("loss", kept, acts), logit, resident)
     )
-    running_back = _backward(model, r, acts, grads)
-    phases.append(
-        _phase("backward", *fixed, whole, seen.backward, *running_back, outputs, resident)
-    )
+    running_back = _backward(model, r, acts, grads, seen)
+    phases.append(_phase("backward", *fixed, whole, *running_back, outputs, resident))
     left = _acts("step", acts.outliving, acts)
     step = Term(
         "optimizer",
@@ -123,7 +121,9 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         (states.states.bytes, states.step.bytes),
         states.step.source or states.states.source,
     )
-    phases.append(_phase("step", base, adapter, grads, step, outputs, left, space, resident))
+    phases.append(
+        _phase("step", base, adapter, grads, step, outputs, seen.after, left, space, resident)
+    )
     inputs = Term(
         "activations", acts.host, "offloaded checkpoint inputs, pinned", (), "checkpoint offload"
     )
@@ -184,24 +184,45 @@ def _acts(phase: str, size: int, acts: Activations) -> Term:
     return Term("activations", size, "{0}", (parts,), source)
 
 
-def _backward(model: ModelSpec, r: Resolved, acts: Activations, grads: Term) -> tuple[Term, Term]:
-    """Return gradients and activations where the backward pass is largest.
+def _backward(
+    model: ModelSpec, r: Resolved, acts: Activations, grads: Term, seen: Vision
+) -> tuple[Term, Term, Term]:
+    """Return gradients, activations and the towers' share where the backward pass is largest.
 
     With accumulation all gradients exist; without, they appear from the last layer to the first.
+    The order is the forward's, reversed: the text, the towers, the embedding.
     """
-    best: tuple[int, int] = (0, 0)
+    best = (0, 0, seen.backward)
     for moment in acts.backward:
         alive = moment.layer_grads + _earlier_grads(model, r, grads.bytes, moment.layers_left)
-        if sum(best) < moment.activations + min(alive, grads.bytes):
-            best = (min(alive, grads.bytes), moment.activations)
+        best = _larger(best, (min(alive, grads.bytes), moment.activations, seen.backward))
+    for own in seen.own:
+        alive = _text_grads(model, r, grads.bytes) + own.grads
+        here = replace(seen.backward, bytes=own.bytes)
+        best = _larger(best, (min(alive, grads.bytes), 0, here))
     last = _embedding_moment(model, r, grads.bytes)
-    if sum(best) < sum(last):
-        best = last
+    best = _larger(best, (*last, seen.after))
     template = "{0:,} B that exist by then, of {1:,} B at the step"
     return (
         Term("gradients", best[0], template, (best[0], grads.bytes), grads.source),
         _acts("backward", best[1], acts),
+        best[2],
     )
+
+
+def _larger(one: tuple[int, int, Term], other: tuple[int, int, Term]) -> tuple[int, int, Term]:
+    sizes = [gradients + activations + term.bytes for gradients, activations, term in (one, other)]
+    return other if sizes[0] < sizes[1] else one
+
+
+def _text_grads(model: ModelSpec, r: Resolved, total: int) -> int:
+    """Return the gradients that exist when the text's layers are done, its embedding's apart."""
+    if r.grad_accum > 1 or r.method is not Method.FULL:
+        return total
+    later = sum(module.parameters for module in model.towers)
+    if not model.tied:
+        later += sum(module.parameters for module in model.embeddings)
+    return total * (model.parameters - later) // max(1, model.parameters)
 
 
 def _earlier_grads(model: ModelSpec, r: Resolved, total: int, layers_left: int) -> int:

@@ -1,6 +1,6 @@
 """plan(model, recipe, machine) -> Plan: will it fit, what takes the memory, when, and why."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -10,6 +10,7 @@ from planner.models.spec import ModelSpec
 from planner.phases import Phase, budget
 from planner.reserved import Reserved, outside_bytes, reserved
 from planner.risk import EVEN, TAIL, Distribution, Risk, distribution, kind_of
+from planner.run.experts import LOOPS, uneven_notes
 from planner.run.framework import planned_as, spelled
 from planner.run.recipe import VLLM, Recipe, Task
 from planner.run.resolve import Resolved, resolve
@@ -48,6 +49,8 @@ class Plan:
     """vLLM's own figures, as its start-up log prints them; None when none runs on this GPU."""
     risk_allowed: float = TAIL
     """`fits` means at most this risk of ending out of memory."""
+    imbalance_bytes: int = 0
+    """What the peak gains where a router sends every token to the same experts of a loop."""
     problem: str = ""
     """Why the run cannot start whatever the memory (an engine that refuses); "" = it can."""
 
@@ -81,8 +84,12 @@ class Plan:
 
     @property
     def high_bytes(self) -> int:
-        """torch's pool would be smaller than this in 95% of runs like this one, had the card room."""
-        return int(self.reserved.with_room * self._spread("reserved").quantile(1 - TAIL))
+        """torch's pool would be smaller than this in 95% of runs like this one, had the card room.
+
+        Experts in a loop hold more the less evenly they are used: the worst is counted here.
+        """
+        likely = int(self.reserved.with_room * self._spread("reserved").quantile(1 - TAIL))
+        return likely + self.imbalance_bytes
 
     def _spread(self, quantity: str) -> Distribution:
         r = self.resolved
@@ -232,6 +239,7 @@ class Plan:
                 "high_bytes": self.high_bytes,
             },
             "needed_bytes": self.needed_bytes,
+            "imbalance_bytes": self.imbalance_bytes,
             "risk": {**self.risk.to_dict(), "allowed": self.risk_allowed},
             "capacity_bytes": self.capacity_bytes,
             "headroom_bytes": self.headroom_bytes,
@@ -262,6 +270,10 @@ def plan_resolved(
     """Return the plan of a recipe whose choices are all made."""
     result = budget(model, resolved, machine)
     peak = max(result.phases, key=lambda phase: phase.total_bytes)
+    uneven = 0
+    if resolved.experts in LOOPS and not resolved.imbalance:
+        worst = budget(model, replace(resolved, imbalance=True), machine)
+        uneven = max(0, max(phase.total_bytes for phase in worst.phases) - peak.total_bytes)
     host_bytes = sum(term.bytes for term in result.host)
     unified = machine.gpu is not None and machine.gpu.unified
     # unified memory: what is "offloaded" to the host stays in the same memory
@@ -278,10 +290,14 @@ def plan_resolved(
         capacity_bytes=capacity,
         host_peak_bytes=host_bytes,
         host_terms=result.host,
-        assumptions=_assumptions(resolved, machine, shared),
+        assumptions=(
+            *_assumptions(resolved, machine, shared),
+            *uneven_notes(model, resolved, uneven),
+        ),
         not_modeled=_not_modeled(model, resolved),
         serving=result.serving,
         risk_allowed=risk,
+        imbalance_bytes=uneven,
         problem=result.problem,
     )
 

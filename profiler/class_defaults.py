@@ -93,6 +93,7 @@ def _architecture(model_type: str) -> str:
     for mapping in (
         modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     ):
         name = mapping.get(model_type)
         if name:

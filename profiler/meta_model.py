@@ -40,6 +40,7 @@ def build_on_meta(config: Mapping[str, Any]) -> Any:
             AutoConfig,
             AutoModelForCausalLM,
             AutoModelForImageTextToText,
+            AutoModelForMultimodalLM,
         )
     except ImportError:
         raise MissingExtraError("planning from transformers' module tree", "train") from None
@@ -52,6 +53,8 @@ def build_on_meta(config: Mapping[str, Any]) -> Any:
         classes: list[Any] = [AutoModelForCausalLM]
         if hasattr(settings, "vision_config"):
             classes.insert(0, AutoModelForImageTextToText)
+        elif hasattr(settings, "audio_config"):
+            classes.insert(0, AutoModelForMultimodalLM)
         known = [cls for cls in classes if type(settings) in cls._model_mapping]
         if not known:
             raise UnsupportedError(f"transformers has no language model for {model_type!r}")

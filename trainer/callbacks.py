@@ -106,6 +106,10 @@ class Callbacks:
         self.run: Run | None = None
         """Set when the run is ready; nothing is called before."""
 
+    def add(self, callback: Any) -> None:
+        """Add one of the trainer's own."""
+        self._loaded = (*self._loaded, Loaded(callback, Path(__file__)))
+
     def __call__(self, event: str, *arguments: Any) -> None:
         """Call the event's method of every callback that has it. Raises VramwiseError for what one raises."""
         for loaded in self._loaded:

@@ -1,5 +1,6 @@
-"""Command line of the trainer: init, train, demo, merge, eval."""
+"""Command line of the trainer: init, train, demo, merge, push, eval."""
 
+import os
 import signal
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +14,7 @@ def register(app: typer.Typer) -> None:
     app.command()(init)
     app.command()(demo)
     app.command()(merge)
+    app.command()(push)
     app.command("eval")(evaluate)
 
 
@@ -27,6 +29,9 @@ def train(
         bool,
         typer.Option("--dry-run", help="check and plan it, for the card it names; load nothing"),
     ] = False,
+    token: Annotated[
+        str | None, typer.Option(help="of the hub, for train.push_to_hub; HF_TOKEN unless said")
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
 ) -> None:
     """Train what RUN.yaml says: SFT or GRPO, planned, checked at step 0, and logged.
@@ -42,6 +47,8 @@ def train(
         return
     from trainer.run import report, train_run
 
+    if token is not None:
+        os.environ["HF_TOKEN"] = token
     result = train_run(run_file, resume=resume, say=_say)
     _print(report(result), as_json=json_output)
     if result.stopped_by is not None:
@@ -109,6 +116,29 @@ def demo(
         run_demo(output=output, steps=steps, seed=seed, model=model, say=_say),
         as_json=json_output,
     )
+
+
+def push(
+    source: Annotated[Path, typer.Argument(help="a run's output folder, or one checkpoint")],
+    repo: Annotated[
+        str | None, typer.Option(help="USER/NAME; the run file's train.push_to_hub unless said")
+    ] = None,
+    private: Annotated[
+        bool | None, typer.Option("--private/--public", help="of a repository that is made")
+    ] = None,
+    merged: Annotated[
+        bool | None, typer.Option("--merged/--adapters", help="the whole model, or adapters alone")
+    ] = None,
+    token: Annotated[str | None, typer.Option(help="of the hub; HF_TOKEN unless said")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
+) -> None:
+    """Push the newest checkpoint of a run to the hub, with a card: settings, planned beside measured memory."""
+    from trainer.push import push_again
+    from trainer.run import quiet
+
+    quiet()
+    document = push_again(source, repo=repo, private=private, merged=merged, token=token)
+    _print(document, as_json=json_output)
 
 
 def merge(

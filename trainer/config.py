@@ -1,6 +1,8 @@
 """The `train:` section of run.yaml: what a run learns from, how it steps and where it writes."""
 
+import json
 import math
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -68,13 +70,60 @@ class RewardSection(Section):
 
 
 class SamplingSection(Section):
-    """How completions are drawn; the scorer uses the same values."""
+    """How completions are drawn.
+
+    The policy that is trained is the model at this temperature, top_k, top_p and min_p: the scorer uses
+    the same values. Penalties and grammars are the sampler's alone, and what they change is corrected by
+    importance weights (loss.is_correction).
+    """
 
     temperature: Positive = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0, strict=True)] = 0
     stop: tuple[str, ...] = ()
     """Text that ends a completion, as EOS does, over however many tokens it lies; it is kept."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Tokens less probable than this share of the most probable one are dropped."""
+    repetition_penalty: Positive = 1.0
+    """Above 1: tokens of the prompt and the completion become less probable."""
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    """Taken off the logit of every token that the completion has."""
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    """The same, for each time it has it."""
+    guided_regex: Annotated[str, Field(min_length=1)] | None = None
+    """vLLM: completions match this regular expression."""
+    guided_json: dict[str, Any] | None = None
+    """vLLM: completions are JSON of this schema; a mapping, or its JSON."""
+
+    @property
+    def guided(self) -> bool:
+        """Whether a grammar says what may come next."""
+        return self.guided_regex is not None or self.guided_json is not None
+
+    @property
+    def off_policy(self) -> bool:
+        """Whether completions come from another distribution than the one that is trained."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return self.guided or penalties != (1.0, 0.0, 0.0)
+
+    @field_validator("guided_json", mode="before")
+    @classmethod
+    def _schema_from_text(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"a JSON schema ({error})") from None
+
+    @field_validator("guided_regex")
+    @classmethod
+    def _is_a_regex(cls, value: str | None) -> str | None:
+        try:
+            re.compile(value or "")
+        except re.error as error:
+            raise ValueError(f"a regular expression ({error})") from None
+        return value
 
 
 class LossSection(Section):
@@ -130,6 +179,25 @@ class EvaluationSection(Section):
     """Stop after this many evaluations in a row without a gain; None = never."""
     min_delta: Annotated[float, Field(ge=0)] = 0.0
     """What counts as a gain is above this."""
+
+
+class PushSection(Section):
+    """Where on the hub the model goes. Tokens are not for files: HF_TOKEN, or --token."""
+
+    repo: str
+    """USER/NAME, or NAME under the token's own user; made if it is not there."""
+    private: bool | None = None
+    """Of a repository that is made; None = as the user or organisation has it."""
+    strategy: Literal["end", "every_save"] = "end"
+    merged: bool = False
+    """The whole model, adapters folded in, instead of the adapters."""
+
+    @field_validator("repo")
+    @classmethod
+    def _repo_id(cls, value: str) -> str:
+        if not re.fullmatch(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]{0,95}", value):
+            raise ValueError("USER/NAME, of letters, digits, -, _ and .")
+        return value
 
 
 class TrainSection(Section):
@@ -196,6 +264,8 @@ class TrainSection(Section):
     keep_checkpoints: Steps = 2
     max_bad_steps: Steps = 5
     """Stop (state saved) after this many steps in a row with a NaN reward or loss."""
+    push_to_hub: PushSection | None = None
+    """A repository's name, or a section of repo, private, strategy (end, every_save), merged."""
     callbacks: tuple[str, ...] = ()
     """FILE.py:NAME of your own objects (or classes), called after steps, evaluations and checkpoints."""
     report_to: tuple[str, ...] = ()
@@ -222,6 +292,11 @@ class TrainSection(Section):
         if isinstance(value, str):
             return () if value == "none" else (value,)
         return () if value is None else value
+
+    @field_validator("push_to_hub", mode="before")
+    @classmethod
+    def _repo_by_name(cls, value: Any) -> Any:
+        return {"repo": value} if isinstance(value, str) else value
 
     @field_validator("callbacks", mode="before")
     @classmethod
@@ -270,6 +345,12 @@ def parse_run(document: dict[str, Any], *, root: Path) -> tuple[RunFile, TrainSe
         lora = run.recipe.lora.model_copy(update={"start_from": str((root / start).resolve())})
         run = run.model_copy(update={"recipe": run.recipe.model_copy(update={"lora": lora})})
     return run, train.model_copy(update={"output": str(output)})
+
+
+def guides(train: TrainSection) -> bool:
+    """Say whether a grammar is used in training or evaluation."""
+    own = train.evaluation.sampling
+    return train.sampling.guided or (own is not None and own.guided)
 
 
 def refuse_four_bit(recipe: Recipe) -> None:
@@ -329,10 +410,26 @@ def _check_reports(train: TrainSection) -> None:
             )
 
 
+def _check_push(recipe: Recipe, train: TrainSection) -> None:
+    """Refuse to merge what is whole, or at every checkpoint."""
+    if train.push_to_hub is None or not train.push_to_hub.merged:
+        return
+    if recipe.method is Method.FULL:
+        raise UsageError(
+            "train.push_to_hub.merged: true has no effect with method full", hint="leave it out"
+        )
+    if train.push_to_hub.strategy == "every_save":
+        raise UsageError(
+            "train.push_to_hub.merged: true with strategy every_save would merge at every checkpoint",
+            hint="strategy: end",
+        )
+
+
 def _check_together(run: RunFile, train: TrainSection) -> None:
     """Refuse choices that contradict each other, before any long work."""
     recipe = run.recipe
     _check_reports(train)
+    _check_push(recipe, train)
     if recipe.task not in (Task.GRPO, Task.SFT):
         raise UsageError(f"recipe.task: {recipe.task} cannot be trained", hint="grpo or sft")
     if recipe.method is Method.QLORA and recipe.quantization not in (None, "nf4", "fp4"):

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import UsageError
+from planner.models.hub import find_model
+from planner.run.lora_fields import with_start
 from planner.run.recipe import EngineKind, EngineSection, LoraSection, Method, Recipe, RunFile, Task
 from planner.run.runfile import validate
 from trainer import checkpoint as checkpoints
@@ -77,7 +79,6 @@ class Source:
     revision: str | None
     adapter: Path | None
     recipe: Recipe
-    lora_alpha: float | None
     train: TrainSection | None
     root: Path
     """Relative paths of the run's data and rewards count from here."""
@@ -132,15 +133,17 @@ def find_source(checkpoint: str, *, base: str | None, dtype: str | None) -> Sour
         )
     run, train = _run_of(folder)
     recipe = run.recipe if run else Recipe(method=Method.FULL)
-    alpha = train.lora_alpha if train else None
     if adapter_file.exists():
         config = json.loads(adapter_file.read_text(encoding="utf-8"))
         model = base or (run.model if run else config.get("base_model_name_or_path"))
         if not model:
             raise UsageError(f"{folder} doesn't say its base model", hint="give --base")
-        if run is None:
-            recipe = Recipe(method=Method.LORA, lora=lora_of(config))
-            alpha = config.get("lora_alpha")
+        recipe = run.recipe if run else Recipe(method=Method.LORA)
+        # as the adapter says itself: a run may have begun otherwise than its checkpoint is
+        lora = LoraSection(start_from=str(folder), dtype=recipe.lora.dtype)
+        recipe = recipe.model_copy(update={"lora": lora, "beta": 0.0})
+        spec = find_model(str(model), revision=run.revision if run else None)
+        recipe, _ = with_start(spec, recipe)
     else:
         model = str(folder) if folder.is_dir() else checkpoint
         recipe = recipe.model_copy(update={"method": Method.FULL})
@@ -154,24 +157,8 @@ def find_source(checkpoint: str, *, base: str | None, dtype: str | None) -> Sour
         revision=revision,
         adapter=adapter,
         recipe=recipe,
-        lora_alpha=alpha,
         train=train,
         root=root,
-    )
-
-
-def lora_of(config: dict[str, Any]) -> LoraSection:
-    """Return the adapters that PEFT's adapter_config.json describes."""
-    targets = config.get("target_modules") or "all-linear"
-    return validate(
-        LoraSection,
-        {
-            "rank": config["r"],
-            "targets": targets if isinstance(targets, str) else sorted(targets),
-            "dora": bool(config.get("use_dora")),
-            "modules_to_save": config.get("modules_to_save") or (),
-        },
-        label="adapter_config.json",
     )
 
 
@@ -258,12 +245,13 @@ def _completions(
     check_reward_columns([RewardSection(name=name) for name in names], list(samples[0]))
     recipe = _recipe(source, settings, generations)
     policy = _policy(source, recipe)
-    with closing(make_engine(policy, recipe=recipe)) as engine:
+    drawn = _sampling(source, settings)
+    with closing(make_engine(policy, recipe=recipe, guided=drawn.guided)) as engine:
         engine.release()
         if source.adapter is not None:
             checkpoints.read_weights(policy, source.adapter)
         sampling = sampling_settings(
-            _sampling(source, settings),
+            drawn,
             policy.tokenizer,
             num_generations=generations,
             max_new_tokens=recipe.completion_length or 0,
@@ -349,9 +337,7 @@ def _recipe(source: Source, settings: EvalSettings, generations: int) -> Recipe:
 
 
 def _policy(source: Source, recipe: Recipe) -> Policy:
-    policy = load_policy(
-        source.model, recipe=recipe, revision=source.revision, lora_alpha=source.lora_alpha
-    )
+    policy = load_policy(source.model, recipe=recipe, revision=source.revision)
     policy.model.requires_grad_(False)
     return policy
 

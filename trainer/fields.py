@@ -128,6 +128,8 @@ def _recipe(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
         ("image_size", recipe.image_size is not None, "nothing: the trainer trains on text alone"),
         ("image_tokens", recipe.image_tokens is not None, "nothing: the trainer trains on text alone"),
         ("video_frames", recipe.video_frames is not None, "nothing: the trainer trains on text alone"),
+        ("audio", recipe.audio > 0, "0: the trainer trains on text alone"),
+        ("audio_seconds", recipe.audio_seconds is not None, "nothing: the trainer trains on text alone"),
         ("sharding", recipe.sharding is not Sharding.NONE, "none: the trainer uses one device"),
         ("mixed_precision", recipe.mixed_precision not in (None, "none"), "none: set dtype instead"),
         ("gradient_dtype", recipe.gradient_dtype not in (None, trained), f"{trained}: a gradient has its weight's dtype"),
@@ -136,6 +138,8 @@ def _recipe(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
         ("master_weights", bool(recipe.master_weights) and (matrix or trained == "fp32"), "false: fp32 weights are their own masters"),
         ("loss", recipe.loss is Loss.FULL, "chunked: the trainer never makes full logits"),
         ("compile", recipe.compile, "false"),
+        ("experts_implementation", recipe.experts_implementation not in (None, "grouped_mm"), "grouped_mm, transformers' own choice"),
+        ("expert_capacity_factor", recipe.expert_capacity_factor is not None, "nothing: the experts take all tokens"),
         ("reference", recipe.reference not in (None, Reference.NONE, Reference.ADAPTER_OFF), "adapter-off"),
         ("reference", bool(recipe.beta) and recipe.reference is Reference.NONE, "adapter-off, or beta: 0"),
         ("beta", bool(recipe.beta) and recipe.method is Method.FULL, "0 with method full: its reference would be a second copy; adapters need none"),
@@ -254,6 +258,13 @@ def _refuse_train(recipe: Recipe, train: Any) -> None:
         return
     loss = train.loss
     own = recipe.engine.kind in (None, EngineKind.TRANSFORMERS)
+    for name, section in (
+        ("sampling", train.sampling),
+        ("evaluation.sampling", train.evaluation.sampling),
+    ):
+        if section is not None:
+            _refuse_sampling(f"train.{name}", section, own=own)
+    own = own and not train.sampling.off_policy
     for name in _changed(loss):
         useless_here = (
             (own and name in ("is_correction", "is_mode", "is_cap"), "the policy itself samples"),
@@ -266,6 +277,21 @@ def _refuse_train(recipe: Recipe, train: Any) -> None:
                     f"train.loss.{name}: {getattr(loss, name)} has no effect: {why}",
                     hint="leave it out",
                 )
+
+
+def _refuse_sampling(path: str, section: Any, *, own: bool) -> None:
+    """Refuse a grammar that the engine has not, and two of them."""
+    if section.guided_regex is not None and section.guided_json is not None:
+        raise UsageError(
+            f"{path}.guided_regex: {section.guided_regex!r} and guided_json contradict each other",
+            hint="give one of them",
+        )
+    name = "guided_regex" if section.guided_regex is not None else "guided_json"
+    if own and section.guided:
+        raise UnsupportedError(
+            f"{path}.{name}: {getattr(section, name)!r} has no effect with engine kind transformers",
+            hint="engine kind vllm-push, vllm-shared or vllm-server",
+        )
 
 
 def _changed(section: BaseModel) -> list[str]:

@@ -55,8 +55,8 @@ class PolicyUpdate:
         ]
         self._ready = ready
         self._train = train
-        # the policy's own samples need no correction
-        self._corrects = engine.name != "transformers"
+        # the policy's own samples need no correction, unless penalties or a grammar bent them
+        self._corrects = engine.name != "transformers" or train.sampling.off_policy
         self._old: dict[int, Tensor] | None = None
         self._reference: dict[int, Tensor] | None = None
 

@@ -23,7 +23,7 @@ from profiler.recording import Recording
 from trainer.apart import check_apart
 from trainer.batching import Layout
 from trainer.checkpointing import checkpoint_layers, decoder_layers
-from trainer.config import TrainSection, with_epochs
+from trainer.config import TrainSection, guides, with_epochs
 from trainer.devices import check_driver, check_dtype, limited, occupied, run_device, this_machine
 from trainer.engines import make_engine
 from trainer.engines.protocol import Engine
@@ -57,7 +57,7 @@ class Preflight:
     memory: PhaseMemory
     layout: Layout
     shape: dict[str, Any]
-    """Temperature, top-k, top-p and head chunk for trainer.scoring.log_probs."""
+    """Temperature, top-k, top-p, min-p and head chunk for trainer.scoring.log_probs."""
     prompt_tokens: int
     completion_tokens: int
     num_generations: int
@@ -158,7 +158,7 @@ def prepare(
     # before anything else is allocated: vllm-shared brings the policy's weights with it
     engine = None
     if recipe.task is Task.GRPO:
-        engine = make_engine(policy, recipe=recipe, plan=planned)
+        engine = make_engine(policy, recipe=recipe, plan=planned, guided=guides(train))
         engine.release()
     apply_memory_choices(policy, recipe, must_tile=bool(run.recipe.tiled_mlp), say=say)
     if asked:
@@ -189,6 +189,7 @@ def prepare(
             "temperature": train.sampling.temperature,
             "top_k": train.sampling.top_k,
             "top_p": train.sampling.top_p,
+            "min_p": train.sampling.min_p,
             "chunk_rows": recipe.loss_chunk_rows,
         },
         prompt_tokens=planned.resolved.prompt_tokens,

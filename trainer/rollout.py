@@ -67,6 +67,12 @@ def sampling_settings(
         top_k=section.top_k,
         stop_token_ids=stop_tokens(tokenizer, section.stop),
         stop=section.stop,
+        min_p=section.min_p,
+        repetition_penalty=section.repetition_penalty,
+        presence_penalty=section.presence_penalty,
+        frequency_penalty=section.frequency_penalty,
+        guided_regex=section.guided_regex,
+        guided_json=section.guided_json,
     )
 
 

@@ -9,6 +9,7 @@ from planner.run.recipe import RunFile, Task
 from trainer.config import TrainSection
 from trainer.foreign import read_given
 from trainer.grpo import train_grpo
+from trainer.push import note_before, push_after
 from trainer.say import Say, silent
 from trainer.session import Result
 from trainer.sft import train_sft
@@ -31,7 +32,13 @@ def train_parsed(
     """Run a validated run file."""
     quiet()
     algorithm = train_grpo if run.recipe.task is Task.GRPO else train_sft
-    return algorithm(run, train, root=root, resume=resume, say=say)
+    push = train.push_to_hub
+    if push is not None and (note := note_before()):
+        say(note)
+    result = algorithm(run, train, root=root, resume=resume, say=say)
+    if push is not None:
+        push_after(result.output, push, stopped=result.stopped_by is not None, say=say)
+    return result
 
 
 def report(result: Result) -> dict[str, Any]:

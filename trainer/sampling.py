@@ -1,8 +1,11 @@
-"""Temperature, top-k and top-p: one definition for the sampler and for the scorer.
+"""Temperature, min-p, top-k and top-p: one definition for the sampler and for the scorer; penalties.
 
 Shapes: B rows, V vocabulary.
 """
 
+import math
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,18 +15,28 @@ from planner.errors import VramwiseError
 
 
 def shape_logits(
-    logits: Tensor, *, temperature: float, top_k: int, top_p: float, keep: Tensor | None = None
+    logits: Tensor,
+    *,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float = 0.0,
+    keep: Tensor | None = None,
 ) -> Tensor:
-    """Return fp32 logits [B, V] after temperature, top-k, then top-p: dropped ones are -inf.
+    """Return fp32 logits [B, V] after temperature, min-p, top-k, then top-p: dropped ones are -inf.
+
+    The order is vLLM's.
 
     `keep` [B]: a token of each row that is never dropped. The scorer passes the sampled token, because
     the policy may have moved it just over the edge since it was drawn.
     """
     logits = logits.float() / temperature
-    if top_k <= 0 and top_p >= 1:
+    if top_k <= 0 and top_p >= 1 and min_p <= 0:
         return logits
     kept = torch.ones_like(logits, dtype=torch.bool)
     with torch.no_grad():
+        if min_p > 0:
+            kept &= logits >= logits.max(dim=-1, keepdim=True).values + math.log(min_p)
         if 0 < top_k < logits.shape[-1]:
             kept &= logits >= logits.topk(top_k, dim=-1).values[:, -1:]
         if top_p < 1:
@@ -35,6 +48,29 @@ def shape_logits(
         if keep is not None:
             kept.scatter_(-1, keep[:, None], True)
     return logits.masked_fill(~kept, -torch.inf)
+
+
+def penalise(
+    logits: Tensor, prompts: Sequence[Sequence[int]], said: Sequence[Sequence[int]], settings: Any
+) -> Tensor:
+    """Return logits [B, V] after the penalties of `settings` (SamplingSettings), as vLLM makes them.
+
+    `prompts` and `said`: the tokens of each row's prompt and of its completion so far.
+    """
+    if not settings.penalised:
+        return logits
+    logits = logits.float().clone()
+    for row, (prompt, completion) in enumerate(zip(prompts, said, strict=True)):
+        if settings.repetition_penalty != 1:
+            seen = torch.tensor(sorted({*prompt, *completion}), device=logits.device)
+            values, factor = logits[row, seen], settings.repetition_penalty
+            logits[row, seen] = torch.where(values > 0, values / factor, values * factor)
+        counts = Counter(completion)
+        if counts:
+            seen = torch.tensor(list(counts), device=logits.device)
+            times = torch.tensor(list(counts.values()), device=logits.device)
+            logits[row, seen] -= settings.frequency_penalty * times + settings.presence_penalty
+    return logits
 
 
 def draw(logits: Tensor, *, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:

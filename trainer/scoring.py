@@ -1,4 +1,4 @@
-"""Log-probabilities of a micro-batch under the policy, at the sampler's temperature, top-k and top-p.
+"""Log-probabilities of a micro-batch under the policy, at the sampler's temperature, top-k, top-p and min-p.
 
 Shapes: B rows, T tokens of a row, N scored tokens, H hidden, V vocabulary.
 """
@@ -48,16 +48,17 @@ def log_probs(
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
     entropy: bool = False,
     chunk_rows: int | None = None,
 ) -> LogProbs:
-    """Return log-probabilities [N] of the batch's scored tokens as the sampler saw them.
+    """Return log-probabilities [N] of the batch's scored tokens, penalties and grammars apart.
 
     hidden [N, H] from `hidden_rows`.
     """
     head = policy.head
-    if top_k > 0 or top_p < 1:
-        shape = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    if top_k > 0 or top_p < 1 or min_p > 0:
+        shape = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         return _truncated_head(
             hidden, batch.targets, head, shape=shape, entropy=entropy, chunk_rows=chunk_rows
         )

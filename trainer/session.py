@@ -20,6 +20,7 @@ from trainer.evaluation import line_of
 from trainer.metrics import COMPLETIONS_FOLDER, METRICS_FILE, MetricsLog, Progress, read_metrics
 from trainer.model import Policy
 from trainer.preflight import Preflight
+from trainer.push import EverySave
 from trainer.reporters.reports import Reports
 from trainer.say import Say as Say  # trainer.demo takes it from here
 from trainer.stepping import Stepper
@@ -35,6 +36,7 @@ OWN_NAMES = (
     RUN_FILE,
     "tensorboard",
     "wandb",
+    ".push",
     "preflight.json",
     "evaluations.jsonl",
     REWARDS_LOG,
@@ -166,6 +168,9 @@ class Session:
             max_steps=self._train.steps,
             can_evaluate=self.validation is not None,
         )
+        push = self._train.push_to_hub
+        if push is not None and push.strategy == "every_save":
+            callbacks.add(EverySave(push, say=lambda text: self.progress.say(text)))
 
     def resume(self) -> None:
         """Restore the newest checkpoint in the output folder."""

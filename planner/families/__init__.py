@@ -36,7 +36,8 @@ _FAMILIES: dict[str, str] = {
     "llama_next": "llama4_text mllama_text_model",
     "multimodal": (
         "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe mistral3 gemma3 gemma3n gemma4 "
-        "llama4 mllama kimi_k25 minimax_m3_vl"
+        "llama4 mllama kimi_k25 minimax_m3_vl llava llava_next llava_onevision internvl idefics3 "
+        "smolvlm qwen2_audio voxtral"
     ),
     "kimi": "kimi_linear kimi_k3",
     "remote": "internlm2 baichuan",

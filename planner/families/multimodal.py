@@ -1,10 +1,13 @@
 """Multimodal models: the text part by its own family, the towers counted beside it."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from planner.families import build_text
+from planner.families.audio import VOXTRAL_TEXT, audio_spec, audio_towers
 from planner.families.fields import ConfigFields
 from planner.families.gemma_towers import gemma4_towers
+from planner.families.llava import idefics3, internvl, llava
 from planner.families.towers import VISION, Modules, minimax_m3, pixtral
 from planner.families.vision import vision_spec
 from planner.models.spec import ModelSpec
@@ -35,8 +38,33 @@ MISTRAL3_TEXT = {
     "vocab_size": 131072,
 }
 """What Mistral3Config builds without a text_config."""
-_AUTO_TEXT = {"mistral3": "mistral", "kimi_k25": "deepseek_v3"}
+_AUTO_TEXT = {
+    "mistral3": "mistral",
+    "kimi_k25": "deepseek_v3",
+    "llava": "llama",
+    "llava_next": "llama",
+    "llava_onevision": "qwen2",
+    "internvl": "qwen2",
+    "idefics3": "llama",
+    "smolvlm": "llama",
+    "qwen2_audio": "qwen2",
+    "voxtral": "llama",
+}
 """Families whose text_config names its own model_type, with the type of one that does not."""
+
+
+_OWN_TOWERS: dict[str, Callable[[ConfigFields, int], Modules]] = {
+    "gemma4": gemma4_towers,
+    "llava": llava,
+    "llava_next": llava,
+    "llava_onevision": llava,
+    "internvl": internvl,
+    "idefics3": idefics3,
+    "smolvlm": idefics3,
+    "qwen2_audio": audio_towers,
+    "voxtral": audio_towers,
+}
+"""Families whose towers read the outer config too."""
 
 
 def text_fields(fields: ConfigFields) -> ConfigFields:
@@ -50,9 +78,9 @@ def text_fields(fields: ConfigFields) -> ConfigFields:
     if given is None and fields.model_type == "mistral3":
         return ConfigFields(MISTRAL3_TEXT, "mistral")
     text = fields.sub("text_config")
-    return ConfigFields(
-        text.config, text.model_type or _AUTO_TEXT[fields.model_type], path=text.path
-    )
+    usual = _AUTO_TEXT[fields.model_type]
+    filled = {**VOXTRAL_TEXT, **text.config} if fields.model_type == "voxtral" else text.config
+    return ConfigFields(filled, text.model_type or usual, path=text.path)
 
 
 def is_tied(fields: ConfigFields, text: ConfigFields, spec: ModelSpec) -> bool:
@@ -62,6 +90,8 @@ def is_tied(fields: ConfigFields, text: ConfigFields, spec: ModelSpec) -> bool:
     if fields.model_type == "mllama":
         return False
     outer = fields.flag("tie_word_embeddings", fields.defaults.get("tie_word_embeddings", False))
+    if fields.model_type in ("llava", "llava_onevision"):
+        return outer or spec.tied
     if fields.model_type in ("qwen2_vl", "qwen2_5_vl", "minimax_m3_vl"):
         return outer or text.config.get("tie_word_embeddings") is True
     return outer
@@ -69,11 +99,11 @@ def is_tied(fields: ConfigFields, text: ConfigFields, spec: ModelSpec) -> bool:
 
 def towers(fields: ConfigFields, text_hidden: int) -> Modules:
     """Return the towers and projectors of the config."""
-    if fields.model_type == "gemma4":
-        return gemma4_towers(fields, text_hidden)
     if fields.model_type == "gemma3n":
         # its vision tower is a timm network that the config only names
         return ()
+    if fields.model_type in _OWN_TOWERS:
+        return _OWN_TOWERS[fields.model_type](fields, text_hidden)
     if fields.model_type == "mistral3":
         vision = fields.sub("vision_config")
         vision = ConfigFields(vision.config, "pixtral", path=vision.path)
@@ -98,5 +128,6 @@ def build(fields: ConfigFields) -> ModelSpec:
         architecture=fields.architecture,
         tied=is_tied(fields, text, spec),
         towers=towers(fields, spec.hidden),
-        vision=vision_spec(fields),
+        vision=vision_spec(fields, spec.hidden),
+        audio=audio_spec(fields, spec.hidden),
     )

@@ -37,16 +37,18 @@ def _fused_attention(hidden: int) -> Modules:
     )
 
 
-def _separate_attention(
+def separate_attention(
     hidden: int, inner: int, *, bias: bool, out: str, prefix: str = "self_attn"
 ) -> Modules:
+    """Return four projections of their own."""
     return (
         *(linear(f"{prefix}.{name}_proj", hidden, inner, bias=bias) for name in ("q", "k", "v")),
         linear(f"{prefix}.{out}", inner, hidden, bias=bias),
     )
 
 
-def _two_layer(hidden: int, width: int, names: tuple[str, str] = ("mlp.fc1", "mlp.fc2")) -> Modules:
+def two_layer(hidden: int, width: int, names: tuple[str, str] = ("mlp.fc1", "mlp.fc2")) -> Modules:
+    """Return a plain MLP's two linears."""
     return (
         linear(names[0], hidden, width, bias=True),
         linear(names[1], width, hidden, bias=True),
@@ -81,7 +83,7 @@ def qwen2_vl(vision: ConfigFields, text_hidden: int) -> Modules:
             norm("norm1", hidden, bias=True),
             norm("norm2", hidden, bias=True),
             *_fused_attention(hidden),
-            *_two_layer(hidden, width),
+            *two_layer(hidden, width),
         )
         out = vision.integer("hidden_size")
     wide = hidden * vision.integer("spatial_merge_size") ** 2
@@ -110,7 +112,7 @@ def qwen3_vl(vision: ConfigFields, text_hidden: int) -> Modules:
         norm("norm1", hidden, bias=True),
         norm("norm2", hidden, bias=True),
         *_fused_attention(hidden),
-        *_two_layer(
+        *two_layer(
             hidden, vision.integer("intermediate_size"), ("mlp.linear_fc1", "mlp.linear_fc2")
         ),
     )
@@ -139,8 +141,8 @@ def siglip(vision: ConfigFields, text_hidden: int) -> Modules:
     block = (
         norm("layer_norm1", hidden, bias=True),
         norm("layer_norm2", hidden, bias=True),
-        *_separate_attention(hidden, hidden, bias=True, out="out_proj"),
-        *_two_layer(hidden, vision.integer("intermediate_size")),
+        *separate_attention(hidden, hidden, bias=True, out="out_proj"),
+        *two_layer(hidden, vision.integer("intermediate_size")),
     )
     kernel = (hidden, vision.integer("num_channels"), patch, patch)
     return (
@@ -148,13 +150,13 @@ def siglip(vision: ConfigFields, text_hidden: int) -> Modules:
         embedding("vision_tower.embeddings.position_embedding", positions, hidden),
         *repeated("vision_tower.encoder.layers.*", vision.integer("num_hidden_layers"), block),
         norm("vision_tower.post_layernorm", hidden, bias=True),
-        *(_pooling_head(vision, hidden) if vision.flag("vision_use_head", True) else ()),
+        *(pooling_head(vision, hidden) if vision.flag("vision_use_head", True) else ()),
         parameter("multi_modal_projector", (hidden, text_hidden)),
         norm("multi_modal_projector.mm_soft_emb_norm", hidden),
     )
 
 
-def _pooling_head(vision: ConfigFields, hidden: int) -> Modules:
+def pooling_head(vision: ConfigFields, hidden: int) -> Modules:
     """Return SigLIP's attention pooling head, built unless vision_use_head is false."""
     root = "vision_tower.head"
     return (
@@ -174,7 +176,7 @@ def pixtral(vision: ConfigFields, text_hidden: int, *, merge: int, bias: bool) -
         norm("attention_norm", hidden),
         norm("ffn_norm", hidden),
         *gated_mlp(hidden, vision.integer("intermediate_size"), prefix="feed_forward"),
-        *_separate_attention(hidden, hidden, bias=False, out="o_proj", prefix="attention"),
+        *separate_attention(hidden, hidden, bias=False, out="o_proj", prefix="attention"),
     )
     kernel = (hidden, vision.integer("num_channels"), patch, patch)
     projector = "multi_modal_projector"
@@ -195,8 +197,8 @@ def llama4(vision: ConfigFields, text_hidden: int) -> Modules:
     positions = (side(vision, "image_size") // patch) ** 2 + 1
     channels, width = vision.integer("num_channels"), vision.integer("intermediate_size")
     block = (
-        *_separate_attention(hidden, hidden, bias=True, out="o_proj"),
-        *_two_layer(hidden, width),
+        *separate_attention(hidden, hidden, bias=True, out="o_proj"),
+        *two_layer(hidden, width),
         norm("input_layernorm", hidden, bias=True),
         norm("post_attention_layernorm", hidden, bias=True),
     )
@@ -224,8 +226,8 @@ def mllama(vision: ConfigFields, text_hidden: int) -> Modules:
     ratios = vision.items("supported_aspect_ratios")
     ids = (8 if ratios is None else len(ratios)) + 1
     block = (
-        *_separate_attention(hidden, hidden, bias=False, out="o_proj"),
-        *_two_layer(hidden, vision.integer("intermediate_size")),
+        *separate_attention(hidden, hidden, bias=False, out="o_proj"),
+        *two_layer(hidden, vision.integer("intermediate_size")),
         norm("input_layernorm", hidden, bias=True),
         norm("post_attention_layernorm", hidden, bias=True),
     )
@@ -275,8 +277,8 @@ def kimi_k25(vision: ConfigFields, text_hidden: int) -> Modules:
     block = (
         norm("norm1", hidden, bias=True),
         norm("norm2", hidden, bias=True),
-        *_separate_attention(hidden, hidden, bias=True, out="proj", prefix="attn"),
-        *_two_layer(hidden, width),
+        *separate_attention(hidden, hidden, bias=True, out="proj", prefix="attn"),
+        *two_layer(hidden, width),
     )
     return (
         conv("vision_tower.patch_embed.proj", (hidden, 3, patch, patch), (hidden,)),
@@ -302,8 +304,8 @@ def minimax_m3(vision: ConfigFields, text_hidden: int, *, project: int) -> Modul
     block = (
         norm("layer_norm1", hidden, bias=True),
         norm("layer_norm2", hidden, bias=True),
-        *_separate_attention(hidden, hidden, bias=True, out="out_proj"),
-        *_two_layer(hidden, vision.integer("intermediate_size")),
+        *separate_attention(hidden, hidden, bias=True, out="out_proj"),
+        *two_layer(hidden, vision.integer("intermediate_size")),
     )
     merged = text_hidden * vision.integer("spatial_merge_size") ** 2
     root = "multi_modal_projector"

@@ -71,6 +71,11 @@ def _block(
         raw, out = out, p.norm(out, width, hidden)
         tape.drop(raw)
     out = _dropout(p, out, hidden)
+    if layer.scaled:
+        raw, size = out, max(out.size, hidden * p.s.weight)
+        saves = (raw,) if p.s.full else ()
+        out = tape.op((raw,), size, saves=saves, weight_grad=hidden * p.s.grad if p.s.full else 0)
+        tape.drop(raw)
     summed = tape.add(x, out, hidden * width)
     tape.drop(out)
     return summed

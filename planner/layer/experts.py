@@ -15,6 +15,7 @@ INTO, OUT = 0, 1
 """The sides of fused experts."""
 INDEX = 8
 """torch.where's answers are int64."""
+MODULES = "modules"
 
 
 def channel(p: Program, x: Value, layer: LayerSpec, hidden: int, width: int) -> Value:
@@ -34,7 +35,7 @@ def moe_block(p: Program, x: Value, layer: LayerSpec, hidden: int, width: int) -
     indices = tape.value(mlp.top_k * 40, needs_grad=False)  # ids, order, inverse: int64 and fp32
     weights = tape.op((probs,), mlp.top_k * 4, saves=(indices,))
     tape.drop(probs)
-    run = {"eager": _one_by_one, "modules": _one_by_one, "batched_mm": _batched}.get(
+    run = {"eager": _one_by_one, MODULES: _one_by_one, "batched_mm": _batched}.get(
         s.experts, _all_at_once
     )
     out = run(p, x, layer, hidden, weights)
@@ -96,7 +97,8 @@ def loads(mlp: MlpSpec, *, imbalance: bool, capacity: float) -> tuple[float, ...
         return (even,) * mlp.num_experts
     most = min(1.0, capacity * even) if capacity else 1.0
     full, rest = divmod(mlp.top_k, most)
-    return (most,) * min(int(full), mlp.num_experts) + ((rest,) if rest > 1e-9 else ())
+    rest = round(rest, 6)  # what division leaves of nothing
+    return (most,) * min(int(full), mlp.num_experts) + ((rest,) if rest else ())
 
 
 def _one_by_one(p: Program, x: Value, layer: LayerSpec, hidden: int, weights: Value) -> Value:
@@ -113,38 +115,50 @@ def _one_by_one(p: Program, x: Value, layer: LayerSpec, hidden: int, weights: Va
     merged = [_merged(p, stacks[side], side) for side in (INTO, OUT)]
     chosen = tape.value(INDEX * mlp.top_k * (mlp.num_experts + 1), needs_grad=False)  # one_hot
     out = tape.value(hidden * s.act, needs_grad=False)
-    held: list[Value] = []
+    biased = any(_biases(layer, 1))
+    bound: dict[str, Value] = {}
+
+    def bind(name: str, value: Value) -> None:
+        """Give a variable of the loop a new value; the last round's dies now."""
+        if name in bound:
+            tape.drop(bound[name])
+        bound[name] = value
+
     rounds = loads(mlp, imbalance=s.imbalance, capacity=s.capacity)
     for number, share in enumerate(rounds):
         last = number == len(rounds) - 1  # the first whose backward runs
         index = tape.value(2 * INDEX * share, needs_grad=False)
+        bind("place", index)
         rows = tape.op((x,), share * x.size, saves=(index,))
-        fed = rows
-        if x.size != hidden * s.act:
-            fed = tape.op((rows,), share * hidden * s.act)
+        bind("rows", rows)
+        size = share * hidden * s.act
+        fed = rows if x.size == hidden * s.act else tape.op((rows,), size)
         narrow = share * mlp.intermediate * s.act
         both = _chosen(p, fed, (parts - 1) * narrow, stacks[INTO], mlp, merged[INTO], last=last)
         if fed is not rows:
             tape.drop(fed)
-        tape.drop(*held)
-        held = [index, rows]
-        if s.experts == "eager":
-            both.storage.refs += 1  # gate and up, or the one linear's result
-            held.append(both)
+        if biased:  # matmul + bias: one more
+            both = p.cast(both, both.size)
+        if s.experts != MODULES:  # whose variables are the expert's own
+            both.storage.refs += 1
+            bind("both", both)
         product = _inside(p, both, mlp, narrow)
-        down = _chosen(p, product, share * hidden * s.act, stacks[OUT], mlp, merged[OUT], last=last)
-        tape.drop(product)
+        bind("inside" if biased else "result", product)
+        down = _chosen(p, product, size, stacks[OUT], mlp, merged[OUT], last=last)
+        if biased:
+            down = p.cast(down, size)
+        bind("out" if biased else "result", down)
         each = 4 if mlp.routing_fp32 else s.act
         part = tape.op((weights,), share * each, saves=(index,))
-        size = share * hidden * each
-        weighted = tape.op((down, part), size, saves=(down, part), scratch=size)
-        tape.drop(down, part)
-        added = tape.op((weighted,), share * hidden * s.act) if each != s.act else weighted
+        wide = share * hidden * each
+        weighted = _weighted(p, down, part, wide)
+        tape.drop(part)
+        bind("result", weighted)
+        added = tape.op((weighted,), size) if each != s.act else weighted
         out = tape.add_in_place(out, added, saves=(index,))
         if added is not weighted:
             tape.drop(added)
-        held.append(weighted)
-    tape.drop(chosen, *held, *(stack for stack in merged if stack is not None))
+    tape.drop(chosen, *bound.values(), *(stack for stack in merged if stack is not None))
     return out
 
 
@@ -155,8 +169,8 @@ def _chosen(
     s, tape = p.s, p.tape
     one = stack // mlp.num_experts
     if merged is not None:
-        return tape.op((x, merged), size, saves=(x,))
-    if s.experts == "modules":
+        return tape.op((x, merged), size, saves=(x, merged))
+    if s.experts == MODULES:
         return tape.op(
             (x,),
             size,
@@ -189,6 +203,8 @@ def _batched(p: Program, x: Value, layer: LayerSpec, hidden: int, weights: Value
     biases = _biases(layer, mlp.top_k * s.act)
     held = [rows, *(stack for stack in merged if stack is not None)]
 
+    chosen: list[Value] = []
+
     def multiplied(fed: Value, size: float, side: int) -> Value:
         each = mlp.top_k * (stacks[side] // mlp.num_experts) * s.act
         stack = merged[side]
@@ -199,20 +215,19 @@ def _batched(p: Program, x: Value, layer: LayerSpec, hidden: int, weights: Value
         else:
             copies = tape.value(each, needs_grad=False)
         trained = s.full or stack is not None
+        tape.drop(*chosen)  # selected_weights is bound again
+        chosen[:] = [copies]
         held.append(tape.value(biases[side], needs_grad=False))
-        out = tape.op((fed, copies), size, saves=(fed, copies) if trained else (copies,))
-        held.append(copies)
-        return out
+        return tape.op((fed, copies), size, saves=(fed, copies) if trained else (copies,))
 
     both = multiplied(rows, (parts - 1) * narrow, INTO)
     product = _inside(p, both, mlp, narrow)
-    tape.drop(held.pop())  # selected_weights is bound again
     down = multiplied(product, mlp.top_k * hidden * s.act, OUT)
     tape.drop(product)
     each = 4 / s.act if mlp.routing_fp32 else 1
-    weighted = tape.op((down, weights), down.size * each, saves=(down, weights), scratch=down.size)
+    weighted = _weighted(p, down, weights, down.size * each)
     out = _summed(p, weighted, mlp.top_k * hidden * 4, hidden)
-    tape.drop(weighted, down, *held)
+    tape.drop(weighted, down, *held, *chosen)
     return out
 
 
@@ -233,12 +248,21 @@ def _all_at_once(p: Program, x: Value, layer: LayerSpec, hidden: int, weights: V
     down = _grouped(p, product, wide, count // parts, OUT, held)
     tape.drop(product)
     each = 4 / s.act if mlp.routing_fp32 else 1
-    weighted = tape.op((down, weights), wide * each, saves=(down, weights), scratch=wide)
+    weighted = _weighted(p, down, weights, wide * each)
     ordered = tape.op((weighted,), wide * each)
     tape.drop(weighted)
     out = _summed(p, ordered, wide * 4 / s.act, hidden)
     tape.drop(ordered, down, second, rows, *held)
     return out
+
+
+def _weighted(p: Program, rows: Value, weights: Value, size: float) -> Value:
+    """Record rows x their weights; fp32 weights make both gradients fp32 before the rows' is cast."""
+    if size == rows.size:
+        return p.tape.op((rows, weights), size, saves=(rows, weights), scratch=size)
+    # a checkpoint gives the rows back before the cast
+    second = size - rows.size if p.tape.recomputed else size
+    return p.tape.op((rows, weights), size, saves=(rows, weights), scratch=(size, second))
 
 
 def _inside(p: Program, both: Value, mlp: MlpSpec, size: float) -> Value:

@@ -241,12 +241,11 @@ class Tape:
         return out
 
     def add_in_place(self, total: Value, part: Value, *, saves: tuple[Value, ...]) -> Value:
-        """Record that rows are added into `total` (index_add_): its gradient goes on, the part's is gathered.
-
-        `total` is dropped: what is returned is its storage.
+        """Record that rows are added into `total` (index_add_), which saves them for their shape alone: its
+        gradient goes on, theirs is gathered. `total` is dropped: what is returned is its storage.
         """
         needs = self.grad_enabled and (total.needs_grad or part.needs_grad)
-        rows = self.op((part,), 0, saves=saves)
+        rows = self.op((part,), 0, saves=(part, *saves))
         out = Value(total.storage, needs_grad=needs, size=total.size)
         if needs:
             self.nodes.append(Node((out,), (total, rows), True, (), 0, 0, 0))

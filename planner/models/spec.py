@@ -10,7 +10,7 @@ from enum import StrEnum
 from functools import cached_property
 from math import prod
 
-from planner.models.vision_spec import VisionSpec
+from planner.models.vision_spec import AudioSpec, VisionSpec
 
 
 class ModuleKind(StrEnum):
@@ -181,6 +181,8 @@ class LayerSpec:
     """Norms over the full hidden width in the residual path (Gemma-2: 4)."""
     parallel: bool = False
     """Attention and MLP read the same input (Falcon, GPT-J, GPT-NeoX, Phi-2)."""
+    scaled: bool = False
+    """What a block adds to the stream is multiplied by a vector of its own (InternVL's tower)."""
     side_mixer: MixerSpec | None = None
     """A second mixer beside `mixer` on the same input: Falcon-H1 has attention and Mamba2."""
 
@@ -228,6 +230,8 @@ class ModelSpec:
     """Vision/audio towers and projectors, flat."""
     vision: VisionSpec | None = None
     """The tower as images meet it; None: no tower, or one whose images are not planned."""
+    audio: AudioSpec | None = None
+    """The encoder as sounds meet it; None: none, or one whose sounds are not planned."""
     extra: tuple[ModuleSpec, ...] = ()
     """In the checkpoint but not loaded by AutoModelForCausalLM: MTP blocks."""
     norm: str = "rmsnorm"
@@ -242,6 +246,9 @@ class ModelSpec:
     quantization_config: dict[str, object] = field(default_factory=dict)
     embedding_scale_copy: bool = False
     """Embeddings are multiplied by a factor, one extra [tokens, hidden] tensor (Gemma, Granite)."""
+    norm_first: bool = False
+    """A layer norm before the first layer, which answers in fp32 under autocast: the stream stays so
+    (the towers of CLIP and Llama 3.2 Vision)."""
     residual_streams: int = 1
     """Copies of the residual stream between layers (DeepSeek-V4's hyper-connections)."""
     attention_dropout: float = 0.0

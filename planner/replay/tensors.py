@@ -55,7 +55,7 @@ def _with_schemes(model: ModelSpec, r: Resolved) -> Iterator[tuple[ModuleSpec, S
         model,
         r.quantization,
         double_quant=r.double_quant,
-        linear_experts=r.switches.linear_experts,
+        linear_experts=r.linear_experts,
         quantized_head=r.switches.quantized_head,
     )
     layers = sum(len(model.layers[index].modules) for index in model.layer_order)

@@ -229,6 +229,10 @@ class Recipe(Section):
     videos: Annotated[int, Field(ge=0, le=1_000, strict=True)] = 0
     video_frames: Count | None = None
     """Frames of one video."""
+    audio: Annotated[int, Field(ge=0, le=1_000, strict=True)] = 0
+    """Sounds of one sample; their tokens are part of its length."""
+    audio_seconds: Annotated[float, Field(gt=0)] | None = None
+    """Length of one sound."""
     packing: bool | None = None
 
     checkpointing: Checkpointing | None = None
@@ -246,6 +250,10 @@ class Recipe(Section):
     reference: Reference | None = None
     sharding: Sharding = Sharding.NONE
     compile: bool = False
+    experts_implementation: Literal["grouped_mm", "batched_mm", "eager"] | None = None
+    """How transformers 5 runs fused experts; None = its own choice, grouped_mm."""
+    expert_capacity_factor: Annotated[float, Field(ge=1)] | None = None
+    """Rows that an expert in a loop takes at most, in even shares; the others are dropped."""
 
 
 class MachineSection(Section):

@@ -11,9 +11,10 @@ from planner.models.spec import ModelSpec
 from planner.quant.table import BITSANDBYTES
 from planner.run.base_scheme import base_scheme
 from planner.run.engine_choices import choose, engine_fields, engine_kind, four_bit_refusal
+from planner.run.experts import expert_fields
 from planner.run.framework import fallback_note, pick
 from planner.run.framework_files import Framework
-from planner.run.image_fields import image_fields, image_notes
+from planner.run.image_fields import image_fields, image_notes, sees_images_whole
 from planner.run.logits_law import LogitsLaw
 from planner.run.lora_fields import lora_fields, with_start
 from planner.run.placement import Placement, offloaded, place
@@ -58,6 +59,12 @@ class Resolved:
     master_weights: bool
     gradient_dtype: str
     adapter_dtype: str
+    experts: str
+    """grouped_mm, fallback, batched_mm, eager or modules (planner/run/experts.py); "": no experts train."""
+    expert_capacity: float
+    """Rows an expert takes at most, in even shares; 0 = all."""
+    linear_experts: bool
+    """Each expert is a linear of its own, which bitsandbytes quantises."""
     lora_rank: int
     lora_targets: str | tuple[str, ...]
     target_parameters: tuple[str, ...]
@@ -84,6 +91,8 @@ class Resolved:
     image_tokens: int
     videos: int
     video_frames: int
+    audio: int
+    audio_seconds: float
     packing: bool
     padded: bool
     """A mask goes to attention, so SDPA's keys and values are repeated for all query heads."""
@@ -118,6 +127,8 @@ class Resolved:
     max_loras: int
     max_lora_rank: int
     assumptions: tuple[str, ...] = ()
+    imbalance: bool = False
+    """Planned for a router that sends every token to the same experts: the upper end of a plan."""
 
     @property
     def seq_tokens(self) -> int:
@@ -230,6 +241,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         master_weights=_master(recipe, switches, dtype),
         gradient_dtype=normal_dtype(recipe.gradient_dtype or dtype, field="gradient_dtype"),
         **lora_fields(recipe, switches, quantization, dtype, reference),
+        **expert_fields(model, machine, recipe, framework, notes),
         optimizer=Optimizer(choose(recipe.optimizer, defaults, "optimizer", "adamw")),
         optimizer_offload=recipe.optimizer_offload,
         offload=_offload(recipe, trains),
@@ -241,7 +253,8 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         num_generations=generations,
         **pictures,
         packing=bool(recipe.packing),
-        padded=trains and _padded(recipe, switches, sequences),
+        padded=trains
+        and (_padded(recipe, switches, sequences) or sees_images_whole(model, recipe)),
         checkpointing=Checkpointing(
             choose(recipe.checkpointing, defaults, "checkpointing", "none")
         ),

@@ -56,6 +56,11 @@ class Switches(Section):
     """
     gptq_touches_every_gpu: Flag = False
     """A GPTQ base is loaded by device_map "auto", which makes every process a context on every GPU."""
+    experts: Literal["grouped_mm", "modules"] = "grouped_mm"
+    """How fused experts run: torch's grouped matmul (transformers 5: integrations/moe.py, the default of
+    get_correct_experts_implementation); modules: a list of MLPs, one after another (transformers 4)."""
+    expert_capacity: Flag = False
+    """An expert can drop tokens beyond a capacity: a loop of one's own may (Megatron, DeepSpeed's MoE)."""
     linear_experts: Flag = False
     """Each expert is a linear of its own, which bitsandbytes quantises; fused ones stay 16-bit."""
     quantized_head: Flag = False
@@ -89,6 +94,9 @@ class Switches(Section):
     """Checkpoints reentrantly (transformers < 5): the recomputed output lives through backward."""
     frozen_embedding_leaf: Flag = True
     """A frozen embedding's output is made a leaf (enable_input_require_grads), which its node holds."""
+    hooks_towers: Flag = True
+    """With checkpoints and adapters, frozen towers' embeddings are made to need a gradient too, so a
+    graph of the tower is kept and run backward (transformers 5 enable_input_require_grads)."""
     exact_host_slab: Flag = False
     """Offloaded inputs go to one registered slab; torch's pinned blocks round up to a power of two."""
 

@@ -69,7 +69,7 @@ def base_weights(model: ModelSpec, resolved: Resolved) -> BaseWeights:
         resolved.quantization,
         resolved.double_quant,
         upcast,
-        resolved.switches.linear_experts,
+        resolved.linear_experts,
         resolved.switches.quantized_head,
     )
     stored = _STORE.get((id(model), key))
@@ -120,6 +120,8 @@ def adapters(model: ModelSpec, resolved: Resolved) -> Adapters:
 
 def lora_of(model: ModelSpec, resolved: Resolved) -> LoraCounts:
     """Return what a run trains when its base is frozen, tensor by tensor."""
+    if not resolved.lora_targets and not model.embeddings:  # a tower's blocks, none of them adapted
+        return LoraCounts(adapted=())
     return lora_counts(
         model,
         resolved.lora_targets,
@@ -155,5 +157,5 @@ def _adapters(model: ModelSpec, resolved: Resolved) -> Adapters:
         leaves=frozenset(leaves),
         experts=(max(experts["in"], default=0), max(experts["out"], default=0)),
         rest=counts.rest,
-        largest=max(*(size for module in counts.adapted for size in module.tensors), *sizes, 0),
+        largest=max([*(n for module in counts.adapted for n in module.tensors), *sizes, 0]),
     )

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 
 from planner.errors import UnsupportedError, UsageError
+from planner.families import model_spec_from_config
 from planner.models.lora_rest import EMBEDDINGS
 from planner.run.recipe import Attention, Checkpointing, Method
 from profiler.cuda_attention import flash_attention_2
+from profiler.subjects.experts import FALLBACK, LOOP, register
 from profiler.subjects.older_versions import cast_all_but_norms
 from profiler.subjects.options import StepOptions
 
@@ -47,7 +49,11 @@ def build(options: StepOptions) -> torch.nn.Module:
 
 def base_model(options: StepOptions) -> Any:
     """Return the plain causal LM on the meta device."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForMultimodalLM,
+    )
     from transformers.modeling_utils import AttentionInterface
 
     config = transformers_config(options.config, layers=options.layers)
@@ -62,9 +68,15 @@ def base_model(options: StepOptions) -> Any:
         AttentionInterface.register(FLASH, flash_attention_2)
         AttentionMaskInterface.register(FLASH, flash_attention_mask)
     kind = type(config)
-    causal = kind in AutoModelForCausalLM._model_mapping
-    family: Any = AutoModelForCausalLM if causal else AutoModelForImageTextToText
+    families: list[Any] = [
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForMultimodalLM,
+    ]
+    known = [each for each in families[options.multimodal :] if kind in each._model_mapping]
+    family: Any = known[0] if known else AutoModelForImageTextToText
     settings = {"dtype": torch_dtype(options.dtype), "attn_implementation": attention}
+    settings |= _experts(options)
     try:
         try:
             return family.from_config(config, **settings)
@@ -78,6 +90,15 @@ def base_model(options: StepOptions) -> Any:
         raise UnsupportedError(
             f"transformers cannot build {config.model_type!r} as a causal LM: {first[:160]}"
         ) from error
+
+
+def _experts(options: StepOptions) -> dict[str, str]:
+    """Return transformers' setting for the experts; those that read values run as stated ones."""
+    if options.experts not in ("eager", "fallback"):
+        return {"experts_implementation": options.experts} if options.experts else {}
+    model = model_spec_from_config(options.config)
+    register(model, imbalance=options.imbalance, capacity=options.expert_capacity)
+    return {"experts_implementation": LOOP if options.experts == "eager" else FALLBACK}
 
 
 def transformers_config(config: dict[str, Any], *, layers: int | None = None) -> Any:

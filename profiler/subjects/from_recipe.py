@@ -6,6 +6,7 @@ from planner.errors import UnsupportedError
 from planner.families import model_spec_from_config
 from planner.machines.machine import GpuSpec
 from planner.models.lora_targets import peft_targets
+from planner.run.experts import MODULES
 from planner.run.recipe import Checkpointing, Method
 from planner.run.resolve import Resolved
 from planner.terms.overhead import blas_workspace_bytes
@@ -29,6 +30,10 @@ def step_options(
         raise UnsupportedError(
             "checkpointing every-k cannot be traced: transformers has no such switch"
         )
+    if resolved.experts == MODULES:
+        raise UnsupportedError(
+            "experts as a list of modules cannot be traced: the installed transformers fuses them"
+        )
     return StepOptions(
         config=config,
         method=resolved.method,
@@ -36,6 +41,9 @@ def step_options(
         autocast=resolved.autocast or "none",
         lora_rank=resolved.lora_rank,
         lora_targets=_targets(resolved, config),
+        experts=resolved.experts,
+        imbalance=resolved.imbalance,
+        expert_capacity=resolved.expert_capacity,
         lora_target_parameters=resolved.target_parameters,
         lora_dropout=resolved.lora_dropout,
         dora=resolved.dora,

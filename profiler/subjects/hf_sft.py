@@ -67,17 +67,22 @@ class HfSft:
                     self.micro_step(model, tracker, scaler)
                 finish_step(options, trained, optimizer, scaler, tracker)
 
+    def inputs(self) -> dict[str, Any]:
+        """Return one micro-batch."""
+        shape = (self.options.micro_batch, self.options.length)
+        made = {
+            "input_ids": torch.zeros(shape, dtype=torch.long),
+            "labels": torch.zeros(shape, dtype=torch.long),
+        }
+        if self.options.padded:
+            made["attention_mask"] = torch.ones(shape, dtype=torch.long)
+        return made
+
     def micro_step(self, model: Any, tracker: StorageTracker, scaler: FakeScaler | None) -> None:
         """Run forward and backward of one micro-batch."""
         options = self.options
         tracker.phase = "forward"
-        shape = (options.micro_batch, options.length)
-        inputs = {
-            "input_ids": torch.zeros(shape, dtype=torch.long),
-            "labels": torch.zeros(shape, dtype=torch.long),
-        }
-        if options.padded:
-            inputs["attention_mask"] = torch.ones(shape, dtype=torch.long)
+        inputs = self.inputs()
         with autocast(options):
             outputs = model(**inputs)
         if options.converts_outputs:

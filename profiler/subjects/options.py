@@ -20,6 +20,11 @@ class StepOptions:
     """none, bf16 or fp16 (fp16 brings a gradient scaler)."""
     lora_rank: int = 16
     lora_targets: tuple[str, ...] | str = "all-linear"
+    experts: str = ""
+    """How fused experts run: grouped_mm, fallback, batched_mm or eager; empty = transformers' choice."""
+    imbalance: bool = False
+    """In a loop: all tokens choose the same experts."""
+    expert_capacity: float = 0.0
     lora_target_parameters: tuple[str, ...] = ()
     """Fused expert tensors adapted beside them, by PEFT's ParamWrapper."""
     lora_dropout: float = 0.0
@@ -54,6 +59,8 @@ class StepOptions:
     """Optimizer steps: the second sees the optimizer's state."""
     warm_optimizer: bool = False
     """Make the optimizer's state before the first step, so that one step shows the steady state."""
+    multimodal: bool = False
+    """Build the model with its towers, where transformers has a class of the text alone as well."""
     layers: int | None = None
     """Trace only this many decoder layers."""
     keep_outputs: bool = False

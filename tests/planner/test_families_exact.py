@@ -432,6 +432,77 @@ SMALL: dict[str, list[dict[str, Any]]] = {
         },
     ],
     "minimax_m3_vl": [{}, {"text_config": {**MOE, "num_local_experts": 4, "head_dim": 16}}],
+    "llava": [
+        {},
+        {
+            "text_config": {**D, "tie_word_embeddings": True},
+            "vision_config": {"num_hidden_layers": 2, "hidden_size": 48, "num_attention_heads": 4},
+            "vision_feature_layer": [-2, 1],
+            "multimodal_projector_bias": False,
+        },
+        {
+            "text_config": {**D, "model_type": "mistral"},
+            "vision_config": {"num_hidden_layers": 1, "model_type": "siglip_vision_model"},
+            "vision_feature_select_strategy": "full",
+            "vision_feature_layer": -1,
+        },
+    ],
+    "llava_next": [
+        {},
+        {"text_config": {**D, "model_type": "qwen2"}, "vision_config": {"num_hidden_layers": 2}},
+    ],
+    "llava_onevision": [
+        {},
+        {
+            "text_config": {**D, "tie_word_embeddings": True},
+            "vision_config": {"num_hidden_layers": 1, "vision_use_head": False},
+        },
+    ],
+    "internvl": [
+        {},
+        {
+            "text_config": {**D, "model_type": "llama"},
+            "vision_config": {
+                "num_hidden_layers": 2,
+                "hidden_size": 48,
+                "num_attention_heads": 4,
+                "intermediate_size": 80,
+                "attention_bias": True,
+                "use_qk_norm": True,
+                "norm_type": "rms_norm",
+                "use_mask_token": True,
+                "use_mean_pooling": False,
+                "image_size": [56, 56],
+            },
+            "tie_word_embeddings": False,
+        },
+    ],
+    "idefics3": [
+        {"text_config": {}, "pad_token_id": 0},
+        {
+            "text_config": {**D, "pad_token_id": 0, "tie_word_embeddings": True},
+            "vision_config": {"num_hidden_layers": 2, "patch_size": 14, "image_size": 56},
+            "scale_factor": 4,
+        },
+    ],
+    "smolvlm": [
+        {
+            "text_config": {**D, "pad_token_id": 0},
+            "vision_config": {"num_hidden_layers": 1, "hidden_size": 48},
+            "tie_word_embeddings": True,
+        },
+    ],
+    "qwen2_audio": [
+        {},
+        {"text_config": D, "audio_config": {"encoder_layers": 2, "d_model": 40, "num_mel_bins": 8}},
+    ],
+    "voxtral": [
+        {},
+        {
+            "text_config": {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 2},
+            "audio_config": {"num_hidden_layers": 1, "hidden_size": 20, "intermediate_size": 80},
+        },
+    ],
 }
 CASES = [(kind, index) for kind, configs in SMALL.items() for index in range(len(configs))]
 WITHOUT_CLASS = {
@@ -513,7 +584,7 @@ def _ours(spec: ModelSpec) -> dict[str, int]:
 def _plain(path: str) -> str:
     """Return a module path without the containers that differ from class to class."""
     path = re.sub(r"^(model|transformer|gpt_neox|backbone|language_model)\.", "", path)
-    path = re.sub(r"^(language_model\.model|language_model|decoder|model)\.", "", path)
+    path = re.sub(r"^(language_model\.model|language_model|text_model|decoder|model)\.", "", path)
     path = re.sub(r"^h\.\*", "layers.*", path)
     # a layer list inside a tower keeps its own numbers, which we write as "*" too
     return re.sub(r"\.\d+(?=\.|$)", ".*", path)

@@ -23,10 +23,17 @@ SEEN, OF_IMAGES = (
     "qwen2.5-vl-3b",
     ("images", "image_size", "image_tokens", "videos", "video_frames"),
 )
+HEARD, OF_SOUNDS = "voxtral-mini-3b", ("audio", "audio_seconds")
 LONG: dict[str, Any] = {**FULL, "context": 8192}
 EXPERTS, OF_EXPERTS = (
     "qwen3-30b-a3b",
-    ("engine.expert_parallel", "lora.target_parameters", "router_loss"),
+    (
+        "engine.expert_parallel",
+        "lora.target_parameters",
+        "experts_implementation",
+        "expert_capacity_factor",
+        "router_loss",
+    ),
 )
 
 BIASED, OF_BIASED = "qwen2.5-0.5b", ("lora.bias",)
@@ -38,6 +45,8 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "image_tokens": ({**LONG, "images": 1}, 64),
     "videos": ({**LONG, "video_frames": 4, "videos": 1}, 2),
     "video_frames": ({**LONG, "video_frames": 4, "videos": 1}, 8),
+    "audio": (LONG, 1),
+    "audio_seconds": ({**LONG, "audio": 1}, 45.0),
     "task": ({}, "grpo"),
     "algorithm": ({**FULL, "task": "dpo"}, "orpo"),
     "method": ({}, "full"),
@@ -74,6 +83,17 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "reference": ({**GRPO, "method": "full", "beta": 0.1}, "offloaded"),
     "sharding": (FULL, "zero3"),
     "compile": ({}, True),
+    "experts_implementation": ({"checkpointing": "none"}, "batched_mm"),
+    "expert_capacity_factor": (
+        {
+            "framework": "peft-loop",
+            "experts_implementation": "eager",
+            "context": 8192,
+            "checkpointing": "full",
+            "lora": {"targets": ("q_proj",)},
+        },
+        1.25,
+    ),
     "lora.rank": ({}, 64),
     "lora.targets": ({}, ("q_proj",)),
     "lora.target_parameters": ({"lora": {"targets": ("q_proj",)}}, ("mlp.experts.down_proj",)),
@@ -156,6 +176,8 @@ UNREAD: dict[str, tuple[dict[str, Any], Any]] = {
     "engine.max_loras": (GRPO, 4),
     "engine.max_lora_rank": (GRPO, 64),
     "sharding": (FULL, "zero3"),
+    "experts_implementation": (FULL, "eager"),
+    "expert_capacity_factor": (FULL, 1.25),
 }
 """Field: (a run that does not read it, a value that somebody gave)."""
 
@@ -194,6 +216,7 @@ def test_a_field_moves_the_plan_or_is_named_in_it(field: str) -> None:
     model = catalogue_model(EXPERTS) if field in OF_EXPERTS else MODEL
     model = catalogue_model(BIASED) if field in OF_BIASED else model
     model = catalogue_model(SEEN) if field in OF_IMAGES else model
+    model = catalogue_model(HEARD) if field in OF_SOUNDS else model
     before, after = (
         planned(fields, gpus=gpus, model=model) for fields in (base, changed(base, field, value))
     )

@@ -60,8 +60,11 @@ def test_the_term_follows_what_is_trained() -> None:
     fields = {"context": 8192, "images": 1, "image_size": "1792x1792", "checkpointing": "none"}
     fields["micro_batch_size"] = 1
     frozen = _vision(_plan(**fields, lora={"targets": "q_proj,v_proj"}))
-    left = 16_384 * 1_176 * 4 + 4_096 * 2_048 * 2
-    assert frozen == {"forward": left, "loss": left, "backward": left}
+    left = 16_384 * 1_176 * 4  # the pixels, in the batch until the step is over
+    outputs = (
+        16_384 * 1_280 * 2 + 2 * 4_096 * 2_048 * 2
+    )  # the last block's, the features and their join
+    assert frozen == {"forward": left + outputs, "loss": left, "backward": left, "step": left}
     full = _vision(_plan(**fields, method="full"))
     assert full["loss"] > 100 * left
     saved = _vision(_plan(**{**fields, "checkpointing": "full"}, method="full"))
@@ -97,6 +100,12 @@ def test_without_images_the_plan_says_what_one_would_add() -> None:
         ({"video_frames": 4}, "there are no videos"),
         ({"images": 1, "name": "llama-3.1-8b"}, "takes none"),
         ({"images": 1, "image_tokens": 100, "name": "gemma-3-4b"}, "has 256 tokens"),
+        ({"images": 1, "image_tokens": 9, "name": "internvl3-8b"}, "as many as their size makes"),
+        ({"audio_seconds": 4.0}, "there are no sounds"),
+        ({"audio": 1}, "audio: qwen2.5-vl-3b takes none"),
+        ({"images": 1, "name": "qwen2-audio-7b"}, "images: qwen2-audio-7b takes none"),
+        ({"audio": 1, "audio_seconds": 1e-3, "name": "qwen2-audio-7b"}, "not a sound's length"),
+        ({"audio": 1, "context": 700, "name": "qwen2-audio-7b"}, "sounds alone are 750 tokens"),
     ],
 )
 def test_bad_input_is_refused(fields: dict[str, Any], words: str) -> None:
@@ -109,9 +118,55 @@ def test_bad_input_is_refused(fields: dict[str, Any], words: str) -> None:
     [
         {"images": 1, "name": "gemma-3n-e4b"},
         {"videos": 1, "video_frames": 4, "name": "gemma-3-4b"},
+        {"videos": 1, "video_frames": 4, "name": "smolvlm-256m"},
         {"images": 1, "task": "serve", "framework": "vllm"},
+        {"audio": 1, "task": "serve", "framework": "vllm", "name": "qwen2-audio-7b"},
+        {"audio": 1, "name": "gemma-3n-e4b"},
     ],
 )
 def test_what_is_not_planned_is_refused_by_name(fields: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError, match="planned"):
         _plan(**fields)
+
+
+def test_a_frozen_tower_keeps_a_graph_where_its_embedding_is_hooked() -> None:
+    """transformers 5: with checkpoints and adapters; Qwen3-VL's tower names no embedding."""
+    fields = {"context": 8192, "images": 1, "image_size": "1792x1792", "checkpointing": "full"}
+    fields |= {"micro_batch_size": 1, "lora": {"targets": "q_proj,v_proj"}}
+    new, old = (
+        _vision(_plan(framework=name, **fields)) for name in ("hf-trainer", "hf-trainer==4.57")
+    )
+    inputs = 32 * 16_384 * 1_280 * 2
+    assert inputs < new["loss"] - old["loss"] < 1.2 * inputs
+    leaf = 8_192 * 2_048 * 2  # the text's embeddings, beside their copy with the features in it
+    assert old["loss"] == 16_384 * 1_176 * 4 + leaf
+    other = _vision(_plan("qwen3-vl-4b", **fields))
+    assert other["loss"] == 112**2 * 1_536 * 4 + 8_192 * 2_560 * 2
+
+
+def test_only_the_blocks_linears_that_are_named_are_adapted() -> None:
+    """q_proj is in CLIP's blocks and in the text's; gate_proj is not, and CLIP stays frozen."""
+    fields = {"images": 1, "context": 2048, "micro_batch_size": 1, "checkpointing": "none"}
+    both = _vision(_plan("llava-1.5-7b", **fields, lora={"targets": "q_proj"}))
+    mlp = _vision(_plan("llava-1.5-7b", **fields, lora={"targets": "q_proj,fc1,fc2"}))
+    text = _vision(_plan("llava-1.5-7b", **fields, lora={"targets": "gate_proj"}))
+    assert text["loss"] == 336 * 336 * 3 * 4
+    # fp32 adapters on fc1's and fc2's inputs, in 23 blocks whose output is used
+    assert mlp["loss"] - both["loss"] > 23 * 577 * (1_024 + 4_096) * 2
+    assert both["loss"] > 23 * 577 * 1_024 * 2 * 5
+
+
+def test_every_micro_batch_of_a_step_waits_with_its_pixels() -> None:
+    fields = {"images": 1, "context": 2048, "micro_batch_size": 2, "gradient_accumulation": 4}
+    seen = _vision(_plan("llava-1.5-7b", **fields, lora={"targets": "gate_proj"}))
+    assert seen["step"] == 4 * 2 * 336 * 336 * 3 * 4
+
+
+def test_sounds_are_planned() -> None:
+    fields = {"audio": 2, "audio_seconds": 10.0, "context": 2048, "micro_batch_size": 1}
+    planned = _plan("qwen2-audio-7b", **fields, lora={"targets": "gate_proj"}, checkpointing="none")
+    assert any("500 of the sample's 2,048 tokens are sounds" in n for n in planned.assumptions)
+    assert _vision(planned)["loss"] == 2 * 3_000 * 128 * 4
+    assert "750 of the context's tokens" in " ".join(_plan("qwen2-audio-7b").not_modeled)
+    full = _vision(_plan("qwen2-audio-7b", **fields, method="full", checkpointing="none"))
+    assert full["loss"] > 2 * 1_500 * 32 * (1_280 * 8 + 5_120 * 2) * 2

@@ -45,3 +45,31 @@ def test_gpt_oss_runs_in_eager_attention_and_says_so() -> None:
     found = both({**config, **small}, attention="sdpa", checkpointing="none")
     assert wrong(compare(*found)) == []
     assert any("eager" in note for note in found[0].assumptions)
+
+
+SMALL: dict[str, Any] = {
+    "model_type": "mixtral",
+    "hidden_size": 256,
+    "intermediate_size": 192,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 4096,
+}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"experts_implementation": "eager", "checkpointing": "none"},
+        pytest.param({"experts_implementation": "batched_mm"}, marks=pytest.mark.slow),
+        pytest.param({"experts_implementation": "eager", "method": "full"}, marks=pytest.mark.slow),
+        pytest.param({"lora": {"targets": ("q_proj",), "target_parameters": ("mlp.experts.down_proj",)}}, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_every_implementation_agrees(fields: dict[str, Any]) -> None:
+    usual = {"checkpointing": "full", "lora": {"targets": "attention"}}
+    assert wrong(compare(*both(SMALL, **{**usual, **fields})), within=0.03) == []

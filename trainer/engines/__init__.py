@@ -16,8 +16,13 @@ if TYPE_CHECKING:
     from trainer.model import Policy
 
 
-def make_engine(policy: "Policy", *, recipe: Recipe, plan: Any = None) -> "Engine":
-    """Return the engine of `recipe.engine.kind`; transformers when it says none."""
+def make_engine(
+    policy: "Policy", *, recipe: Recipe, plan: Any = None, guided: bool = False
+) -> "Engine":
+    """Return the engine of `recipe.engine.kind`; transformers when it says none.
+
+    `guided`: completions will follow a grammar, for which vLLM needs the tokenizer.
+    """
     match recipe.engine.kind:
         case None | EngineKind.TRANSFORMERS:
             from trainer.engines.transformers import TransformersEngine
@@ -26,11 +31,11 @@ def make_engine(policy: "Policy", *, recipe: Recipe, plan: Any = None) -> "Engin
         case EngineKind.VLLM_SHARED:
             from trainer.engines.vllm_shared import VllmSharedEngine
 
-            return VllmSharedEngine(policy, recipe=recipe, plan=plan)
+            return VllmSharedEngine(policy, recipe=recipe, plan=plan, guided=guided)
         case EngineKind.VLLM_PUSH:
             from trainer.engines.vllm_push import VllmPushEngine
 
-            return VllmPushEngine(policy, recipe=recipe, plan=plan)
+            return VllmPushEngine(policy, recipe=recipe, plan=plan, guided=guided)
         case EngineKind.VLLM_SERVER:
             from trainer.engines.vllm_server import VllmServerEngine
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingSettings:
-    """How completions are drawn; the scorer uses the same temperature, top-p and top-k."""
+    """How completions are drawn; the scorer uses the same temperature, top-p, top-k and min-p."""
 
     num_generations: int
     max_new_tokens: int
@@ -20,7 +20,27 @@ class SamplingSettings:
     stop: tuple[str, ...] = ()
     """Texts that end a completion, over however many tokens they lie. An engine may stop at them; the
     trainer cuts what goes on behind them."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    """Of tokens of prompt and completion; the other penalties are of the completion's alone."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    guided_regex: str | None = None
+    guided_json: dict[str, Any] | None = None
     seed: int | None = None
+
+    @property
+    def guided(self) -> dict[str, Any]:
+        """Return the grammar by vLLM's name for its kind; empty without one."""
+        if self.guided_regex is not None:
+            return {"regex": self.guided_regex}
+        return {} if self.guided_json is None else {"json": self.guided_json}
+
+    @property
+    def penalised(self) -> bool:
+        """Whether what was said before changes what comes."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +51,8 @@ class Completion:
     token_ids: tuple[int, ...]
     """EOS included when the model emitted it."""
     logprobs: tuple[float, ...] | None
-    """The sampler's own log-probability of every token after temperature/top-p/top-k; None = not known."""
+    """The sampler's own log-probability of every token as it was drawn: after penalties, grammar,
+    temperature, min-p, top-p and top-k; None = not known."""
     finished: bool
     """False: cut at max_new_tokens."""
 

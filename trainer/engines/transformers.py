@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.errors import VramwiseError
+from planner.errors import UnsupportedError, VramwiseError
 from planner.run.recipe import Recipe
 from trainer.engines.protocol import Completion, SamplingSettings
 from trainer.model import Policy, eos_ids
-from trainer.sampling import StopStrings, draw, shape_logits
+from trainer.sampling import StopStrings, draw, penalise, shape_logits
 
 PREFILL_TOKENS = 2048
 """Prompt tokens of one forward: their activations are gone before the cache is full."""
@@ -82,6 +82,11 @@ class TransformersEngine:
         self, prompts: Sequence[Sequence[int]], settings: SamplingSettings
     ) -> list[_Row] | None:
         """Return all rows, filled; or None when memory ran out: then no frame holds its tensors."""
+        if settings.guided:
+            raise UnsupportedError(
+                f"sampling.guided_{next(iter(settings.guided))}: engine kind transformers has no grammars",
+                hint="engine kind vllm-push, vllm-shared or vllm-server",
+            )
         rows = [
             _Row(prompt_index=index)
             for index in range(len(prompts))
@@ -112,7 +117,16 @@ class TransformersEngine:
         active = list(rows)
         while True:
             shaped = shape_logits(
-                logits, temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p
+                penalise(
+                    logits,
+                    [prompts[row.prompt_index] for row in active],
+                    [row.tokens for row in active],
+                    settings,
+                ),
+                temperature=settings.temperature,
+                top_k=settings.top_k,
+                top_p=settings.top_p,
+                min_p=settings.min_p,
             )
             token, logp = draw(shaped, generator=generator)
             for row, index, value in zip(active, token.tolist(), logp.tolist(), strict=True):

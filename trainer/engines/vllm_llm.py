@@ -59,7 +59,7 @@ def start_llm(settings: VllmSettings) -> Any:
         "model": settings.model,
         "revision": settings.revision,
         "dtype": settings.dtype,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not settings.guided,
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": max(tokens, settings.max_num_seqs),
@@ -143,9 +143,10 @@ def generate(
     """
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     engine = llm.llm_engine
+    grammar = sampling.guided
     done: dict[int, Any] = {}
     waiting: dict[str, int] = {}
     deadline = time.monotonic() + timeout_s
@@ -159,18 +160,24 @@ def generate(
                 max_tokens=sampling.max_new_tokens,
                 stop_token_ids=list(eos_token_ids),
                 logprobs=0,
+                min_p=sampling.min_p,
+                repetition_penalty=sampling.repetition_penalty,
+                presence_penalty=sampling.presence_penalty,
+                frequency_penalty=sampling.frequency_penalty,
+                structured_outputs=StructuredOutputsParams(**grammar) if grammar else None,
                 seed=None if sampling.seed is None else sampling.seed + 7919 * index,
                 detokenize=False,
                 # with n > 1, one output per prompt that holds all its completions
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
             name = f"rollout-{time.monotonic_ns()}-{index}"
-            request = engine.add_request(
-                name,
-                TokensPrompt(prompt_token_ids=list(prompt)),
-                parameters,
-                lora_request=lora_request,
-            )
+            with _named_grammar(grammar):
+                request = engine.add_request(
+                    name,
+                    TokensPrompt(prompt_token_ids=list(prompt)),
+                    parameters,
+                    lora_request=lora_request,
+                )
             waiting[request if isinstance(request, str) else name] = index
             waiting[name] = index
         while engine.has_unfinished_requests():
@@ -196,6 +203,21 @@ def generate(
         for index in range(len(prompts))
         for candidate in sorted(done[index].outputs, key=lambda item: item.index)
     ]
+
+
+@contextmanager
+def _named_grammar(grammar: dict[str, Any]) -> Iterator[None]:
+    """Name the grammar where vLLM doesn't take it: its own errors are of many kinds."""
+    try:
+        yield
+    except Exception as error:
+        if not grammar:
+            raise
+        kind, text = next(iter(grammar.items()))
+        raise UsageError(
+            f"train.sampling.guided_{kind}: {str(text)[:80]!r} is not taken by vLLM: {_first_line(error)}",
+            hint="a simpler expression or schema",
+        ) from None
 
 
 def _completion(index: int, candidate: Any) -> Completion:

@@ -31,10 +31,14 @@ class VllmPushEngine:
 
     name = "vllm-push"
 
-    def __init__(self, policy: Policy, *, recipe: Recipe, plan: Plan | None = None) -> None:
+    def __init__(
+        self, policy: Policy, *, recipe: Recipe, plan: Plan | None = None, guided: bool = False
+    ) -> None:
         """Start vLLM on the same base model, push the policy, check that both compute the same."""
         self._policy = policy
-        self._settings = settings_for(policy, recipe=recipe, plan=plan, kind=EngineKind.VLLM_PUSH)
+        self._settings = settings_for(
+            policy, recipe=recipe, plan=plan, kind=EngineKind.VLLM_PUSH, guided=guided
+        )
         self._adapters_alone = has_adapters(policy.model) and not needs_merging(policy.model)
         if not self._adapters_alone:
             self._settings = replace(self._settings, lora_rank=0)

@@ -61,6 +61,8 @@ class VllmSettings:
     revision: str | None = None
     generation_timeout_s: float = 1800.0
     """A rollout that takes longer is aborted with an error."""
+    guided: bool = False
+    """Completions may follow a grammar: vLLM loads the tokenizer for it."""
     extra: dict[str, Any] = field(default_factory=dict)
     """More arguments of vllm.LLM, as they are."""
 
@@ -111,7 +113,7 @@ def sleep_level(recipe: Recipe) -> int:
 
 
 def settings_for(
-    policy: Policy, *, recipe: Recipe, plan: Plan | None, kind: EngineKind
+    policy: Policy, *, recipe: Recipe, plan: Plan | None, kind: EngineKind, guided: bool = False
 ) -> VllmSettings:
     """Return the engine settings of a run: lengths and sizes from the recipe, KV bytes from the plan.
 
@@ -170,6 +172,7 @@ def settings_for(
         memory_share=share,
         cuda_graphs=bool(recipe.engine.cuda_graphs),
         generation_timeout_s=recipe.engine.timeout_s,
+        guided=guided,
     )
 
 

@@ -183,7 +183,9 @@ class VllmSharedEngine:
 
     name = "vllm-shared"
 
-    def __init__(self, policy: Policy, *, recipe: Recipe, plan: Plan | None = None) -> None:
+    def __init__(
+        self, policy: Policy, *, recipe: Recipe, plan: Plan | None = None, guided: bool = False
+    ) -> None:
         """Start vLLM, give the policy its weights, and check that both compute the same.
 
         The policy's base may be on the meta device: it then never had weights of its own.
@@ -191,7 +193,9 @@ class VllmSharedEngine:
         if has_adapters(policy.model) and policy.model.peft_config["default"].modules_to_save:
             raise refuse("modules_to_save trains whole modules beside the shared ones")
         self._policy = policy
-        self._settings = settings_for(policy, recipe=recipe, plan=plan, kind=EngineKind.VLLM_SHARED)
+        self._settings = settings_for(
+            policy, recipe=recipe, plan=plan, kind=EngineKind.VLLM_SHARED, guided=guided
+        )
         self._folder = AdapterFolder()
         self._lora: Any = None
         self._released = False

@@ -1,0 +1,112 @@
+"""The SFT step of the Hugging Face Trainer on samples with images or sounds, at real sizes.
+
+What a tower computes from the images' sizes (positions, windows, lengths) is computed on real
+numbers, as its code does, and enters the trace as tensors of the same shape: a tower branches on it.
+"""
+
+import contextlib
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from profiler.storages import StorageTracker
+from profiler.subjects.hf_sft import HfSft
+from profiler.subjects.options import StepOptions
+
+FROM_SIZES = (
+    "get_vision_position_ids",
+    "get_vision_attention_seqlens",
+    "get_vision_window_index",
+    "get_vision_interpolation_indices_and_weights",
+)
+"""transformers/vision_utils.py: what Qwen-VL's towers make of the patches' grid."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pictures:
+    """A batch's images as their processor hands them over: shapes of floats, and numbers."""
+
+    floats: dict[str, tuple[int, ...]]
+    numbers: dict[str, Any] = field(default_factory=dict)
+    """Sizes and grids that the code branches on, as lists or arrays."""
+    ints: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+class HfImages(HfSft):
+    """Supervised fine-tuning of a multimodal model."""
+
+    name = "hf-images"
+
+    def __init__(self, options: StepOptions, pictures: Pictures) -> None:
+        super().__init__(replace(options, multimodal=True))
+        self.pictures = pictures
+        self.batch: dict[str, Any] = {}
+        """Trainer.get_batch_samples holds a step's batches until the step is over."""
+
+    def run(self, model: torch.nn.Module, tracker: StorageTracker) -> None:
+        """Run the optimizer steps."""
+        with real_sizes(str(self.options.config["model_type"])):
+            super().run(model, tracker)
+
+    def inputs(self) -> dict[str, Any]:
+        """Return a batch with its images."""
+        made = super().inputs()
+        for name, shape in self.pictures.floats.items():
+            made[name] = torch.zeros(shape)
+        for name, shape in self.pictures.ints.items():
+            made[name] = torch.zeros(shape, dtype=torch.long)
+        self.batch = dict(made)
+        return made | self.pictures.numbers
+
+
+@contextlib.contextmanager
+def real_sizes(kind: str) -> Iterator[None]:
+    """Let the code of model type `kind` compute on real sizes; its checks of token counts are off."""
+    module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    before = {name: vars(module)[name] for name in FROM_SIZES if name in vars(module)}
+    checks = os.environ.get("TRANSFORMERS_DISABLE_TORCH_CHECK")
+    os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"] = "1"
+    for name, function in before.items():
+        setattr(module, name, _outside(function))
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(module, name, function)
+        if checks is None:
+            del os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"]
+        else:
+            os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"] = checks
+
+
+def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(grid: Any, *args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            found = function(torch.tensor(grid), *args, **kwargs)
+            parts = torch.utils._pytree.tree_map(_described, found)
+        return torch.utils._pytree.tree_map_only(_Shape, _Shape.make, parts)
+
+    return run
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """A tensor that is made inside the trace."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def make(self) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.dtype)
+
+
+def _described(value: Any) -> Any:
+    """Return a tensor's shape; lengths, the int32 ones, stay numbers."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.numpy() if value.dtype is torch.int32 else _Shape(value.shape, value.dtype)
