@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from planner.errors import UsageError
@@ -118,6 +119,15 @@ def saving(made: Made) -> None:
     made.train("report_to", here or None)
     if others:
         made.notes["report_to"] = f"{', '.join(others)}: not here; metrics.jsonl has every figure"
+    hub = ("hub_model_id", "hub_private_repo", "hub_strategy")
+    if f["push_to_hub"]:
+        repo = f["hub_model_id"] or Path(str(f["output_dir"] or "trainer_output")).name
+        made.train("push_to_hub.repo", repo)
+        made.train("push_to_hub.private", f["hub_private_repo"])
+        strategy = "end" if f["hub_strategy"] == "end" else "every_save"
+        made.train("push_to_hub.strategy", strategy)
+    else:
+        made.notes |= {name: "push_to_hub is false" for name in hub if f.says(name)}
     for name in ("run_name", "project"):
         if here and f.says(name):
             made.train(name, f[name])
@@ -165,10 +175,17 @@ def sampling(made: Made) -> None:
     made.train("sampling.temperature", f["temperature"])
     made.train("sampling.top_p", f["top_p"])
     made.train("sampling.top_k", max(0, f["top_k"] or 0))
+    made.train("sampling.min_p", f["min_p"] or None)
+    if f["repetition_penalty"] != 1:
+        made.train("sampling.repetition_penalty", f["repetition_penalty"])
+    if f["use_vllm"]:
+        made.train("sampling.guided_regex", f["vllm_structured_outputs_regex"])
     given = dict(f["generation_kwargs"] or {})
+    for name in ("presence_penalty", "frequency_penalty"):
+        made.train(f"sampling.{name}", given.pop(name, None))
     stops = [*_list(given.pop("stop", None)), *_list(given.pop("stop_strings", None))]
     if given:
-        raise refused(f"generation_kwargs.{next(iter(given))}", next(iter(given.values())), "stop, stop_strings")  # fmt: skip
+        raise refused(f"generation_kwargs.{next(iter(given))}", next(iter(given.values())), "stop, stop_strings, presence_penalty, frequency_penalty")  # fmt: skip
     made.train("sampling.stop", stops or None)
     if f["log_completions"] or f["num_completions_to_print"]:
         made.train("print_completions", f["num_completions_to_print"])

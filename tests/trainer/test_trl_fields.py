@@ -93,6 +93,8 @@ BASE = {
 OTHER = {
     "model_name_or_path": "Qwen/Qwen3-1.7B", "model_revision": "v1", "dataset_name": "other/data",
     "use_peft": False, "output_dir": "elsewhere", "lr_scheduler_type": "cosine", "optim": "sgd",
+    "hub_model_id": "me/mine", "hub_strategy": "end", "hub_private_repo": True, "min_p": 0.1,
+    "vllm_structured_outputs_regex": "[0-9]+", "repetition_penalty": 1.2,
     "report_to": "wandb", "run_name": "mine", "project": "ours", "metric_for_best_model": "eval_loss", "train_sampling_strategy": "sequential",
     "model_init_kwargs": {"dtype": "bfloat16"}, "dtype": "float16", "attn_implementation": "eager",
     "lora_target_modules": ["o_proj"], "lora_modules_to_save": ["norm"], "bnb_4bit_quant_type": "fp4",
@@ -109,6 +111,7 @@ OTHER = {
 }  # fmt: skip
 """Values that are not TRL's default, where its type alone does not tell one."""
 HELD_OUT = {"eval_strategy": "steps", "eval_steps": 5}
+HUB = {"push_to_hub": True}
 TRACKED = {"report_to": "wandb"}
 FOUR_BIT = {"load_in_4bit": True}
 VLLM = {"use_vllm": True}
@@ -118,6 +121,7 @@ WITH = {
     "eval_strategy": {"eval_steps": 5},
     **dict.fromkeys(("run_name", "project"), TRACKED),
     **dict.fromkeys(("bnb_4bit_quant_type", "use_bnb_nested_quant"), FOUR_BIT),
+    **dict.fromkeys(("hub_model_id", "hub_strategy", "hub_private_repo"), HUB),
     **{name: VLLM for name in table("GRPOConfig") if name.startswith("vllm_")},
     "vllm_server_base_url": {**VLLM, "vllm_mode": "server"}, "vllm_server_host": {**VLLM, "vllm_mode": "server"},
     "vllm_server_port": {**VLLM, "vllm_mode": "server"}, "vllm_server_timeout": {**VLLM, "vllm_mode": "server"},
