@@ -13,7 +13,7 @@ from planner.terms.activations import Activations, activations, dequantized
 from planner.terms.adapters import lora, pissa_work, trains_embedding, trains_head, trains_tied
 from planner.terms.embedding import backward_blocks
 from planner.terms.engine import EngineCosts, Serving, engine_costs
-from planner.terms.generation import generating
+from planner.terms.generation import generating, rolling
 from planner.terms.gradients import gradients
 from planner.terms.host import host
 from planner.terms.logits import Logits, head_gradient_width, held_outputs, kept_rows, logits
@@ -77,7 +77,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     seen = vision(model, r, acts.forward)
     phases = [_phase("load", base, adapter, _load(model, r, base))]
     if r.task is Task.GRPO:
-        phases.append(_rollout(r, running, fixed))
+        phases.append(_rollout(model, r, running, fixed))
         phases.append(
             _phase(
                 "score",
@@ -257,7 +257,7 @@ def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, i
     if trains_tied(model, r):
         # the embedding's gradient comes on top of the head's; that one is a view when a linear made
         # it, and then torch adds them into a third buffer
-        copies = 2 if r.law.kind == "full" else 1
+        copies = 2 if r.law.kind == "full" and r.law.chunk_count < 2 else 1
         grads += copies * model.vocab * model.hidden * head_gradient_width(r)
     return grads, r.tokens * model.hidden * element_bytes(r.dtype) + scratch
 
@@ -288,10 +288,10 @@ def _load(model: ModelSpec, r: Resolved, base: Term) -> Term:
     )
 
 
-def _rollout(r: Resolved, running: EngineCosts, fixed: tuple[Term, ...]) -> Phase:
+def _rollout(model: ModelSpec, r: Resolved, running: EngineCosts, fixed: tuple[Term, ...]) -> Phase:
     if r.engine in (EngineKind.NONE, EngineKind.VLLM_SERVER):
         return _phase("rollout", *fixed)
-    return _phase("rollout", *fixed, running.kv, running.work)
+    return _phase("rollout", *fixed, running.kv, running.work, rolling(model, r))
 
 
 def _serve(model: ModelSpec, r: Resolved, machine: Machine, base: Term, space: Term) -> Budget:

@@ -15,6 +15,7 @@ from planner.run.framework import planned_as, spelled
 from planner.run.recipe import VLLM, Recipe, Task
 from planner.run.resolve import Resolved, resolve
 from planner.terms.engine import Serving
+from planner.terms.free_chunks import with_chunks
 from planner.terms.term import Term
 from planner.terms.vision import left_out
 from planner.units import format_bytes
@@ -93,6 +94,10 @@ class Plan:
 
     def _spread(self, quantity: str) -> Distribution:
         r = self.resolved
+        if quantity == "reserved" and r.switches.expandable_segments:
+            quantity = (
+                "allocated"  # nothing is lost between segments: reserved spreads as tensors do
+            )
         return distribution(quantity, kind_of(r), r.framework.family)
 
     def interval(self, quantity: str, value: float) -> tuple[float, float]:
@@ -268,6 +273,7 @@ def plan_resolved(
     model: ModelSpec, resolved: Resolved, machine: Machine, *, risk: float = TAIL
 ) -> Plan:
     """Return the plan of a recipe whose choices are all made."""
+    resolved = with_chunks(model, resolved, machine)
     result = budget(model, resolved, machine)
     peak = max(result.phases, key=lambda phase: phase.total_bytes)
     uneven = 0
@@ -329,11 +335,6 @@ def _not_modeled(model: ModelSpec, r: Resolved) -> tuple[str, ...]:
         )
     if missing := left_out(model, r):
         notes.append(missing)
-    if r.compile:
-        notes.append(
-            "compile: the plan is the eager run's; torch.compile fuses operations and keeps less "
-            "(torchtune and torchtitan ran at 7 to 15% less)"
-        )
     if r.placement.reduces and r.placement.ranks > 1:
         notes.append("NCCL buffers beyond one communicator's: a group more takes 0.5 to 1 GiB more")
     return tuple(notes)

@@ -25,6 +25,8 @@ class Reserved(NamedTuple):
     """On this card: unused blocks are given back when it is full."""
     with_room: int
     """On a card with room: nothing is ever given back."""
+    loaded: int = 0
+    """When the model is there, before the first step: the largest that loading took."""
 
 
 def reserved(
@@ -39,13 +41,13 @@ def reserved(
     if not r.trains:  # vLLM stays inside its utilisation
         return Reserved(peak, peak, peak)
     workspace, resident = _bytes(phases, "loss", "overhead"), _bytes(phases, "forward", "engine")
-    free = _replayed(model, r, workspace, resident, lengths, None)
+    free = _replayed(model, r, workspace, resident, lengths, None, capacity_bytes)
     with_room = on_card = max(peak, free.reserved_bytes)
     if with_room > capacity_bytes:
-        pressed = _replayed(model, r, workspace, resident, lengths, capacity_bytes)
+        pressed = _replayed(model, r, workspace, resident, lengths, capacity_bytes, capacity_bytes)
         if not pressed.full:
             on_card = max(peak, pressed.reserved_bytes)
-    return Reserved(max(peak, free.needed_bytes), on_card, with_room)
+    return Reserved(max(peak, free.needed_bytes), on_card, with_room, free.loaded_bytes)
 
 
 _PLAYED: dict[tuple[object, ...], tuple[ModelSpec, Replayed]] = {}
@@ -59,9 +61,11 @@ def _replayed(
     resident: int,
     lengths: tuple[int, ...],
     capacity: int | None,
+    card: int,
 ) -> Replayed:
-    """Return the replay, once for equal runs: the card decides only where it is full."""
-    key = (id(model), replace(r, assumptions=()), workspace, resident, lengths, capacity)
+    """Return the replay, once for equal runs: the card decides only where it is full or warmed up."""
+    card = 0 if r.switches.warmup == "none" else card
+    key = (id(model), replace(r, assumptions=()), workspace, resident, lengths, capacity, card)
     if key not in _PLAYED:
         if len(_PLAYED) >= _KEPT:
             _PLAYED.clear()
@@ -72,6 +76,7 @@ def _replayed(
             resident_bytes=resident,
             lengths=lengths,
             capacity_bytes=capacity,
+            card_bytes=card,
         )
         _PLAYED[key] = (model, played)  # keeps `model` alive, so its id stays its own
     return _PLAYED[key][1]

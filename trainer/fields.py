@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from planner.errors import UnsupportedError, UsageError
 from planner.models.spec import ModelSpec
+from planner.run.compiling import SELECTIVE
 from planner.run.recipe import (
     VLLM,
     EngineKind,
@@ -138,6 +139,10 @@ def _recipe(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
         ("master_weights", bool(recipe.master_weights) and (matrix or trained == "fp32"), "false: fp32 weights are their own masters"),
         ("loss", recipe.loss is Loss.FULL, "chunked: the trainer never makes full logits"),
         ("compile", recipe.compile, "false"),
+        ("compile_loss", bool(recipe.compile_loss), "false"),
+        ("float8", recipe.float8 is not None, "nothing: the trainer multiplies in 16 or 32 bits"),
+        ("float8_all_gather", recipe.float8_all_gather, "false"),
+        ("checkpointing", recipe.checkpointing in SELECTIVE, "none, full, every-k or offload"),
         ("experts_implementation", recipe.experts_implementation not in (None, "grouped_mm"), "grouped_mm, transformers' own choice"),
         ("expert_capacity_factor", recipe.expert_capacity_factor is not None, "nothing: the experts take all tokens"),
         ("reference", recipe.reference not in (None, Reference.NONE, Reference.ADAPTER_OFF), "adapter-off"),

@@ -2,7 +2,7 @@
 
 import re
 
-from planner.models.lora_targets import leaves_of_roles, linear_names
+from planner.models.lora_targets import leaves_of_roles, linear_names, lora_counts
 from planner.models.spec import ModelSpec
 
 _ROLE_OF_WORD = {
@@ -29,3 +29,21 @@ def lora_targets(text: str, model: ModelSpec) -> tuple[str, ...]:
         # ms-swift of 2023 adapts the query-key-value projection, PEFT and LitGPT q and v
         roles = {"q", "k", "v"} if "DEFAULT" in words else {"q", "v"}
     return tuple(sorted(leaves_of_roles(model, roles) | (words & leaves)))
+
+
+def targets_of_count(model: ModelSpec, rank: int, trained: int) -> tuple[str, ...]:
+    """Return the linears that a printed count of trainable parameters fits best: all, or attention's."""
+    left = {"out_proj"} if model.model_type == "nemotron_h" else set()  # PEFT refuses Mamba's
+    roles = set("qkvo")
+    choices = [
+        tuple(sorted(leaves - left))
+        for leaves in (
+            set(linear_names(model)),
+            set(leaves_of_roles(model, roles | {"gate", "up", "down"})),
+            set(leaves_of_roles(model, roles)),
+        )
+    ]
+    return min(
+        choices,
+        key=lambda leaves: abs(lora_counts(model, leaves, rank=rank).parameters - trained),
+    )

@@ -208,17 +208,25 @@ _GPU_SPELLINGS = (
 _SIZE = re.compile(r"\b\d+ ?g[bi]+\b")
 
 
+SEVERAL_SIZES = {"a100": "a100-80gb"}
+"""Cards sold with several memory sizes -> one of them, for figures that do not depend on the size."""
+
+
 @cache
-def machine_named(text: str, num_gpus: int = 1, total_gib: float = 0.0) -> Machine:
+def machine_named(
+    text: str, num_gpus: int = 1, total_gib: float = 0.0, *, any_memory: bool = False
+) -> Machine:
     """Return the machine a row names; `total_gib` or a printed "(79.22 GiB)" is what torch saw.
 
-    Raises NotCovered when neither the card nor its memory is known: nothing is assumed.
+    `any_memory`: the figure is what tensors take, on a card of any size. Raises NotCovered when neither the card nor its memory is known: nothing is assumed.
     """
     printed = re.search(r"\(([\d.]+) GiB\)", text)
     total = total_gib or (float(printed[1]) if printed else 0.0)
     name = re.sub(r"^\d+x ", "", text.lower())
     bare = re.sub(r"\(.*|,.*", "", name).strip()
     choices = [alias for pattern, alias in _GPU_SPELLINGS if re.search(pattern, name)][:1]
+    if any_memory and bare in SEVERAL_SIZES:
+        choices.append(SEVERAL_SIZES[bare])
     for choice in (*choices, bare, _SIZE.sub("", bare).strip()):
         try:
             spec = find_gpu(choice)

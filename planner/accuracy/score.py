@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+from planner.accuracy.notebooks import notebook_of
 from planner.accuracy.prediction import NotARun, NotCovered, Prediction
 from planner.accuracy.rows import MIN_CONFIDENCE, Row, read_rows
 from planner.datafiles import data_dir
@@ -162,7 +163,7 @@ def score_files(files: Iterable[Path], *, predict: Predictor | None = None) -> A
 
 
 def _score(row: Row, predict: Predictor, result: Accuracy) -> None:
-    sure = row.confidence >= MIN_CONFIDENCE
+    sure = row.confidence >= MIN_CONFIDENCE or notebook_of(row) is not None
     try:
         if row.failed:
             _judge(row, predict(row), result)

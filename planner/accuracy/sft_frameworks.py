@@ -1,8 +1,9 @@
 """Which law of data/frameworks describes the code that a row's run used."""
 
+from planner.accuracy.notebooks import notebook_of
 from planner.accuracy.prediction import NotCovered
 from planner.accuracy.rows import Row
-from planner.run.framework import pick
+from planner.run.framework import pick, spell
 
 
 def framework_of(row: Row) -> str:
@@ -10,13 +11,14 @@ def framework_of(row: Row) -> str:
     name, kernels = row["framework"].lower(), row["kernels"].lower()
     if row["method"] == "adapter_v2":
         return "litgpt-2023-adapter-v2"
+    if "unsloth" in name:
+        return _unsloth(row)
     if "fms" in name:
         return _fms(row, kernels)
     for word, framework in (
-        ("unsloth", "unsloth"),
         ("litgpt", "litgpt-2023" if row["source_family"].endswith("tables") else "litgpt"),
         ("torchtune", "torchtune"),
-        ("torchtitan", "torchtitan"),
+        ("torchtitan", "torchtitan==0.0.2" if "2024" in row["framework_version"] else "torchtitan"),
         ("swift", "ms-swift==1.5" if "torch 2.1" in row["framework_version"] else "ms-swift"),
         ("peft", "peft-loop"),
         ("axolotl", "axolotl"),
@@ -30,6 +32,13 @@ def framework_of(row: Row) -> str:
         if word in name:
             return pick(framework).name
     raise NotCovered(f"the framework {name[:40]!r} is not known" if name else "no framework named")
+
+
+def _unsloth(row: Row) -> str:
+    """Return the law of the release that a notebook prints, like 2024.9.post4."""
+    notebook = notebook_of(row)
+    release = notebook.release if notebook else row["framework_version"].split(" ")[0]
+    return pick(spell("unsloth", release) if release else "unsloth").name
 
 
 def _fms(row: Row, kernels: str) -> str:

@@ -3,7 +3,8 @@
 import re
 from typing import Any
 
-from planner.accuracy.lora_targets import lora_targets
+from planner.accuracy.lora_targets import lora_targets, targets_of_count
+from planner.accuracy.notebooks import notebook_of
 from planner.accuracy.prediction import NotCovered
 from planner.accuracy.rows import Row
 from planner.accuracy.sft_frameworks import framework_of
@@ -80,6 +81,9 @@ def recipe_of(row: Row, model: ModelSpec) -> Recipe:
     """
     method = method_of(row)
     batch, length = row.integer("micro_batch"), row.integer("seq_len")
+    notebook = notebook_of(row)
+    if notebook and notebook.context:
+        length = notebook.context
     framework = framework_of(row)
     values: dict[str, Any] = {
         "task": Task.SFT,
@@ -99,14 +103,29 @@ def recipe_of(row: Row, model: ModelSpec) -> Recipe:
         "loss": _loss(row),
         "sharding": _sharding(row),
         "compile": row["compile"] == "yes",
+        **_in_float8(row),
+        "optimizer_in_backward": "in_bwd" in row["optimizer"],
     }
+    if notebook and notebook.tiled_mlp:
+        values["tiled_mlp"] = True
+    if notebook and notebook.attention:
+        values["attention"] = Attention(notebook.attention)
     if method is not Method.FULL:
         values["lora"] = LoraSection(
             rank=row.integer("lora_rank") or _default_rank(row),
-            targets=lora_targets(row["lora_targets"], model),
+            targets=_targets(row, model),
             dropout=0.05 if "litgpt" in row["framework"].lower() else 0.0,  # its default
         )
     return Recipe(**values)
+
+
+def _targets(row: Row, model: ModelSpec) -> tuple[str, ...]:
+    """Return the adapted linears: Unsloth's get_peft_model takes all seven projections by itself."""
+    notebook = notebook_of(row)
+    text = row["lora_targets"]
+    if notebook and not text:
+        return targets_of_count(model, row.integer("lora_rank") or 16, notebook.trained)
+    return lora_targets(text, model)
 
 
 def _default_context(framework: str) -> int:
@@ -164,8 +183,8 @@ def _mixed_precision(row: Row) -> str | None:
 
 def _optimizer(text: str, framework: str) -> Optimizer | None:
     folded = text.lower()
-    if folded.split(" ")[0] == "adamw" and framework == "torchtune":
-        return None  # its configurations say which implementation
+    if folded.split(" ")[0] == "adamw" and framework.startswith(("torchtune", "torchtitan")):
+        return None  # their configurations say which implementation
     if "paged" in folded:
         return Optimizer.PAGED_ADAMW_8BIT if "8bit" in folded else Optimizer.PAGED_ADAMW
     if "8bit" in folded:
@@ -179,6 +198,8 @@ def _checkpointing(text: str, parallelism: str) -> Checkpointing | None:
     folded = text.lower()
     if "offload" in folded or "unsloth" in folded:
         return Checkpointing.OFFLOAD
+    if folded.startswith("selective(op"):
+        return Checkpointing.SELECTIVE_OP
     if folded.startswith(("full", "true", "on", "hf", "selective")):
         return Checkpointing.FULL
     if folded.startswith(("none", "false", "unknown")):
@@ -227,6 +248,16 @@ def _sharding(row: Row) -> Sharding:
     if gpus > 1 and "single" not in text:
         return Sharding.DDP
     return Sharding.NONE
+
+
+def _in_float8(row: Row) -> dict[str, Any]:
+    text = row["kernels"].lower()
+    if "float8" not in text:
+        return {}
+    return {
+        "float8": "rowwise" if "rowwise" in text else "tensorwise",
+        "float8_all_gather": "float8 all-gather" in text,
+    }
 
 
 def _flag(text: str) -> bool | None:

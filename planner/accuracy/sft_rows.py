@@ -6,16 +6,20 @@ from typing import NamedTuple
 from planner.accuracy.inference_rows import generation_run
 from planner.accuracy.lengths import typical_tokens
 from planner.accuracy.names import loaded_model, machine_named, model_named
-from planner.accuracy.prediction import NotCovered, Prediction, around
+from planner.accuracy.notebooks import Notebook, data_set, notebook_of, step_lengths
+from planner.accuracy.prediction import NotARun, NotCovered, Prediction, around
 from planner.accuracy.rows import Row
 from planner.accuracy.sft_recipe import recipe_of
 from planner.accuracy.stages import is_split, stage_models
-from planner.accuracy.variants import litgpt_model, selective_bytes
+from planner.accuracy.variants import litgpt_model
 from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
+from planner.risk import EVEN, TAIL
 from planner.run.recipe import Recipe, Sharding, Task
 
+OF_TENSORS = frozenset({"peak_allocated", "peak_active"})
+"""Figures that a card's size does not move."""
 PHASES = ("load", "forward", "loss", "backward", "step")
 
 
@@ -44,6 +48,9 @@ def predict_sft(row: Row) -> Prediction:
     run = run_of(row)
     if row["seq_len"] and row.integer("seq_len") is None:
         raise NotCovered(f"the sequence length {row['seq_len'][:20]!r} is not a number")
+    notebook = notebook_of(row)
+    if notebook is not None:
+        return _notebook(run, notebook)
     if not row["seq_len"] and not run.quantity.startswith("static"):
         raise NotCovered("the row does not state the sequence length")
     if "max_seq_length is a cap" in row["notes"]:
@@ -80,23 +87,48 @@ def _generated(row: Row) -> Prediction:
 
 def run_of(row: Row) -> Run:
     """Return the run of a fine-tuning row; raises NotCovered with the reason."""
-    model = model_named(row["model"])
+    notebook = notebook_of(row)
+    if notebook and notebook.not_a_run:
+        raise NotARun(f"copied outputs: {notebook.not_a_run}")
+    model = model_named(notebook.model if notebook else row["model"])
     if "litgpt" in row["framework"].lower():
         model = litgpt_model(model)
     if is_split(row):
         model = stage_models(row, model)[-1]  # the last one has the head
     recipe = divide_tokens(row, recipe_of(row, model))
-    machine = machine_named(row["gpu"], gpus_of(row, recipe))
-    return Run(row, canonical(row.quantity), model, recipe, machine)
+    quantity = canonical(row.quantity)
+    machine = machine_named(row["gpu"], gpus_of(row, recipe), any_memory=quantity in OF_TENSORS)
+    return Run(row, quantity, model, recipe, machine)
 
 
 def _answer(run: Run) -> Prediction:
     result = plan(run.model, run.recipe, run.machine)
     _refuse_impossible(run.row, result)
     extra = _second_set(run) if run.quantity == "peak_reserved" else 0
-    if run.row["grad_ckpt"].startswith("selective"):
-        extra += selective_bytes(run.model, result.resolved.tokens)
     return figure(run.quantity, result, extra)
+
+
+def _notebook(run: Run, notebook: Notebook) -> Prediction:
+    """Return the figure of a notebook's run, whose samples have the lengths of its data set."""
+    if run.quantity.startswith("static"):
+        result = plan(run.model, run.recipe, run.machine)
+        return _static(run.quantity, result.reserved_over().loaded, result)
+    if notebook.context:
+        return _answer(run)
+    data = data_set(notebook.data)
+    cap, batch = run.recipe.context or 0, run.recipe.micro_batch_size or 1
+    if data is None:
+        raise NotCovered("the cell states a cap, and no length of its data set's samples is known")
+    samples = batch * (run.recipe.gradient_accumulation or 1) * notebook.steps
+    drawn = [step_lengths(data, cap, batch, samples, chance) for chance in (TAIL, EVEN, 1 - TAIL)]
+    found = []
+    for lengths in drawn:
+        longest = run.at(max(lengths))
+        result = plan(longest.model, longest.recipe, longest.machine)
+        found.append((result, result.reserved_over(lengths).on_card))
+    (_, low), (middle, value), (_, high) = found
+    least, most = middle.interval("reserved", 1)
+    return Prediction(run.quantity, value, low * least, high * most, middle)
 
 
 def _capped(run: Run) -> Prediction:

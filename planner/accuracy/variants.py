@@ -33,17 +33,3 @@ def _joined(layer: LayerSpec) -> tuple[ModuleSpec, ...]:
     name = parts[0].name.removesuffix("q_proj") + "qkv_proj"
     joined = ModuleSpec(name=name, kind=ModuleKind.LINEAR, shapes=shapes)
     return (joined, *(m for m in layer.modules if m not in parts))
-
-
-def selective_bytes(model: ModelSpec, tokens: int, element: int = 2) -> int:
-    """Return what torchtitan's selective checkpointing keeps beside the layers' inputs.
-
-    Its policy saves every attention output and every second matmul: q, v, gate and down.
-    """
-    kept = 0
-    for layer in model.layers:
-        mixer = layer.mixer
-        query = mixer.num_heads * mixer.head_dim
-        value = (mixer.num_kv_heads or mixer.num_heads) * (mixer.v_head_dim or mixer.head_dim)
-        kept += layer.count * (2 * query + value + layer.mlp.intermediate + model.hidden)
-    return kept * tokens * element

@@ -12,7 +12,7 @@ from typing import Any
 
 from planner.errors import MissingExtraError, UnknownNameError, UnsupportedError, UsageError
 from planner.families.fields import ConfigFields
-from planner.families.rope import is_yarn, scaled_positions
+from planner.families.rope import first_positions, is_yarn, scaled_positions
 from planner.models.quantization import TEXT_ONLY, quantization_name
 from planner.models.spec import ModelSpec
 
@@ -102,6 +102,7 @@ def model_spec_from_config(
         architecture=_architecture(fields) or spec.architecture,
         checkpoint_dtype=_dtype(fields),
         rope_scaled_position=scaled,
+        rope_first_position=first_positions(fields.config),
         yarn=is_yarn(fields.config),
         quantization_config=quantization,
         checkpoint_quantization=quantization_name(

@@ -30,6 +30,18 @@ def scaled_positions(config: Mapping[str, Any], max_position: int) -> int:
     return reached if reached != max_position else 0
 
 
+def first_positions(config: Mapping[str, Any]) -> int:
+    """Return the positions of a long rope's short factors; 0 when there is one set for all."""
+    text = config.get("text_config")
+    settings = text if isinstance(text, Mapping) else config
+    for rope in _scalings(settings):
+        if str(rope.get("rope_type") or rope.get("type")) in {"longrope", "su"}:
+            found = settings.get("original_max_position_embeddings")
+            found = found or rope.get("original_max_position_embeddings")
+            return found if isinstance(found, int) and not isinstance(found, bool) else 0
+    return 0
+
+
 def is_yarn(config: Mapping[str, Any]) -> bool:
     """Say whether the config scales its rotary positions by YaRN."""
     text = config.get("text_config")

@@ -13,6 +13,7 @@ from planner.importers import (
     axolotl,
     llamafactory,
     ms_swift,
+    torchtitan,
     torchtune,
     trl,
     trl_script,
@@ -116,6 +117,8 @@ def looks_foreign(path: Path) -> bool:
     """Return whether a file is another tool's config rather than a run.yaml of ours."""
     if path.suffix.lower() in (".ipynb", ".py", ".sh"):
         return path.is_file()
+    if path.suffix.lower() == ".toml":
+        return path.is_file() and torchtitan.load(read_text(path)[0]) is not None
     if path.suffix.lower() not in (".yaml", ".yml", ".json") or not path.is_file():
         return False
     text, _ = read_text(path)
@@ -150,6 +153,8 @@ def _import(
     variant: str | None,
 ) -> Imported:
     stripped = text.lstrip()
+    if (titan := torchtitan.load(text)) is not None:
+        return torchtitan.read(flatten(titan), version=version)
     if tool is not None and tool not in TOOLS:
         raise UsageError(
             f"tool: {tool[:40]!r} is not one that can be imported", hint=", ".join(TOOLS)

@@ -43,7 +43,7 @@ def read(
     lora = _lora(settings, method)
     optimizer = settings.raw("optimizer", to="optimizer", default="adamw_torch_fused")
     recipe["optimizer"] = words.optimizer(settings, optimizer)
-    recipe["compile"] = settings.flag("torch_compile")
+    recipe["compile"] = settings.flag("torch_compile", to="compile")
     return settings.finish(model, recipe=recipe, lora=lora, engine=engine, gpus=gpus)
 
 

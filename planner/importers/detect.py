@@ -10,6 +10,7 @@ TOOLS = (
     "alignment-handbook",
     "open-r1",
     "torchtune",
+    "torchtitan",
     "ms-swift",
     "verl",
     "unsloth",

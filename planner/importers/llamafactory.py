@@ -47,6 +47,7 @@ def read(
 
 def _compute(settings: Settings, recipe: dict[str, Any], stage: str) -> None:
     off = settings.flag("disable_gradient_checkpointing", to="checkpointing")
+    recipe["compile"] = settings.flag("torch_compile", to="compile")
     recipe["checkpointing"] = words.checkpointing(
         not off, offload=settings.flag("use_unsloth_gc") and not off
     )

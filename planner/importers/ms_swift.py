@@ -173,6 +173,7 @@ def _lengths(settings: Settings, recipe: dict[str, Any], task: Task, model: str)
 
 def _activations(settings: Settings, recipe: dict[str, Any]) -> None:
     on = settings.flag("gradient_checkpointing", to="checkpointing", default=True)
+    recipe["compile"] = settings.flag("torch_compile", to="compile")
     recipe["checkpointing"] = Checkpointing.FULL if on else Checkpointing.NONE
     recipe["attention"] = words.attention(settings.raw("attn_impl", to="attention", default="sdpa"))
     liger = settings.flag("use_liger_kernel", to="loss")

@@ -5,7 +5,7 @@ from typing import Any
 
 from planner.importers import words
 from planner.importers.settings import Imported, Settings
-from planner.run.recipe import Loss, Method, Sharding, Task
+from planner.run.recipe import Float8, Loss, Method, Sharding, Task
 
 VERSION = "0.6.1"
 _COMPONENT = re.compile(r"(?:(?P<kind>qlora|lora|dora|qdora)_)?(?P<model>[a-z0-9_]+)$")
@@ -73,7 +73,9 @@ def read(values: dict[str, Any], *, version: str | None = None, text: str = "") 
     )
     _length(settings, recipe)
     _compute(settings, recipe)
-    recipe["compile"] = settings.flag("compile")
+    recipe["compile"] = settings.flag("compile", to="compile")
+    if settings.flag("enable_fp8_training", to="float8"):
+        recipe["float8"] = _float8(settings)
     if dpo:
         recipe["reference"] = words.reference(method, needed=True)
     gpus = _gpus(settings, recipe, text)
@@ -81,13 +83,22 @@ def read(values: dict[str, Any], *, version: str | None = None, text: str = "") 
         "device",
         "low_cpu_ram",
         "model.lora_alpha",
-        "enable_fp8_training",
         "custom_sharded_layers",
         "fsdp_reshard_after_forward",
     )
     return settings.finish(
         model, recipe=recipe, lora=_lora(settings, method, kind), engine={}, gpus=gpus
     )
+
+
+def _float8(settings: Settings) -> Float8 | None:
+    """Return the scaling; torchtune hands the name to torchao, whose default is tensorwise."""
+    name = str(settings.raw("fp8_recipe_name", to="float8", default="tensorwise"))
+    try:
+        return Float8(name.replace("_", "-"))
+    except ValueError:
+        settings.unread("fp8_recipe_name", name, "the scaling of float8: planned as tensorwise")
+        return Float8.TENSORWISE
 
 
 def _length(settings: Settings, recipe: dict[str, Any]) -> None:

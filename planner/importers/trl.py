@@ -91,6 +91,7 @@ def _compute(
     )
     settings.raw("gradient_checkpointing_kwargs", "gradient_checkpointing_kwargs.use_reentrant")
     offload = settings.flag("activation_offloading")
+    recipe["compile"] = settings.flag("torch_compile", to="compile")
     recipe["checkpointing"] = words.checkpointing(on, offload=offload)
     recipe["attention"] = words.attention(
         settings.raw("attn_implementation", to="attention", default="sdpa")

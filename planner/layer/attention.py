@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from planner.layer.tape import Value
+from planner.layer.tape import Op, Value
 
 if TYPE_CHECKING:
     from planner.layer.program import Program
@@ -39,7 +39,7 @@ def attend(p: "Program", q: Value, k: Value, v: Value, shape: Shape) -> Value:
     grouped = s.attention == "sdpa" and k.size != q.size
     if grouped and (s.undeclared_groups or width == 4):
         return _math(p, q, k, v, heads, out_size, width)
-    lse = tape.value(heads * 4, needs_grad=False)
+    lse = tape.statistics(heads * 4)
     saves = [q, k, v, lse]
     if masked and not (s.masked and s.additive_mask):
         # a boolean mask becomes an additive one in every layer, which is saved: zeros, its inverse
@@ -52,6 +52,7 @@ def attend(p: "Program", q: Value, k: Value, v: Value, shape: Shape) -> Value:
         saves=tuple(saves),
         saves_out=True,
         scratch=q.size * 4 / width,
+        kind=Op.ATTENTION,
     )
     tape.drop(*saves)
     return out
@@ -81,7 +82,7 @@ def _math(
     query = tape.op((scaled,), full)  # heads are not in front in memory: matmul copies
     if not declared:
         key = p.cast(key, full)
-    scores = tape.op((query, key), row, saves=(query, key))
+    scores = tape.op((query, key), row, saves=(query, key), kind=Op.KERNEL)
     tape.drop(query, key)
     # the safe softmax: scores, softmax, a boolean mask and the result; backward: a product
     soft = tape.op((scores,), row, saves_out=True, forward_scratch=row * 5 / 4, scratch=row)
@@ -90,7 +91,7 @@ def _math(
     if not declared:
         v = tape.op((v,), out_size * wide)
         held.append(v)
-    out = tape.op((soft, v), out_size * wide, saves=(soft, v))
+    out = tape.op((soft, v), out_size * wide, saves=(soft, v), kind=Op.KERNEL)
     if width != 4:
         out = p.cast(out, out_size)
     tape.drop(soft, narrow, *held)
@@ -116,7 +117,7 @@ def _eager(p: "Program", q: Value, k: Value, v: Value, shape: Shape) -> Value:
         held += [k, v]
     query = _operand(p, q, q.size * width / query_width, apart=s.batched)
     key = _operand(p, k, k.size * width / query_width, apart=s.batched and groups == 1)
-    scores = tape.op((query, key), row * width, saves=(query, key))
+    scores = tape.op((query, key), row * width, saves=(query, key), kind=Op.KERNEL)
     tape.drop(query, key)
     raw = _capped(p, p.cast(scores, row * width), row * width)
     # scores + mask, which is as wide as the stream
@@ -130,7 +131,7 @@ def _eager(p: "Program", q: Value, k: Value, v: Value, shape: Shape) -> Value:
     weights = _operand(p, narrow, row * width, apart=False)
     out_size = heads * shape.v_dim * width
     value = _operand(p, v, out_size, apart=s.batched and groups == 1)
-    out = tape.op((weights, value), out_size, saves=(weights, value))
+    out = tape.op((weights, value), out_size, saves=(weights, value), kind=Op.KERNEL)
     tape.drop(weights, value)
     context = tape.op((out,), out_size) if s.batched else _copied(p, out)
     p.until_layer_ends(narrow)

@@ -17,6 +17,7 @@ def run_layer(p: Program, x: Value, layer: LayerSpec, hidden: int) -> Value:
     """Record one decoder layer on `x`; the caller drops `x`."""
     out = _layer(p, x, layer, hidden)
     p.end_layer()
+    p.tape.layer_done(out)
     return out
 
 

@@ -1,7 +1,7 @@
 """The channel mixers of a decoder layer on a tape: MLPs; experts.py has the mixtures."""
 
 from planner.layer.program import Program
-from planner.layer.tape import Value
+from planner.layer.tape import Op, Value
 from planner.models.lora_targets import is_mlp
 from planner.models.spec import LINEARS, LayerSpec, MlpKind, ModuleSpec
 
@@ -78,7 +78,7 @@ def mlp_block(p: Program, x: Value, layer: LayerSpec, width: int) -> Value:
         product = gated(p, first, size, mlp.activation)
     elif "swiglu" in s.fused:
         up = p.linear(x, ins[1], width)
-        product = tape.op((first, up), size, saves=(first, up))
+        product = tape.op((first, up), size, saves=(first, up), kind=Op.KERNEL)
         tape.drop(first, up)
     else:
         activated = activation(p, first, size, mlp.activation)
@@ -97,7 +97,7 @@ def gated(p: Program, both: Value, size: float, kind: str) -> Value:
     gate, up = tape.split(both, (size, size))
     tape.drop(both)
     if "swiglu" in p.s.fused:
-        product = tape.op((gate, up), size, saves=(gate, up))
+        product = tape.op((gate, up), size, saves=(gate, up), kind=Op.KERNEL)
         tape.drop(gate, up)
         return product
     activated = activation(p, gate, size, kind)

@@ -5,8 +5,10 @@ from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from planner.layer.blocks import run_layer
+from planner.layer.compiled import layer_tape
 from planner.layer.program import OpSettings, Program
-from planner.layer.tape import Envelope, Point, Tape, envelope, shifted
+from planner.layer.selective import AgainTape, ForwardTape, Policy
+from planner.layer.tape import Envelope, Point, envelope, shifted
 from planner.models.spec import LayerSpec
 
 Costs = TypeVar("Costs")
@@ -76,13 +78,17 @@ def checkpointed_costs(layer: LayerSpec, hidden: int, settings: OpSettings) -> C
 
 
 def _no_grad(layer: LayerSpec, hidden: int, settings: OpSettings) -> Envelope:
-    tape = Tape(grad_enabled=False)
+    tape = layer_tape(settings.compiled, grad_enabled=False)
     run_layer(Program(tape, settings), tape.value(hidden * settings.residual), layer, hidden)
     return envelope(tape.points)
 
 
 def _kept(layer: LayerSpec, hidden: int, settings: OpSettings) -> KeptCosts:
-    tape = Tape(keep_weight_grads=not settings.accumulate)
+    if settings.again and not settings.compiled:
+        return _kept_again(layer, hidden, settings)
+    tape = layer_tape(
+        settings.compiled, keep_weight_grads=not settings.accumulate, again=settings.again
+    )
     x = tape.value(hidden * settings.residual, needs_grad=settings.input_grad)
     out = run_layer(Program(tape, settings), x, layer, hidden)
     tape.drop(x, out)
@@ -91,6 +97,58 @@ def _kept(layer: LayerSpec, hidden: int, settings: OpSettings) -> KeptCosts:
     tape.start_backward(out, hidden * settings.residual)
     tape.run()
     return KeptCosts(kept, forward, envelope(tape.points), keeps_input)
+
+
+def _kept_again(layer: LayerSpec, hidden: int, settings: OpSettings) -> KeptCosts:
+    """Run a layer of which a checkpoint keeps its input and what its policy chooses."""
+    width = hidden * settings.residual
+    if settings.again == "all":
+        forward = no_grad_costs(layer, hidden, settings._replace(again=""))
+        again = checkpointed_costs(layer, hidden, settings._replace(again=""))
+        return KeptCosts(Point(width, 0, 0), forward, shifted(again.recompute, width), True)
+    first = ForwardTape(Policy())
+    x = first.value(width)
+    out = run_layer(Program(first, settings), x, layer, hidden)
+    first.drop(out)
+    forward, kept = envelope(first.points), first.now()
+    tape = again_tape(first, layer, hidden, settings)
+    x = tape.value(width, needs_grad=settings.input_grad)
+    tape.left_by(first)
+    start = len(tape.points)
+    out = run_layer(Program(tape, settings), x, layer, hidden)
+    tape.drop(out)  # the input is the checkpoint's until its backward is done
+    computed = tape.points[start : max(tape.last_save, start + 1)]
+    left = tape.now()
+    tape.points.clear()
+    tape.start_backward(out, width)
+    tape.run_until_saved()
+    # before the recompute only what was kept is there
+    early = [
+        Point(
+            p.per_token - left.per_token + kept.per_token,
+            p.constant - left.constant + kept.constant,
+            p.weight_grads,
+        )
+        for p in tape.points
+    ]
+    waiting = tape.now().per_token - left.per_token
+    tape.points.clear()
+    tape.run()
+    return KeptCosts(
+        kept, forward, envelope([*early, *shifted(computed, waiting), *tape.points]), True
+    )
+
+
+def again_tape(
+    first: ForwardTape, layer: LayerSpec, hidden: int, settings: OpSettings
+) -> AgainTape:
+    """Return the tape of a selectively checkpointed layer's second run, which stops early."""
+    grads = not settings.accumulate
+    trial = AgainTape(Policy(), keep_weight_grads=grads)
+    x = trial.value(hidden * settings.residual, needs_grad=settings.input_grad)
+    trial.left_by(first)
+    run_layer(Program(trial, settings), x, layer, hidden)
+    return AgainTape(Policy(), keep_weight_grads=grads, asks=trial.needed)
 
 
 def _checkpointed(layer: LayerSpec, hidden: int, settings: OpSettings) -> CheckpointedCosts:
@@ -114,7 +172,7 @@ def _recompute(
     points before, during and after the recompute, and whether something saved the input.
     """
     width = hidden * settings.residual
-    tape = Tape(keep_weight_grads=not settings.accumulate, recomputed=True)
+    tape = layer_tape(settings.compiled, keep_weight_grads=not settings.accumulate, recomputed=True)
     x = tape.value(width)
     out = run_layer(Program(tape, settings), x, layer, hidden)
     tape.drop(out, x) if fetched else tape.drop(out)

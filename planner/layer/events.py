@@ -6,9 +6,11 @@ Block numbers are the tape's; a layer's input, output and their gradients belong
 from dataclasses import dataclass
 
 from planner.layer.blocks import run_layer
-from planner.layer.costs import cached
+from planner.layer.compiled import layer_tape
+from planner.layer.costs import again_tape, cached
 from planner.layer.program import OpSettings, Program
-from planner.layer.tape import FREED, Event, Tape
+from planner.layer.selective import ForwardTape, Policy
+from planner.layer.tape import FREED, Event, Tape, Value
 from planner.models.spec import LayerSpec
 
 
@@ -66,7 +68,7 @@ def reentrant_held_events(layer: LayerSpec, hidden: int, settings: OpSettings) -
 
 
 def _forward(layer: LayerSpec, hidden: int, settings: OpSettings) -> LayerEvents:
-    tape = Tape(grad_enabled=False)
+    tape = layer_tape(settings.compiled, grad_enabled=False)
     x = tape.value(hidden * settings.residual)
     out = run_layer(Program(tape, settings), x, layer, hidden)
     block = x.storage.block
@@ -74,8 +76,12 @@ def _forward(layer: LayerSpec, hidden: int, settings: OpSettings) -> LayerEvents
 
 
 def _kept(layer: LayerSpec, hidden: int, settings: OpSettings) -> KeptEvents:
+    if settings.again and not settings.compiled:
+        return _kept_again(layer, hidden, settings)
     width = hidden * settings.residual
-    tape = Tape(keep_weight_grads=not settings.accumulate)
+    tape = layer_tape(
+        settings.compiled, keep_weight_grads=not settings.accumulate, again=settings.again
+    )
     x = tape.value(width, needs_grad=settings.input_grad)
     out = run_layer(Program(tape, settings), x, layer, hidden)
     first, last = x.storage.block, out.storage.block
@@ -96,6 +102,27 @@ def _kept(layer: LayerSpec, hidden: int, settings: OpSettings) -> KeptEvents:
     return KeptEvents(forward, backward)
 
 
+def _kept_again(layer: LayerSpec, hidden: int, settings: OpSettings) -> KeptEvents:
+    """Return both passes of a layer of which its input stays and what the policy chooses."""
+    if settings.again == "all":
+        plain = settings._replace(again="")
+        return KeptEvents(
+            forward_events(layer, hidden, plain), recomputed_events(layer, hidden, plain)
+        )
+    width = hidden * settings.residual
+    first = ForwardTape(Policy())
+    x = first.value(width)
+    out = run_layer(Program(first, settings), x, layer, hidden)
+    block = x.storage.block
+    beyond = block + len(first.kept)
+    forward = LayerEvents(_without(first.renamed(block), block), block, beyond + out.storage.block)
+    tape = again_tape(first, layer, hidden, settings)
+    x = tape.value(width, needs_grad=settings.input_grad)
+    tape.left_by(first)
+    tape.events.clear()
+    return KeptEvents(forward, _computed_again(tape, x, layer, hidden, settings))
+
+
 def _recomputed_held(layer: LayerSpec, hidden: int, settings: OpSettings) -> LayerEvents:
     return _recomputed(layer, hidden, settings, held=True)
 
@@ -107,14 +134,28 @@ def _reentrant_held(layer: LayerSpec, hidden: int, settings: OpSettings) -> Laye
 def _recomputed(
     layer: LayerSpec, hidden: int, settings: OpSettings, *, held: bool = False
 ) -> LayerEvents:
+    tape = layer_tape(settings.compiled, keep_weight_grads=not settings.accumulate, recomputed=True)
+    x = tape.value(hidden * settings.residual)
+    return _computed_again(tape, x, layer, hidden, settings, held=held)
+
+
+def _computed_again(
+    tape: Tape,
+    x: Value,
+    layer: LayerSpec,
+    hidden: int,
+    settings: OpSettings,
+    *,
+    held: bool = False,
+) -> LayerEvents:
+    """Return a layer's second forward, as far as it goes, and its backward."""
     width = hidden * settings.residual
-    tape = Tape(keep_weight_grads=not settings.accumulate, recomputed=True)
-    x = tape.value(width)
+    before, there = len(tape.events), set(range(1, tape.blocks + 1))
     out = run_layer(Program(tape, settings), x, layer, hidden)
     tape.drop(out)
-    stop = tape.last_save_event
+    stop = max(tape.last_save_event, before)
     again, unwound = tape.events[:stop], tape.events[stop:]
-    made = {event.block for event in again}
+    made = there | {event.block for event in again}
     again += [e for e in unwound if e.per_token == FREED and e.block in made]
     tape.events.clear()
     tape.start_backward(out, width)
@@ -140,7 +181,7 @@ def _reentrant(
     layer: LayerSpec, hidden: int, settings: OpSettings, *, held: bool = False
 ) -> LayerEvents:
     width = hidden * settings.residual
-    tape = Tape(keep_weight_grads=not settings.accumulate)
+    tape = layer_tape(settings.compiled, keep_weight_grads=not settings.accumulate)
     x = tape.value(width)
     out = run_layer(Program(tape, settings), x, layer, hidden)
     tape.start_backward(out, width)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from planner.layer.channel import activation, gated, mlp_block
 from planner.layer.program import Program, in_tiles
-from planner.layer.tape import Value
+from planner.layer.tape import Op, Value
 from planner.models.spec import LayerSpec, MlpKind, MlpSpec, ModuleKind
 
 INTO, OUT = 0, 1
@@ -20,6 +20,8 @@ MODULES = "modules"
 
 def channel(p: Program, x: Value, layer: LayerSpec, hidden: int, width: int) -> Value:
     """Record a layer's channel mixer, whole or in tiles."""
+    if p.s.mlp_tile and p.s.tile_experts and layer.mlp.kind is MlpKind.MOE:
+        return in_tiles(p, x, p.s.mlp_tile, lambda q, part: channel(q, part, layer, hidden, width))
     if layer.mlp.kind is MlpKind.MOE:
         return moe_block(p, x, layer, hidden, width)
     if p.s.mlp_tile:
@@ -68,6 +70,7 @@ def _router(p: Program, x: Value, mlp: MlpSpec, hidden: int, width: int) -> Valu
         saves=(fed, weight) if s.full else (weight,),
         weight_grad=count * s.grad if s.full else 0,
         view_grad=True,
+        kind=Op.MATMUL,
     )
     tape.drop(fed, weight)
     return out
@@ -169,7 +172,7 @@ def _chosen(
     s, tape = p.s, p.tape
     one = stack // mlp.num_experts
     if merged is not None:
-        return tape.op((x, merged), size, saves=(x, merged))
+        return tape.op((x, merged), size, saves=(x, merged), kind=Op.KERNEL)
     if s.experts == MODULES:
         return tape.op(
             (x,),
@@ -177,9 +180,10 @@ def _chosen(
             saves=(x,) if s.full else (),
             weight_grad=one * s.grad if s.full else 0,
             weight_scratch=one * s.act if s.quantized else 0,
+            kind=Op.KERNEL if s.quantized else Op.MATMUL,
         )
     if not s.full:
-        return tape.op((x,), size)
+        return tape.op((x,), size, kind=Op.MATMUL)
     new = (one + (0 if last else stack)) * s.grad  # added to the first round's
     return tape.op(
         (x,),
@@ -188,6 +192,7 @@ def _chosen(
         weight_grad=stack * s.grad if last else 0,
         weight_scratch=new,
         forward_constant=0,
+        kind=Op.MATMUL,
     )
 
 
@@ -218,7 +223,9 @@ def _batched(p: Program, x: Value, layer: LayerSpec, hidden: int, weights: Value
         tape.drop(*chosen)  # selected_weights is bound again
         chosen[:] = [copies]
         held.append(tape.value(biases[side], needs_grad=False))
-        return tape.op((fed, copies), size, saves=(fed, copies) if trained else (copies,))
+        return tape.op(
+            (fed, copies), size, saves=(fed, copies) if trained else (copies,), kind=Op.KERNEL
+        )
 
     both = multiplied(rows, (parts - 1) * narrow, INTO)
     product = _inside(p, both, mlp, narrow)
@@ -348,7 +355,7 @@ def _grouped(
     own = s.experts == "fallback"
     merged = _merged(p, count, side)
     if merged is not None:
-        out = tape.op((x, merged), per_token, saves=(x, merged))
+        out = tape.op((x, merged), per_token, saves=(x, merged), kind=Op.KERNEL)
         held.append(merged)
         return out
     return tape.op(
@@ -358,4 +365,5 @@ def _grouped(
         weight_grad=count * s.grad if s.full else 0,
         weight_scratch=count * s.weight if own and not s.full else 0,
         forward_constant=0,
+        kind=Op.KERNEL,
     )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from planner.layer.attention import Shape, attend
 from planner.layer.dora import Sides, norm_matrices, scaled_sum
-from planner.layer.tape import Tape, Value, envelope, largest
+from planner.layer.tape import Op, Tape, Value, envelope, largest
 from planner.models.spec import ModuleSpec
 
 
@@ -88,12 +88,25 @@ class OpSettings(NamedTuple):
     """Fused kernels: rmsnorm, swiglu, rope, lora, moe."""
     mlp_tile: int = 0
     """Tokens of one tile of the MLP, recomputed tile by tile in backward; 0 = whole."""
+    tile_experts: bool = False
+    """A tile of the MLP takes its tokens through the experts too."""
     norm_tile: int = 0
     """The same of the norms of the hidden stream."""
     input_grad: bool = True
     """The layer's input needs a gradient; not the first layer's of a frozen model, unless asked."""
     accumulate: bool = False
     """Gradients exist already: new ones are added and freed."""
+    compiled: str = ""
+    """What torch.compile compiles at once: layer, model; empty: nothing."""
+    again: str = ""
+    """What a kept layer computes again: ops (all but what the policy of planner/layer/selective.py
+    keeps), all; empty: nothing."""
+    float8: bool = False
+    """Linears cast what they multiply to float8 (torchao)."""
+
+
+FLOAT8_MULTIPLE = 16
+"""Linears with a side that is no multiple of this are not converted (torchtitan module_filter_fn)."""
 
 
 class Program:
@@ -111,28 +124,33 @@ class Program:
         count = module.weight_parameters
         inner, cast = x, False
         if width != s.act and (s.autocast or s.quantized):
-            inner, cast = tape.op((x,), columns * s.act), True
+            inner, cast = tape.op((x,), columns * s.act, same="cast"), True
         weight_copy = None
         if s.autocast and s.weight != s.act and not s.quantized:
             # autocast's copy of the weight is what autograd saves
             weight_copy = tape.value(0, count * s.act, needs_grad=False)
         whole = s.full or module.name in s.saved
         saves = (inner,) if whole else ()
+        low = self._in_float8(inner, module) if s.float8 else None
         if s.quantized and s.saved_input:
             if s.saved_input != inner.size / columns:
-                wide = tape.op((inner,), columns * s.saved_input)
+                wide = tape.op((inner,), columns * s.saved_input, same="cast")
                 inner, cast = wide, True
             tape.hold(inner)  # freed with the graph, not with the node
         out = tape.op(
-            (inner,),
+            (low or inner,),
             rows * s.act,
             saves=(*saves, weight_copy) if weight_copy else saves,
+            scratch=(rows, rows + columns) if low else 0,  # of the gradient, twice, and the input
             weight_grad=self._own_gradient(module),
-            weight_scratch=count * s.act if s.quantized else 0,
+            weight_scratch=count * s.act if s.quantized else count if low else 0,
             view_grad=not s.quantized,
+            kind=_kind(module, quantized=s.quantized),
         )
         if weight_copy:
             tape.drop(weight_copy)
+        if low:
+            tape.drop(low)
         if cast:
             tape.drop(inner)
         if s.saved_output:
@@ -142,6 +160,18 @@ class Program:
         if s.quantized and width != s.act:
             out = self.cast(out, rows * width)
         return self._lora(x, out, module, width) if module.leaf in s.adapted else out
+
+    def _in_float8(self, x: Value, module: ModuleSpec) -> Value | None:
+        """Record torchao's cast of a linear's input, a byte an element; None: it stays in 16 bits.
+
+        torchao float8_linear.py, matmul_with_hp_or_float8_args: saves its input as it came; casts that
+        and the weight in the forward; in the backward the gradient for both products, the weight, the input.
+        """
+        if module.out_features % FLOAT8_MULTIPLE or module.in_features % FLOAT8_MULTIPLE:
+            return None
+        low = self.tape.op((x,), module.in_features, same="float8")
+        low.size = module.in_features * self.s.act  # its gradient is not in float8
+        return low
 
     def _own_gradient(self, module: ModuleSpec) -> int:
         """Return bytes of the gradients of a linear's own weight and bias."""
@@ -161,6 +191,7 @@ class Program:
             saves=(x,) if s.full else (),
             weight_grad=count * s.grad if s.full else 0,
             view_grad=True,
+            kind=Op.MATMUL,
         )
 
     def cast(self, x: Value, per_token: float) -> Value:
@@ -181,7 +212,7 @@ class Program:
         inner = x
         peft_casts = not fused and s.adapter != width and not (s.quantized and s.autocast)
         if peft_casts:
-            inner = tape.op((x,), columns * s.adapter)
+            inner = tape.op((x,), columns * s.adapter, same="cast")
             held.append(inner)  # PEFT's own variable, until its forward returns
         passing: list[Value] = []
         if s.dropout:
@@ -190,7 +221,7 @@ class Program:
             tape.drop(mask)
             passing.append(inner)
         if inside != inner.size / columns:
-            inner = tape.op((inner,), columns * inside)  # autocast
+            inner = tape.op((inner,), columns * inside, same="cast")  # autocast
             passing.append(inner)
         sides = Sides(
             rows=rows,
@@ -222,7 +253,14 @@ class Program:
         saves = inputs
         if s.autocast and s.adapter != s.act:
             saves = (*inputs, tape.value(0, count * s.act, needs_grad=False))
-        out = tape.op(inputs, per_token, saves=saves, weight_grad=count * s.adapter, view_grad=True)
+        out = tape.op(
+            inputs,
+            per_token,
+            saves=saves,
+            weight_grad=count * s.adapter,
+            view_grad=True,
+            kind=Op.MATMUL,
+        )
         tape.drop(*saves[1:])
         return out
 
@@ -256,12 +294,12 @@ class Program:
                 return out
             return self._fused_norm(x, features * width, 2 * weight_grad)
         if "rmsnorm" in s.fused:
-            return self._fused_norm(x, features * width, weight_grad)
+            return self._fused_norm(x, features * width, weight_grad, kind=Op.KERNEL)
         return self._rms_norm(x, width, features, weight_grad)
 
-    def _fused_norm(self, x: Value, size: float, weight_grad: int) -> Value:
+    def _fused_norm(self, x: Value, size: float, weight_grad: int, *, kind: Op = Op.FUSED) -> Value:
         statistics = self.tape.value(8, needs_grad=False)
-        out = self.tape.op((x,), size, saves=(x, statistics), weight_grad=weight_grad)
+        out = self.tape.op((x,), size, saves=(x, statistics), weight_grad=weight_grad, kind=kind)
         self.tape.drop(statistics)
         return out
 
@@ -349,4 +387,11 @@ def in_tiles(p: Program, x: Value, tokens: int, run: Callable[[Program, Value], 
         weight_grad=max(point.weight_grads for point in again.points),
         weight_scratch=largest(envelope(again.points), tokens).at(tokens),
         forward_constant=largest(envelope(forward.points), tokens).at(tokens),
+        kind=Op.KERNEL,
     )
+
+
+def _kind(module: ModuleSpec, *, quantized: bool) -> Op:
+    if quantized:
+        return Op.KERNEL
+    return Op.ADDMM if len(module.shapes) > 1 else Op.MATMUL

@@ -11,6 +11,7 @@ weight_grads), and `largest(points, tokens)` is exact for any number of tokens.
 """
 
 from collections.abc import Iterable
+from enum import Enum
 from typing import NamedTuple
 
 
@@ -41,6 +42,20 @@ class Event(NamedTuple):
     per_token: float
     """Bytes per token of an allocation; FREED for a free."""
     constant: int = 0
+
+
+class Op(Enum):
+    """What runs an operation: what a compiler fuses, and what a policy of checkpointing saves."""
+
+    FUSED = "fused"
+    """Pointwise, a reduction, a copy."""
+    MATMUL = "matmul"
+    """aten::mm: a linear without bias."""
+    ADDMM = "addmm"
+    """aten::addmm: a linear with one."""
+    ATTENTION = "attention"
+    KERNEL = "kernel"
+    """Any other kernel of its own."""
 
 
 FREED = -1.0
@@ -181,6 +196,18 @@ class Tape:
             constant=constant,
         )
 
+    def result(self, kind: Op, per_token: float, constant: int) -> Storage:
+        """Return the storage of an operation's result."""
+        del kind
+        return self.alloc(per_token, constant)
+
+    def noted(self, *, result: bool) -> None:
+        """Learn that the operation just recorded saved something: its `result`, or before it ran."""
+
+    def statistics(self, per_token: float) -> Value:
+        """Return what an attention kernel returns beside its result."""
+        return self.value(per_token, needs_grad=False)
+
     def op(
         self,
         inputs: tuple[Value, ...],
@@ -195,11 +222,14 @@ class Tape:
         weight_scratch: int = 0,
         forward_constant: int | None = None,
         view_grad: bool = False,
+        kind: Op = Op.FUSED,
+        same: str = "",
     ) -> Value:
         """Record an operation with a new output of `per_token` bytes (and `constant` ones).
 
         `saves` are kept for backward; `scratch` is what its backward needs in passing, and
         `weight_scratch` constant bytes that both passes need (the forward `forward_constant`, if given).
+        `same` names what a compiler does once for one input and size.
         """
         before, before_event = len(self.points), len(self.events)
         if forward_constant is None:
@@ -209,7 +239,7 @@ class Tape:
             self.spike(per_token + total(forward_scratch), forward_constant)
             passing = self._passing(forward_scratch, forward_constant)
         needs = self.grad_enabled and (bool(weight_grad) or any(v.needs_grad for v in inputs))
-        storage = self.alloc(per_token, constant)
+        storage = self.result(kind, per_token, constant)
         self._end(passing)
         out = Value(storage, needs_grad=needs, size=per_token, constant=constant)
         if needs:
@@ -219,6 +249,7 @@ class Tape:
             if saved:
                 self.last_save = len(self.points) if saves_out else before
                 self.last_save_event = len(self.events) if saves_out else before_event
+                self.noted(result=saves_out)
             self.nodes.append(
                 Node((out,), inputs, False, saved, scratch, weight_grad, weight_scratch, view_grad)
             )
@@ -276,6 +307,9 @@ class Tape:
         if self.grad_enabled:
             value.storage.refs += 1
             self.held.append(value.storage)
+
+    def layer_done(self, out: Value) -> None:
+        """Learn that a layer's forward is over and what it made."""
 
     def end_graph(self) -> None:
         """Forget the autograd nodes, whose backward is done."""

@@ -8,7 +8,7 @@ ops/gated_delta_rule/chunk.py and ops/kda/{chunk,chunk_fwd,chunk_bwd}.py (August
 from collections.abc import Sequence
 
 from planner.layer.program import Program
-from planner.layer.tape import Value
+from planner.layer.tape import Op, Value
 from planner.mixers.mixer import Linears
 from planner.models.spec import LayerSpec, MixerSpec, ModuleSpec
 
@@ -46,7 +46,7 @@ def _gated(
         held = [p.linear(x, by_leaf[f"in_proj_{name}"], width) for name in ("qkv", "z", "b", "a")]
         mixed, z, b, a = held
         held = held[1:]
-    convolved = tape.op((mixed,), mixed.size, saves=(mixed,))
+    convolved = tape.op((mixed,), mixed.size, saves=(mixed,), kind=Op.KERNEL)
     tape.drop(mixed)
     q, k, v = tape.split(convolved, (keys, keys, values))
     held += [convolved, q, k, v]
@@ -80,6 +80,7 @@ def _gated(
         saves=(*saved, beta),
         forward_scratch=(*copies, one, values, state, values),
         scratch=(one, one, one, values, values, values, state, state),
+        kind=Op.KERNEL,
     )
     tape.drop(*saved)
     held += [beta, decay]
@@ -123,7 +124,7 @@ def _kimi(
     parts = [p.linear(x, by_leaf[f"{name}_proj"], width) for name in "qkv"]
     mixed = tape.join(tuple(parts), 3 * one)
     tape.drop(*parts)
-    convolved = tape.op((mixed,), 3 * one, saves=(mixed,))
+    convolved = tape.op((mixed,), 3 * one, saves=(mixed,), kind=Op.KERNEL)
     tape.drop(mixed)
     q, k, v = tape.split(convolved, (one, one, one))
     decay = _forget_gate(p, x, by_leaf, width, wide, inner)
@@ -145,6 +146,7 @@ def _kimi(
         saves=(*saved, decay, opened),
         forward_scratch=(one, one, one, one, one, state, one),
         scratch=(*(one,) * 3, *(wide,) * 5, state, state, pairs_grad, pairs_grad),
+        kind=Op.KERNEL,
     )
     tape.drop(*saved)
     held = [convolved, q, k, v, decay, opened]

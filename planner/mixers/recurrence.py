@@ -3,7 +3,7 @@
 from math import prod
 
 from planner.layer.program import Program
-from planner.layer.tape import Value
+from planner.layer.tape import Op, Value
 from planner.mixers.mixer import Linears
 from planner.models.spec import LayerSpec, MixerSpec, ModuleSpec
 
@@ -16,10 +16,12 @@ def recurrent(p: Program, x: Value, layer: LayerSpec, linears: Linears, width: i
     tape = p.tape
     inner = (layer.mixer.inner_dim or x.size / width) * p.s.act
     parts, inside = _projections(p, x, linears.ins, width)
-    mixed = tape.op(parts, inner, saves=parts, scratch=sum(part.size for part in parts))
+    mixed = tape.op(
+        parts, inner, saves=parts, scratch=sum(part.size for part in parts), kind=Op.KERNEL
+    )
     tape.drop(*parts)
     steps = tuple(p.linear(mixed, module, p.s.act) for module in inside)
-    scanned = tape.op((mixed, *steps), inner, saves=(mixed, *steps), scratch=inner)
+    scanned = tape.op((mixed, *steps), inner, saves=(mixed, *steps), scratch=inner, kind=Op.KERNEL)
     tape.drop(mixed, *steps)
     if linears.out is None:
         return scanned

@@ -214,6 +214,8 @@ class ModelSpec:
     """max_position_embeddings as the config says; 0 = none."""
     rope_scaled_position: int = 0
     """Positions with the config's rope scaling; 0 = it changes nothing."""
+    rope_first_position: int = 0
+    """Positions before a long rope's second set of factors (Phi-3); 0 = there is one set."""
     yarn: bool = False
     """The scaling is YaRN's, which vLLM takes as counted into max_position already."""
     layers: tuple[LayerSpec, ...]

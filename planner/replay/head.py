@@ -108,10 +108,13 @@ class Head:
         if not self.trained:  # a frozen head saves nothing
             player.give(hidden)
         self._play(backward, alive)
+        if self.law.chunk_count > 1:
+            part = -(-self.rows // self.law.chunk_count) * self.model.vocab
+            player.passing(*(part * width(dtype, act) for _, dtype in self.law.chunk))
         if self.r.switches.keeps_outputs:
             names = [name for name in alive if name.startswith("outputs.")]
             self.outputs = alive.pop(names[0]) if names else None
-        if self._scales or self.model.softcap:  # its gradient, out of place
+        if self._scales or self._capped:  # its gradient, out of place
             self._play((Step(next(reversed(alive)), "unscaled gradient", act, False),), alive)
         incoming = player.block(self.rows * self.model.hidden * act)
         if self.trained:
@@ -123,13 +126,19 @@ class Head:
     @property
     def _scales(self) -> bool:
         """The model's forward scales its logits, out of place; some do so even by 1."""
-        return self.model.logit_scale != 1 or self.model.model_type.startswith(SCALES_LOGITS)
+        scaled = self.model.logit_scale != 1 or self.model.model_type.startswith(SCALES_LOGITS)
+        return scaled and not self.law.caps_inside
+
+    @property
+    def _capped(self) -> bool:
+        """The model's forward caps its logits by tanh."""
+        return bool(self.model.softcap) and not self.law.caps_inside
 
     def _steps(self, act: int) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
         """Return the law's steps, with what the model does to its logits first."""
         forward, backward = in_order(self.law, act, bool(self.r.autocast))
         name = forward[0].made
-        if self.model.softcap:  # logits / cap, tanh, * cap: three tensors, tanh's is saved
+        if self._capped:  # logits / cap, tanh, * cap: three tensors, tanh's is saved
             scaled = (
                 Step(name, "divided", act, False),
                 Step("divided", "tanh", act, False),
@@ -162,7 +171,10 @@ class Head:
         return whole
 
     def _weight_grad(self, grads: list[Chunk], *, accumulate: bool) -> None:
-        chunk = self.player.take(self.model.vocab * self.model.hidden * head_gradient_width(self.r))
+        size = self.model.vocab * self.model.hidden * head_gradient_width(self.r)
+        if self.law.kind == "full" and self.law.chunk_count > 1:  # a chunk's, added to the sum
+            self.player.passing(size)
+        chunk = self.player.take(size)
         if accumulate:
             self.player.give(chunk)
         elif chunk is not None:

@@ -18,6 +18,7 @@ from planner.replay.player import Blocks, Player
 from planner.replay.units import Units
 from planner.run.recipe import Checkpointing
 from planner.run.resolve import Resolved
+from planner.terms.activations import KEEPS_GRAPHS, layer_settings
 
 
 @dataclass(slots=True)
@@ -57,7 +58,7 @@ class Layers:
 
     def forward(self, x: Chunk) -> Chunk:
         """Play the forward; what backward needs stays."""
-        if self.r.checkpointing is Checkpointing.NONE:
+        if self.r.checkpointing in KEEPS_GRAPHS:
             return self._keep(x)
         offload = self.r.checkpointing is Checkpointing.OFFLOAD
         every = self.r.checkpoint_every if self.r.checkpointing is Checkpointing.EVERY_K else 1
@@ -102,7 +103,7 @@ class Layers:
         return x
 
     def _kept_events(self, index: int, layer: LayerSpec) -> KeptEvents:
-        settings = self.settings
+        settings = layer_settings(self.r, self.settings, index)
         if (
             index == 0 and not settings.embedding
         ):  # nothing before the first adapters needs a gradient
@@ -115,7 +116,7 @@ class Layers:
         `out` is the last layer's output, `grad` its gradient; both are freed.
         """
         self.player.give(out)
-        if self.r.checkpointing is Checkpointing.NONE:
+        if self.r.checkpointing in KEEPS_GRAPHS:
             return self._backward_kept(grad, grads)
         every = self.r.checkpoint_every if self.r.checkpointing is Checkpointing.EVERY_K else 1
         held = self._frozen_hooks

@@ -2,11 +2,12 @@
 
 from functools import lru_cache
 
+from planner.layer.compiled import layer_tape
 from planner.layer.events import KeptEvents, LayerEvents
 from planner.layer.program import OpSettings, Program
-from planner.layer.tape import FREED, Tape
+from planner.layer.tape import FREED
 from planner.models.spec import ModelSpec
-from planner.terms.activations import tail_settings
+from planner.terms.activations import beside_layers, tail_settings
 
 
 def norm_events(model: ModelSpec, settings: OpSettings) -> KeptEvents:
@@ -17,9 +18,10 @@ def norm_events(model: ModelSpec, settings: OpSettings) -> KeptEvents:
 @lru_cache(maxsize=1024)
 def _norm(hidden: int, settings: OpSettings) -> KeptEvents:
     width = hidden * settings.residual
-    tape = Tape(keep_weight_grads=not settings.accumulate)
+    tape = layer_tape(beside_layers(settings), keep_weight_grads=not settings.accumulate)
     x = tape.value(width)
     out = Program(tape, settings).norm(x, settings.residual, hidden)
+    tape.layer_done(out)
     first, last = x.storage.block, out.storage.block
     tape.drop(x)
     forward = tuple(e for e in tape.events if e.block != first or e.per_token == FREED)

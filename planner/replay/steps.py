@@ -5,6 +5,7 @@ The second step meets the first's cache and the optimizer's states, so two are p
 
 from typing import NamedTuple
 
+from planner.allocator.caching import AllocatorConfig
 from planner.allocator.pool import Chunk
 from planner.layer.program import OpSettings
 from planner.models.spec import ModelSpec
@@ -16,6 +17,7 @@ from planner.replay.rollout import play_rollout
 from planner.replay.tensors import Trained, factored, loaded, trained
 from planner.replay.units import Units
 from planner.replay.update import Update
+from planner.replay.warmup import warmup_bytes
 from planner.run.recipe import Checkpointing, EngineKind, Method, Reference, Task
 from planner.run.resolve import Resolved
 from planner.terms.activations import masks, op_settings
@@ -24,6 +26,7 @@ from planner.terms.embedding import backward_blocks
 from planner.terms.gradients import gradient_width
 from planner.terms.logits import head_gradient_width
 from planner.terms.optimizer_kinds import KINDS
+from planner.terms.rope_tables import rope_tables
 from planner.terms.weights import flat_units, trained_width, weights
 from planner.units import MiB
 
@@ -43,6 +46,8 @@ class Replayed(NamedTuple):
     """The least capacity on which it would have gone through, unused segments given back."""
     full: bool
     """A request failed, with nothing left to give back."""
+    loaded_bytes: int = 0
+    """Taken from the device when the model is there and no step has run."""
 
 
 def replay_run(
@@ -53,22 +58,31 @@ def replay_run(
     capacity_bytes: int | None = None,
     lengths: tuple[int, ...] = (),
     resident_bytes: int = 0,
+    card_bytes: int = 0,
 ) -> Replayed:
     """Return what torch's allocator holds at most while a run of `r` goes on.
 
-    `lengths`: tokens of one sequence in each step; all are the recipe's when empty.
+    `lengths`: tokens of one sequence in each step; all are the recipe's when empty. `card_bytes`: what
+    the card has for torch, which bounds transformers' warm-up.
     """
-    run = Run(model, r, Player(capacity_bytes=capacity_bytes))
-    full = False
+    config = AllocatorConfig(expandable_segments=r.switches.expandable_segments)
+    run = Run(model, r, Player(config, capacity_bytes=capacity_bytes))
+    full, loaded_bytes = False, 0
     try:
+        run.warm_up(card_bytes)
         run.load(workspace_bytes, resident_bytes)
+        loaded_bytes = run.player.device.peak_reserved_bytes
         for length in lengths or (r.seq_tokens,) * STEPS:
             run.step(length)
     except DeviceFullError:
         full = True
     device = run.player.device
     return Replayed(
-        device.peak_allocated_bytes, device.peak_reserved_bytes, device.needed_bytes, full
+        device.peak_allocated_bytes,
+        device.peak_reserved_bytes,
+        device.needed_bytes,
+        full,
+        loaded_bytes,
     )
 
 
@@ -103,6 +117,11 @@ class Run:
         ranks = self.r.placement.state_shards
         return [-(-size // ranks) for size in factored(self.model, self.r)]
 
+    def warm_up(self, card_bytes: int) -> None:
+        """Make the allocator take one segment for the model, as transformers does from 4.50 on."""
+        if not self.sharded:
+            self.player.passing(warmup_bytes(self.model, self.r, card_bytes))
+
     def load(self, workspace_bytes: int, resident_bytes: int) -> None:
         """Load the base, tensor by tensor, then adapters and what the first product needs."""
         player = self.player
@@ -134,6 +153,7 @@ class Run:
 
     def _load_whole(self) -> None:
         player = self.player
+        player.take_all(rope_tables(self.model, self.r))
         for tensor in loaded(self.model, self.r):
             temporary = player.take(tensor.passing)
             player.take_all(tensor.blocks)
@@ -236,7 +256,7 @@ class Run:
             chunk = player.take(module.parameters * width)
             # beyond a few thousand tokens CUDA sorts them: its temporaries come and go
             player.passing(*backward_blocks(tokens, self.model.vocab, self.model.hidden))
-            view = tied and self.r.law.kind == "full"
+            view = tied and self.r.law.kind == "full" and self.r.law.chunk_count < 2
             if view and module is self.model.embeddings[0]:
                 # a linear's gradient for the head is a view: torch adds the two in a third buffer
                 total = player.take(module.parameters * width)

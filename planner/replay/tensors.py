@@ -73,7 +73,8 @@ def _with_schemes(model: ModelSpec, r: Resolved) -> Iterator[tuple[ModuleSpec, S
 def _packed(shape: tuple[int, ...], kind: ModuleKind, scheme: Scheme, r: Resolved) -> Loaded:
     total, numel = packed_bytes(shape, scheme, kind), prod(shape)
     codes = int(numel * scheme.bits // 8)
-    passing = numel * element_bytes(r.dtype) if scheme.name in BITSANDBYTES else 0
+    quantised_here = scheme.name in BITSANDBYTES and not r.switches.prequantized
+    passing = numel * element_bytes(r.dtype) if quantised_here else 0
     return Loaded((min(codes, total), max(0, total - codes)), passing)
 
 

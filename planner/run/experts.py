@@ -30,10 +30,11 @@ def expert_fields(
     """Return the resolved fields of a mixture's experts; raises UsageError for what the code cannot do."""
     switches, asked = framework.switches, recipe.experts_implementation
     modules = switches.experts == MODULES
+    linear = switches.linear_experts or model.model_type in switches.linear_expert_models
     plain = {
         "experts": "",
         "expert_capacity": 0.0,
-        "linear_experts": switches.linear_experts,
+        "linear_experts": linear,
     }
     if recipe.task is Task.SERVE or not any(layer.mlp.num_experts for layer in model.layers):
         return plain
@@ -64,7 +65,7 @@ def expert_fields(
     return {
         "experts": experts,
         "expert_capacity": factor or 0.0,
-        "linear_experts": switches.linear_experts or (modules and not fused),
+        "linear_experts": linear or (modules and not fused),
     }
 
 

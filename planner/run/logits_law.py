@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from planner.run.recipe import Section
 
@@ -34,13 +34,14 @@ class LogitsLaw(Section):
     """all tokens of the micro-batch, or completion tokens only."""
     chunk_rows: int = 0
     chunk_count: int = 0
-    """Instead of chunk_rows: the rows are cut into this many chunks."""
+    """Instead of chunk_rows: the rows are cut into this many chunks. With kind full: the logits of all
+    chunks are there, and the loss and the head run backward chunk by chunk."""
     chunk_ratio: bool = False
     """Rows are the next power of two of N / ceil(V / H), so that a chunk is as large as hidden."""
     chunk_vocab: int = 0
     """0 = the whole vocabulary."""
     chunk: Tensors = ()
-    """(tensor, dtype) per element of a chunk."""
+    """(tensor, dtype) per element of a chunk; with kind full beside all logits, in the backward."""
     hidden: Tensors = ()
     """(tensor, dtype) of [rows, H] kept until the loss is done."""
     head_grad: Tensors = ()
@@ -51,6 +52,13 @@ class LogitsLaw(Section):
     """The rows are copied, so the norm's output is free again before the head runs."""
     max_chunk_bytes: int = 0
     """Chunk rows are chosen so that one chunk stays below this."""
+    whole_rows: int = 0
+    """Up to this many rows the logits are made whole, above it none (a head that works in registers)."""
+    caps_inside: bool = False
+    """Soft-cap and scale of the logits are computed inside the loss's kernel: no tensor more."""
+    free_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Instead: the rows are cut into as many chunks as keep one's fp32 logits within this share of what
+    is free on the card when the loss first runs (and within max_chunk_bytes), four at a time."""
     min_chunk_bytes: int = 0
     head_share: int = 0
     """tiled: a tile may take the head's 16-bit weight over this, between min and max_chunk_bytes."""

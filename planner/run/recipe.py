@@ -42,7 +42,21 @@ class Checkpointing(StrEnum):
     NONE = "none"
     FULL = "full"
     EVERY_K = "every-k"
+    """Segments of checkpoint_every layers."""
+    SELECTIVE_OP = "selective-op"
+    """Layers keep the results of attention and of every second matmul (torchtitan)."""
+    SELECTIVE_LAYER = "selective-layer"
+    """Every layer number checkpoint_every is checkpointed, the others keep everything."""
     OFFLOAD = "offload"
+
+
+class Float8(StrEnum):
+    """How torchao scales what it casts to float8."""
+
+    TENSORWISE = "tensorwise"
+    ROWWISE = "rowwise"
+    ROWWISE_GW_HP = "rowwise-with-gw-hp"
+    """rowwise, and weight gradients in 16 bit."""
 
 
 class Attention(StrEnum):
@@ -250,6 +264,13 @@ class Recipe(Section):
     reference: Reference | None = None
     sharding: Sharding = Sharding.NONE
     compile: bool = False
+    """torch.compile of the layers or the model, as the framework does it."""
+    compile_loss: bool | None = None
+    """The loss too; None: what the framework compiles with the layers."""
+    float8: Float8 | None = None
+    """Linears multiply in float8 (torchao), by this scaling."""
+    float8_all_gather: bool = False
+    """FSDP gathers weights in float8."""
     experts_implementation: Literal["grouped_mm", "batched_mm", "eager"] | None = None
     """How transformers 5 runs fused experts; None = its own choice, grouped_mm."""
     expert_capacity_factor: Annotated[float, Field(ge=1)] | None = None

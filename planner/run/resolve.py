@@ -10,6 +10,7 @@ from planner.mixers.registry import mixer_of
 from planner.models.spec import ModelSpec
 from planner.quant.table import BITSANDBYTES
 from planner.run.base_scheme import base_scheme
+from planner.run.compiling import compile_fields, compiled_law
 from planner.run.engine_choices import choose, engine_fields, engine_kind, four_bit_refusal
 from planner.run.experts import expert_fields
 from planner.run.framework import fallback_note, pick
@@ -23,6 +24,7 @@ from planner.run.recipe import (
     Attention,
     Checkpointing,
     EngineKind,
+    Float8,
     Loss,
     Method,
     OffloadSection,
@@ -111,6 +113,11 @@ class Resolved:
     sharding: Sharding
     gpus: int
     compile: bool
+    compiled: str
+    """What torch.compile compiles at once: layer, model; empty: nothing."""
+    compiled_loss: bool
+    float8: Float8 | None
+    float8_all_gather: bool
     engine: EngineKind
     kv_dtype: str
     kv_bytes: int
@@ -200,6 +207,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     generations = choose(recipe.num_generations, defaults, "num_generations", 1)
     sequences = _sequences(recipe, framework, defaults, generations, notes)
     loss = Loss(choose(recipe.loss, defaults, "loss", "full"))
+    compiled = compile_fields(recipe, framework, machine)
     engine = engine_kind(recipe, defaults)
     pictures = image_fields(model, recipe)
     notes.extend(image_notes(model, pictures, prompt + completion))
@@ -262,7 +270,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         keep_layers=recipe.offload_keep_layers,
         attention=_attention(model, recipe, defaults, notes),
         loss=loss,
-        law=_law(framework, task, loss, autocast),
+        law=_law(framework, task, loss, autocast, compiled=compiled["compiled_loss"]),
         loss_chunk_rows=recipe.loss_chunk_rows or 0,
         tiled_mlp=_tiled(recipe, switches, defaults),
         **beside(model, recipe, switches),
@@ -270,7 +278,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         reference=reference,
         sharding=recipe.sharding,
         gpus=machine.num_gpus,
-        compile=recipe.compile,
+        **compiled,
         engine=engine,
         **engine_fields(
             model,
@@ -448,8 +456,12 @@ def _reference(recipe: Recipe, task: Task, beta: float) -> Reference:
     return Reference.SEPARATE if recipe.method is Method.FULL else Reference.ADAPTER_OFF
 
 
-def _law(framework: Framework, task: Task, loss: Loss, autocast: str) -> LogitsLaw:
+def _law(
+    framework: Framework, task: Task, loss: Loss, autocast: str, *, compiled: bool
+) -> LogitsLaw:
     kind, switches = loss.value, framework.switches_of(task.value)
+    if compiled:
+        return compiled_law(framework, task, kind)
     if autocast and switches.fp32_outputs and loss is Loss.FULL:
         kind = "full-fp32"
     return framework.law(task.value, kind)

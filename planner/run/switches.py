@@ -19,6 +19,8 @@ Temperature = Literal["none", "in-place", "copy"]
 TraceStep = Literal["none", "own", "trl", "trl-full", "hf", "hf-full"]
 Mask = Literal["never", "padding", "packed", "always"]
 Kernel = Literal["rmsnorm", "swiglu", "rope", "lora"]
+RopeTables = Literal["none", "model", "layers"]
+Warmup = Literal["none", "half", "stored"]
 
 
 class Switches(Section):
@@ -63,12 +65,29 @@ class Switches(Section):
     """An expert can drop tokens beyond a capacity: a loop of one's own may (Megatron, DeepSpeed's MoE)."""
     linear_experts: Flag = False
     """Each expert is a linear of its own, which bitsandbytes quantises; fused ones stay 16-bit."""
+    linear_expert_models: frozenset[str] = frozenset()
+    """Model types of which that is so where it is not so of all (unsloth_zoo's GptOssExperts)."""
     quantized_head: Flag = False
     """The LM head is quantised too, and dequantised to fp32 for its matmul (litgpt)."""
     saved_input: Annotated[int, Field(ge=0, le=8, strict=True)] = 0
     """Bytes an element of the input that a quantised matmul's node holds until backward."""
     saved_output: Flag = False
     """A linear's output is kept for what scales it afterwards (litgpt's adapter v2)."""
+
+    # loading
+    prequantized: Flag = False
+    """A 4-bit base is downloaded as one: no tensor is on the card in 16 bits while it is quantised."""
+    warmup: Warmup = "none"
+    """What transformers asks of the allocator before it loads, to fill it then: nothing (< 4.50), the
+    model's bytes, of a quantised model half of those it would have in 16 bits (4.50 to 4.57), or as
+    stored (5); never more than the card less 1.2 GiB (modeling_utils.py: caching_allocator_warmup)."""
+    rope_tables: RopeTables = "none"
+    """Cosines and sines of up to 32,768 positions are kept, once a model or once in every layer."""
+    rope_table_models: frozenset[str] = frozenset()
+    """Model types with them: those whose attention the framework replaces."""
+
+    expandable_segments: Flag = False
+    """The framework sets PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before torch starts."""
 
     # layers
     mask: Mask = "never"
@@ -86,6 +105,8 @@ class Switches(Section):
     """Norms run in the tiles of a tiled MLP."""
     tiles_by_default: Flag = False
     """The MLP is tiled whenever layers are checkpointed, unless the recipe says no."""
+    tiles_experts: Flag = False
+    """A tiled MLP wraps mixtures of experts as well (unsloth_zoo tiled_mlp.py patches every MLP)."""
     tiled_mlp_available: Flag = False
     """The framework has a tiled MLP to offer as advice."""
 
@@ -99,6 +120,16 @@ class Switches(Section):
     graph of the tower is kept and run backward (transformers 5 enable_input_require_grads)."""
     exact_host_slab: Flag = False
     """Offloaded inputs go to one registered slab; torch's pinned blocks round up to a power of two."""
+
+    # torch.compile and float8
+    compiles: Literal["none", "layer", "model"] = "model"
+    """What `compile` hands to torch.compile: each decoder layer, or the model with its loss."""
+    compiles_loss: Flag = True
+    """`compile` compiles the loss as well."""
+    float8: Flag = False
+    """Linears can be trained in float8 (torchao)."""
+    selective: Flag = False
+    """Checkpointing can keep the results of chosen operations, or of layers."""
 
     # loss and outputs
     fp32_outputs: Flag = False
@@ -125,6 +156,9 @@ class Switches(Section):
     """vLLM inside the trainer's process generates with a 4-bit policy."""
     drops_renewed_weights: Flag = False
     """A pushed copy whose weights all come anew gives them back asleep (level 2), not into host memory."""
+    prefill_tokens: Annotated[int, Field(ge=0, strict=True)] = 0
+    """The transformers engine reads every prompt once, so many tokens at a time (trainer/engines/
+    transformers.py); 0: `generate` reads the prompt of every completion, all of it at once."""
     generates_whole_batch: Flag = False
     """All sequences of a step are generated at once, those of gradient accumulation too."""
     fsdp_loads_full: Flag = False

@@ -1,11 +1,13 @@
 """activations: what autograd keeps of the layers, and what one layer needs while it runs backward."""
 
+from collections import Counter
 from typing import NamedTuple
 
 from planner.dtypes import element_bytes
-from planner.layer.costs import checkpointed_costs, kept_costs, no_grad_costs
+from planner.layer.compiled import layer_tape
+from planner.layer.costs import KeptCosts, checkpointed_costs, kept_costs, no_grad_costs
 from planner.layer.program import OpSettings, Program
-from planner.layer.tape import Envelope, Point, Tape, envelope, largest
+from planner.layer.tape import Envelope, Point, envelope, largest
 from planner.models.lora_rest import NOTHING
 from planner.models.spec import ModelSpec, ModuleKind
 from planner.quant.table import BITSANDBYTES
@@ -148,9 +150,29 @@ def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
         hidden_dropout=model.hidden_dropout > 0,
         fused=r.switches.fused,
         mlp_tile=tile,
+        tile_experts=r.switches.tiles_experts,
         norm_tile=tile if r.switches.tiled_norms else 0,
         accumulate=r.grad_accum > 1,
+        compiled=r.compiled,
+        again="ops" if r.checkpointing is Checkpointing.SELECTIVE_OP else "",
+        float8=r.float8 is not None,
     )
+
+
+def layer_settings(r: Resolved, settings: OpSettings, index: int) -> OpSettings:
+    """Return the settings of decoder layer `index`, whose graph is kept: some are checkpointed whole.
+
+    torchtitan's _apply_layer_sac: every layer number checkpoint_every, counted from one.
+    """
+    if r.checkpointing is Checkpointing.SELECTIVE_LAYER and (index + 1) % r.checkpoint_every == 0:
+        return settings._replace(again="all")
+    return settings
+
+
+KEEPS_GRAPHS = frozenset(
+    {Checkpointing.NONE, Checkpointing.SELECTIVE_OP, Checkpointing.SELECTIVE_LAYER}
+)
+"""Checkpointing under which layers leave more than their inputs."""
 
 
 def _undeclared_groups(model: ModelSpec) -> bool:
@@ -186,6 +208,11 @@ def _math_sdpa(model: ModelSpec, r: Resolved, *, upcast: bool) -> bool:
     return not r.autocast and (upcast or element_bytes(r.compute_dtype) == 4)
 
 
+def beside_layers(settings: OpSettings) -> str:
+    """Return what is compiled at once outside the layers: their graphs end with them."""
+    return settings.compiled if settings.compiled == "model" else ""
+
+
 def tail_settings(settings: OpSettings) -> OpSettings:
     """Return the settings of the final norm, which modules_to_save may name by itself."""
     return settings._replace(saved_norms=settings.final_norm)
@@ -199,10 +226,11 @@ def _tail(model: ModelSpec, settings: OpSettings) -> Tail:
     if key in _TAILS:
         return _TAILS[key]
     width = model.hidden * settings.residual
-    tape = Tape()
+    tape = layer_tape(beside_layers(settings))
     x = tape.value(width)
     own = tail_settings(settings)
     out = Program(tape, own).norm(x, settings.residual, model.hidden)
+    tape.layer_done(out)
     tape.drop(x)
     forward, kept_forward = envelope(tape.points), tape.live
     # a trained head saves its input, unless autocast made it a copy of its own
@@ -242,10 +270,15 @@ def _of_layers(
     sizes: tuple[int, int, int],
 ) -> Activations:
     fixed, mask, plain = sizes
-    if r.checkpointing is Checkpointing.NONE:
-        found = _everything(model, settings, tail, tokens, fixed, plain)
-        # a variable of the model's forward, which the layers' graphs do not need
-        return found._replace(forward=found.forward + mask, no_grad=found.no_grad + mask)
+    if r.checkpointing in KEEPS_GRAPHS:
+        # a variable of the model's forward, which checkpoints hold as an argument, and SDPA saves where
+        # it is given as it comes: one for all layers
+        saved = settings.masked and settings.additive_mask and settings.attention == "sdpa"
+        held = mask if saved or r.checkpointing is not Checkpointing.NONE else 0
+        found = _everything(model, r, settings, tail, tokens, fixed, plain, held)
+        return found._replace(
+            forward=found.forward + mask - held, no_grad=found.no_grad + mask - held
+        )
     # an argument of every checkpoint
     return _checkpointed(model, r, settings, tail, tokens, fixed, mask, plain)
 
@@ -286,29 +319,32 @@ def _packed_mask(r: Resolved, settings: OpSettings) -> int:
 
 def _everything(
     model: ModelSpec,
+    r: Resolved,
     settings: OpSettings,
     tail: Tail,
     tokens: int,
-    fixed: int,
+    rotary: int,
     plain: int,
+    masked: int = 0,
 ) -> Activations:
-    """Without checkpointing: every layer keeps all it saved."""
-    costs = [kept_costs(layer, model.hidden, settings) for layer in model.layers]
+    """Every layer's graph is there: with all it saved, or what a policy kept of it; `masked`: the mask."""
+    fixed = rotary + masked
+    places = [
+        (kind, layer_settings(r, settings, place)) for place, kind in enumerate(model.layer_order)
+    ]
+    costs = {
+        key: kept_costs(model.layers[key[0]], model.hidden, key[1]) for key in dict.fromkeys(places)
+    }
+    counts = Counter(places)
     mask = model.hidden * tokens if model.embedding_dropout and settings.embedding else 0
-    kept = fixed + mask
-    for layer, cost in zip(model.layers, costs, strict=True):
-        kept += layer.count * cost.kept.at(tokens)
+    kept = fixed + mask + sum(counts[key] * cost.kept.at(tokens) for key, cost in costs.items())
     width = model.hidden * settings.residual
-    copies = sum(
-        layer.count * cost.kept.constant for layer, cost in zip(model.layers, costs, strict=True)
-    )
-    first, last = costs[model.layer_order[0]], costs[model.layer_order[-1]]
+    copies = sum(counts[key] * cost.kept.constant for key, cost in costs.items())
+    first, last = costs[places[0]], costs[places[-1]]
     bottom = first
     if not settings.embedding:  # nothing before the first adapters needs a gradient
         bottom = kept_costs(
-            model.layers[model.layer_order[0]],
-            model.hidden,
-            settings._replace(input_grad=False),
+            model.layers[places[0][0]], model.hidden, places[0][1]._replace(input_grad=False)
         )
         kept -= first.kept.at(tokens) - bottom.kept.at(tokens)
     before_last = kept - last.kept.at(tokens)
@@ -333,17 +369,41 @@ def _everything(
             Moment(kept + norm.at(tokens), 0, model.num_layers),
             Moment(before_last + top.at(tokens), top.weight_grads, model.num_layers),
             Moment(fixed + mask + low.at(tokens), low.weight_grads, 1),
+            *(
+                _where_kept(places, costs, place, tokens, fixed + mask)
+                for place in _last_places(places)
+                if r.checkpointing is Checkpointing.SELECTIVE_LAYER
+            ),
         ),
         autocast_cache=0,
         host=0,
         parts=(
-            ("cosines and sines", 1, fixed),
+            ("cosines and sines", 1, rotary),
+            ("attention masks", 1, masked),
             ("autocast's copies of weights", 1, copies),
             ("embedding dropout's mask", 1, mask),
             ("layers' saved tensors", tokens, (kept - fixed - mask - copies) / max(tokens, 1)),
         ),
         layer_per_token=top.per_token,
     )
+
+
+Place = tuple[int, OpSettings]
+"""A decoder layer's kind and settings."""
+
+
+def _last_places(places: list[Place]) -> list[int]:
+    """Return where the last layer of each kind is."""
+    return sorted({key: place for place, key in enumerate(places)}.values())
+
+
+def _where_kept(
+    places: list[Place], costs: dict[Place, KeptCosts], place: int, tokens: int, fixed: int
+) -> Moment:
+    """Return the moment when a layer runs backward, what is below it still being kept."""
+    work = largest(costs[places[place]].backward, tokens)
+    below = sum(costs[key].kept.at(tokens) for key in places[:place])
+    return Moment(fixed + below + work.at(tokens), work.weight_grads, place + 1)
 
 
 def _checkpointed(
@@ -457,7 +517,7 @@ def _rest_of_segment(model: ModelSpec, settings: OpSettings, tokens: int, every:
 
 def _autocast_cache(model: ModelSpec, r: Resolved, settings: OpSettings) -> int:
     """Return the casts of trained fp32 weights that autocast keeps until the forward is over."""
-    if not settings.autocast:
+    if not settings.autocast or settings.compiled:  # a graph casts for itself
         return 0
     if not settings.full:
         wide = settings.adapter != settings.act

@@ -47,10 +47,11 @@ def logits(model: ModelSpec, r: Resolved) -> Logits:
     rows, none = scored_rows(r, law), Term("logits", 0)
     made = _new_head_gradient(model, r)
     if law.kind == "full":
-        extra, cap = _casts(model, r, rows, act), bool(model.softcap)
+        extra, cap = _casts(model, r, rows, act), bool(model.softcap) and not law.caps_inside
+        one = _chunk_beside(model, law, rows, act)
         return Logits(
             _full(rows, model.vocab, law.forward, act, law.source, extra, cap),
-            _full(rows, model.vocab, law.backward, act, law.source, extra, cap),
+            _full(rows, model.vocab, law.backward, act, law.source, extra + one, cap),
             _full(rows, model.vocab, law.forward, act, law.source, extra, cap),
             _ending(model, r, rows, act, extra) if made else none,
             made,
@@ -66,12 +67,22 @@ def _new_head_gradient(model: ModelSpec, r: Resolved) -> int:
     """Return bytes of the head's gradient when a micro-batch makes it anew and whole."""
     if not trains_head(model, r) or r.grad_accum > 1 or r.placement.reduces:
         return 0
-    return model.vocab * model.hidden * head_gradient_width(r)
+    # a head that runs chunk by chunk: a chunk's gradient, and the sum it is added to
+    copies = 2 if r.law.chunk_count > 1 else 1
+    return copies * model.vocab * model.hidden * head_gradient_width(r)
 
 
 def head_gradient_width(r: Resolved) -> int:
     """Return bytes of an element of a trained head's gradient."""
     return gradient_width(r) if r.method is Method.FULL else rest_width(r)
+
+
+def _chunk_beside(model: ModelSpec, law: LogitsLaw, rows: int, act: int) -> int:
+    """Return the tensors of the one chunk whose loss runs backward, all chunks' logits being there."""
+    if law.chunk_count < 2:
+        return 0
+    each = sum(width(dtype, act) for _, dtype in law.chunk)
+    return -(-rows // law.chunk_count) * model.vocab * each
 
 
 def _ending(model: ModelSpec, r: Resolved, rows: int, act: int, extra: int) -> Term:
@@ -90,6 +101,8 @@ def head_width(r: Resolved) -> int:
     """Return bytes of an element of the head's weight."""
     if r.quantization:
         return 4 if r.switches.kbit_upcast == "all" else element_bytes(r.dtype)
+    if r.placement.gathers and r.autocast:  # gathered in the compute dtype
+        return element_bytes(r.autocast)
     return trained_width(r) if r.method is Method.FULL else element_bytes(r.dtype)
 
 
@@ -165,6 +178,8 @@ def chunk_rows(model: ModelSpec, r: Resolved, law: LogitsLaw, rows: int, act: in
         return min(rows, r.loss_chunk_rows)
     if law.chunk_rows:
         return min(rows, law.chunk_rows)
+    if law.whole_rows:
+        return rows if rows <= law.whole_rows else 1
     if law.chunk_ratio:
         part = -(-rows // -(-model.vocab // model.hidden))
         return min(rows, 1 << max(0, part - 1).bit_length())

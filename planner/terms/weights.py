@@ -1,10 +1,11 @@
 """weights: the base model on one GPU, a separate reference copy, and what sharding gathers."""
 
 from planner.dtypes import element_bytes
-from planner.models.spec import ModelSpec
+from planner.models.spec import LINEARS, ModelSpec
 from planner.run.recipe import Method, Reference
 from planner.run.resolve import Resolved
 from planner.terms.counts import base_weights
+from planner.terms.rope_tables import rope_tables
 from planner.terms.term import Term
 
 
@@ -33,6 +34,10 @@ def weights(model: ModelSpec, r: Resolved) -> Term:
         )
     if r.placement.offload.weights:
         size, template, args = 0, "on the host between uses: {0:,} B a rank", (size,)
+    if tables := sum(rope_tables(model, r)):
+        size += tables
+        template += f" + cosines and sines of all positions {{{len(args)}:,}} B"
+        args = (*args, tables)
     if r.reference is Reference.SEPARATE and r.trains:
         reference = -(-model.parameters * element_bytes(r.dtype) // shards)
         return Term(
@@ -66,6 +71,10 @@ def gathered(model: ModelSpec, r: Resolved, layers: int) -> Term:
         each = largest * base.quantized // max(1, base.quantized_parameters)
     else:
         each = largest * width
+        if r.float8_all_gather:  # torchao fsdp_utils: the shard is cast before it is gathered
+            most = max(model.layers, key=lambda layer: layer.parameters)
+            linears = sum(m.weight_parameters for m in most.modules if m.kind in LINEARS)
+            each -= linears * (width - 1)
     # an offloaded shard is copied to the device before it is gathered
     copied = max(root, layers * each) // r.placement.weight_shards
     copied = copied if r.placement.offload.weights and r.placement.weight_shards > 1 else 0

@@ -14,6 +14,7 @@ from profiler.cuda_attention import flash_attention_2
 from profiler.subjects.experts import FALLBACK, LOOP, register
 from profiler.subjects.older_versions import cast_all_but_norms
 from profiler.subjects.options import StepOptions
+from profiler.subjects.selective import contexts, keep_whole
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FLASH = "vramwise_fa2"
@@ -40,7 +41,12 @@ def build(options: StepOptions) -> torch.nn.Module:
         if options.method is not Method.FULL:
             model = add_adapters(model, options)
     if options.checkpointing is not Checkpointing.NONE:
-        model.gradient_checkpointing_enable({"use_reentrant": options.reentrant})
+        how: dict[str, Any] = {"use_reentrant": options.reentrant}
+        if options.checkpointing is Checkpointing.SELECTIVE_OP:
+            how = {"use_reentrant": False, "context_fn": contexts}
+        model.gradient_checkpointing_enable(how)
+        if options.checkpointing is Checkpointing.SELECTIVE_LAYER:
+            keep_whole(model, options.checkpoint_every)
         if options.method is not Method.FULL:
             model.enable_input_require_grads()
     trained: torch.nn.Module = model.train()

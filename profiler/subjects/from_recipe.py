@@ -30,6 +30,12 @@ def step_options(
         raise UnsupportedError(
             "checkpointing every-k cannot be traced: transformers has no such switch"
         )
+    if resolved.compiled or resolved.compiled_loss or resolved.float8:
+        word = "float8" if resolved.float8 else "compile"
+        raise UnsupportedError(
+            f"{word} cannot be traced: what inductor fuses never reaches a tracker",
+            hint="benchmarks/laws/compiled_layers.py prints what torch's partitioner saves",
+        )
     if resolved.experts == MODULES:
         raise UnsupportedError(
             "experts as a list of modules cannot be traced: the installed transformers fuses them"
@@ -58,6 +64,7 @@ def step_options(
         reentrant=resolved.switches.reentrant,
         transformers=resolved.switches.transformers,
         checkpointing=resolved.checkpointing,
+        checkpoint_every=resolved.checkpoint_every,
         attention=resolved.attention,
         optimizer=resolved.optimizer,
         micro_batch=resolved.sequences,

@@ -45,6 +45,8 @@ class StepOptions:
     reentrant: bool = False
     """Checkpointing with use_reentrant, the default of transformers before 5."""
     checkpointing: Checkpointing = Checkpointing.FULL
+    checkpoint_every: int = 1
+    """selective-layer: every which layer is checkpointed."""
     attention: Attention = Attention.SDPA
     optimizer: Optimizer = Optimizer.ADAMW
     micro_batch: int = 1

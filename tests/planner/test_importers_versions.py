@@ -118,8 +118,10 @@ def test_unsloth_banners_and_pins_say_the_version() -> None:
     source = "# !pip install unsloth==2025.3.19\nfrom unsloth import FastLanguageModel\nm, t = FastLanguageModel.from_pretrained('unsloth/Qwen3-4B')\na = SFTConfig()\n"
     found = import_config(source)
     assert found.version == "2025.3.19"
-    assert found.run.recipe.framework == "unsloth~2025.3.19"
-    assert any("no law covers unsloth 2025.3.19" in sentence for sentence in found.report.effects)
+    assert found.run.recipe.framework == "unsloth==2025.3.19"
+    later = import_config(source.replace("2025.3.19", "2031.1"))
+    assert later.run.recipe.framework == "unsloth~2031.1"
+    assert any("no law covers unsloth 2031.1" in sentence for sentence in later.report.effects)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,13 @@ GRPO: dict[str, Any] = {"task": "grpo", "framework": "trl-1.9"}
 FULL: dict[str, Any] = {"method": "full", "framework": "hf-trainer", "dtype": "bf16"}
 VLLM: dict[str, Any] = {"task": "grpo", "engine": {"kind": "vllm-push"}}
 SERVE: dict[str, Any] = {"task": "serve"}
-TWO_CARDS = ("sharding", "offload.parameters", "offload.device", "offload.pinned")
+TWO_CARDS = (
+    "sharding",
+    "float8_all_gather",
+    "offload.parameters",
+    "offload.device",
+    "offload.pinned",
+)
 SEEN, OF_IMAGES = (
     "qwen2.5-vl-3b",
     ("images", "image_size", "image_tokens", "videos", "video_frames"),
@@ -82,7 +88,13 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "beta": ({**GRPO, "method": "full"}, 0.1),
     "reference": ({**GRPO, "method": "full", "beta": 0.1}, "offloaded"),
     "sharding": (FULL, "zero3"),
-    "compile": ({}, True),
+    "compile": ({"framework": "torchtune"}, True),
+    "compile_loss": ({"framework": "torchtitan", "method": "full"}, True),
+    "float8": ({"framework": "torchtitan", "method": "full", "compile": True}, "rowwise"),
+    "float8_all_gather": (
+        {"framework": "torchtitan", "method": "full", "float8": "tensorwise", "sharding": "fsdp"},
+        True,
+    ),
     "experts_implementation": ({"checkpointing": "none"}, "batched_mm"),
     "expert_capacity_factor": (
         {
@@ -155,6 +167,10 @@ UNREAD: dict[str, tuple[dict[str, Any], Any]] = {
     "optimizer_in_backward": ({}, True),
     "gradient_dtype": ({}, "fp32"),
     "checkpoint_every": ({"checkpointing": "full"}, 4),
+    "compile": (SERVE, True),
+    "compile_loss": (GRPO, True),
+    "float8": (SERVE, "rowwise"),
+    "float8_all_gather": (SERVE, True),
     "offload_keep_layers": ({"checkpointing": "none"}, 8),
     "loss_chunk_rows": ({"framework": "trl-0.15"}, 64),
     "double_quant": ({}, False),
