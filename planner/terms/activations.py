@@ -14,7 +14,7 @@ from planner.quant.table import BITSANDBYTES
 from planner.run.recipe import Checkpointing, Method, Task
 from planner.run.resolve import Resolved
 from planner.terms.adapters import rest_width
-from planner.terms.beside_layers import beside_layers
+from planner.terms.beside_layers import with_noise_and_routers
 from planner.terms.counts import adapters, base_weights
 from planner.terms.gradients import gradient_width
 from planner.terms.weights import trained_width
@@ -258,7 +258,9 @@ def activations(model: ModelSpec, r: Resolved, tokens: int) -> Activations:
         for layer in model.layers
     )
     found = _of_layers(model, r, settings, tail, tokens, (fixed, mask, plain))
-    return beside_layers(model, r, found, tokens, width=settings.residual, act=settings.act)
+    return with_noise_and_routers(
+        model, r, found, tokens, width=settings.residual, act=settings.act
+    )
 
 
 def _of_layers(

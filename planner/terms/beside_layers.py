@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from planner.terms.activations import Activations
 
 
-def beside_layers(
+def with_noise_and_routers(
     model: ModelSpec, r: Resolved, found: "Activations", tokens: int, *, width: int, act: int
 ) -> "Activations":
     """Return activations with them; `width` bytes an element of the stream, `act` of a linear's output.
