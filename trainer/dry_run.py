@@ -40,6 +40,11 @@ def subject_for(
             f"task {resolved.task} cannot be traced", hint="sft and grpo have steps to trace"
         )
     grpo = resolved.task is Task.GRPO
+    if options.shard is not None and step not in ("hf", "hf-full"):
+        raise UnsupportedError(
+            f"framework {resolved.framework.name}: its step cannot be traced on {resolved.gpus} GPUs",
+            hint="--framework hf-trainer can, with --shard fsdp2",
+        )
     if step == "own":
         return VramwiseStep(options, resolved=resolved, recipe=recipe)
     full = resolved.loss is Loss.FULL

@@ -112,7 +112,7 @@ def _sharding(
     deepspeed = settings.raw("deepspeed", to="sharding")
     if deepspeed:
         gpus = apply_launch(settings, recipe, deepspeed_setting(settings, deepspeed, None)) or gpus
-    if recipe.get("sharding") is Sharding.FSDP and method is Method.FULL:
+    if recipe.get("sharding") in (Sharding.FSDP, Sharding.FSDP2) and method is Method.FULL:
         settings.effect(
             "FSDP with mixed precision keeps trainable parameters in fp32: 16 B/parameter divided by the GPUs"
         )

@@ -105,6 +105,7 @@ class Sharding(StrEnum):
     ZERO2 = "zero2"
     ZERO3 = "zero3"
     FSDP = "fsdp"
+    FSDP2 = "fsdp2"
 
 
 class Optimizer(StrEnum):

@@ -76,6 +76,8 @@ class Resolved:
     keeps_start: bool
     """What is trained stays once more as it was at the start: the reference of a policy that was another
     than its base from the first step."""
+    started: bool
+    """The adapter was there before: its rank and targets are fixed."""
     dora: bool
     lora_dropout: float
     optimizer: Optimizer
@@ -146,6 +148,12 @@ class Resolved:
     def tokens(self) -> int:
         """Tokens in one forward pass on one GPU."""
         return self.sequences * self.seq_tokens
+
+    @property
+    def accumulates_whole(self) -> bool:
+        """Gradients stay whole until the last micro-batch, whatever FSDP divides."""
+        fsdp = self.sharding in (Sharding.FSDP, Sharding.FSDP2) and self.placement.ranks > 1
+        return self.switches.skips_sync and fsdp and self.grad_accum > 1
 
     @property
     def placement(self) -> Placement:
@@ -220,6 +228,11 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     if recipe.engine.expert_parallel and not any(layer.mlp.num_experts for layer in model.layers):
         notes.append("expert_parallel moves nothing: the model has no experts")
     if trains:
+        if machine.num_gpus > 1 and recipe.sharding is Sharding.NONE:
+            notes.append(
+                f"{machine.num_gpus} GPUs without --shard: a whole copy on each, nothing is divided; "
+                "--shard fsdp2 divides weights, gradients and states"
+            )
         notes.extend(_kernel_notes(model))
         if quantization in BITSANDBYTES and model.model_type in OWN_LINEAR:
             notes.append(

@@ -44,6 +44,9 @@ class Switches(Section):
     offloads_by: Literal["own", "deepspeed"] = "own"
     """Whose code keeps optimizer states on the host: the framework's own, or DeepSpeed, the only way
     of those built on transformers' Trainer."""
+    skips_sync: Flag = False
+    """FSDP reduces gradients after the last micro-batch alone, so that until then all of them are
+    whole on every rank (transformers trainer.py: accelerator.no_sync for all but the last)."""
     step_scratch_bytes: Annotated[int, Field(ge=0, strict=True)] = 0
     """The step works slice by slice in this many bytes; 0: all tensors at once, as torch's foreach."""
     embeddings_32bit_state: Flag = False

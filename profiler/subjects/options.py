@@ -1,10 +1,11 @@
-"""What a traced step is: every choice that changes an allocation. No torch here."""
+"""What a traced step is: every choice that changes an allocation."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from planner.run.recipe import Attention, Checkpointing, Method, Optimizer
 from planner.terms.overhead import BLAS_WORKSPACE_BYTES
+from profiler.sharded import Shard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,8 @@ class StepOptions:
     """Release whose causal loss is used ("4.45"); empty = the installed one."""
     max_grad_norm: float = 1.0
     """0 = no clipping."""
+    shard: Shard | None = None
+    """How the model is divided over ranks."""
     workspace_bytes: int = BLAS_WORKSPACE_BYTES
     """What torch's pool holds for one BLAS handle: planner.terms.overhead.blas_workspace_bytes."""
 
