@@ -79,11 +79,11 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     seen = vision(model, r, acts.forward)
     phases = [_phase("load", base, adapter, _load(model, r, base))]
     if r.task is Task.GRPO:
-        phases.append(_rollout(model, r, running, fixed))
+        phases.append(_rollout(model, r, running, _resting(r, fixed, ROLLOUT_LEAVES)))
         phases.append(
             _phase(
                 "score",
-                *fixed,
+                *_resting(r, fixed, SCORE_LEAVES),
                 seen.no_grad,
                 _acts("score", acts.no_grad, acts),
                 head.score,
@@ -141,7 +141,9 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     inputs = Term(
         "activations", acts.host, "offloaded checkpoint inputs, pinned", (), "checkpoint offload"
     )
-    held_there = host(model, r, states.host, (inputs, running.host))
+    staying = _resting(r, fixed, ROLLOUT_LEAVES)
+    waiting = tuple(term for term in fixed if term not in staying)  # at its most, in the rollout
+    held_there = host(model, r, states.host, (inputs, running.host, *waiting))
     return Budget(tuple(phases), held_there, running.problem, running.serving)
 
 
@@ -349,6 +351,23 @@ def _load(model: ModelSpec, r: Resolved, base: Term) -> Term:
         (size,),
         "bitsandbytes quantize_4bit",
     )
+
+
+ROLLOUT_LEAVES = frozenset({"weights", "adapters", "optimizer"})
+SCORE_LEAVES = frozenset({"optimizer"})
+"""Terms that wait on the host in that phase, where the recipe offloads them between phases."""
+
+
+def _resting(r: Resolved, fixed: tuple[Term, ...], leaves: frozenset[str]) -> tuple[Term, ...]:
+    """Return the standing terms of a phase without those that wait on the host until the update."""
+    if not r.switches.offloads_between_phases:
+        return fixed
+    away = set(leaves)
+    if not r.optimizer_offload:
+        away.discard("optimizer")
+    if not r.offload.parameters:
+        away -= {"weights", "adapters"}
+    return tuple(term for term in fixed if term.name not in away)
 
 
 def _rollout(model: ModelSpec, r: Resolved, running: EngineCosts, fixed: tuple[Term, ...]) -> Phase:

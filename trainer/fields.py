@@ -124,6 +124,7 @@ def _recipe(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
         ("algorithm", (recipe.algorithm or algorithms[0]).lower() not in algorithms, ", ".join(dict.fromkeys(algorithms))),
         ("quantization", recipe.method is not Method.QLORA and recipe.quantization not in (None, "none"), f"none with method {recipe.method}, or method qlora (nf4 or fp4)"),
         ("offload", recipe.offload != OffloadSection(), "nothing: the trainer offloads layer inputs, and states by optimizer_offload"),
+        ("entropy", recipe.entropy, "false: the trainer's entropy comes with its log-probabilities, without copies of logits"),
         ("images", recipe.images > 0, "0: the trainer trains on text alone"),
         ("videos", recipe.videos > 0, "0: the trainer trains on text alone"),
         ("image_size", recipe.image_size is not None, "nothing: the trainer trains on text alone"),

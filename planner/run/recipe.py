@@ -256,6 +256,8 @@ class Recipe(Section):
     attention: Attention | None = None
     loss: Loss | None = None
     loss_chunk_rows: Count | None = None
+    entropy: bool = False
+    """The loss takes an entropy of full logits, as a term or a figure to log."""
     tiled_mlp: bool | None = None
     neftune: bool = False
     """SFT: noise on the embeddings; run files say it in train.neftune_alpha."""

@@ -51,6 +51,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[["Resolved"], bool], str], ...] = 
     (("compile_loss",), lambda r: r.task is Task.SFT, "only sft's loss is compiled"),
     (("float8_all_gather",), lambda r: r.placement.gathers, "no weights are gathered"),
     (("offload_keep_layers",), lambda r: r.checkpointing is Checkpointing.OFFLOAD, "checkpointing is not offload"),
+    (("entropy",), lambda r: r.trains and r.law.kind == "full", "an entropy from logits in parts takes no copies"),
     (("loss_chunk_rows",), lambda r: r.loss is Loss.CHUNKED, "the loss is not chunked"),
     (("double_quant",), lambda r: r.quantization in ("nf4", "fp4"), "the base is not in nf4 or fp4"),
     (("num_generations",), lambda r: r.task is Task.GRPO, "only grpo generates"),

@@ -47,12 +47,13 @@ def logits(model: ModelSpec, r: Resolved) -> Logits:
     rows, none = scored_rows(r, law), Term("logits", 0)
     made = _new_head_gradient(model, r)
     if law.kind == "full":
+        copies = law.entropy if r.entropy else ()
         extra, cap = _casts(model, r, rows, act), bool(model.softcap) and not law.caps_inside
         one = _chunk_beside(model, law, rows, act)
         return Logits(
-            _full(rows, model.vocab, law.forward, act, law.source, extra, cap),
-            _full(rows, model.vocab, law.backward, act, law.source, extra + one, cap),
-            _full(rows, model.vocab, law.forward, act, law.source, extra, cap),
+            _full(rows, model.vocab, (*law.forward, *copies), act, law.source, extra, cap),
+            _full(rows, model.vocab, (*law.backward, *copies), act, law.source, extra + one, cap),
+            _full(rows, model.vocab, (*law.forward, *copies), act, law.source, extra, cap),
             _ending(model, r, rows, act, extra) if made else none,
             made,
         )

@@ -82,6 +82,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "packing": ({"framework": "vramwise", "context": 2048}, True),
     "loss": ({**FULL, "context": 4096}, "chunked"),
     "loss_chunk_rows": ({"framework": "trl", "loss": "chunked"}, 64),
+    "entropy": ({"framework": "peft-loop", "method": "full", "loss": "full"}, True),
     "tiled_mlp": ({"framework": "axolotl", "context": 8192, "checkpointing": "full"}, True),
     "neftune": ({"framework": "vramwise"}, True),
     "router_loss": ({"framework": "vramwise"}, True),

@@ -106,6 +106,7 @@ FIELDS: dict[str, Case] = {
     "recipe.attention": Case("eager"),
     "recipe.loss": no("full"),
     "recipe.loss_chunk_rows": Case(7),
+    "recipe.entropy": no(True),
     "recipe.tiled_mlp": Case(False),
     "recipe.neftune": no(True),
     "recipe.router_loss": no(True),
