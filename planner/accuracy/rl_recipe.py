@@ -55,7 +55,7 @@ def rl_recipe(row: Row, model: ModelSpec) -> Recipe:
         "task": task,
         "method": method,
         "framework": _framework(row),
-        "dtype": "fp32" if row["dtype"].startswith("fp32") else "bf16",
+        "dtype": _dtype(row),
         "mixed_precision": _mixed_precision(row),
         "quantization": "nf4" if method is Method.QLORA else None,
         "double_quant": True if "double quant" in row["notes"] else None,
@@ -88,6 +88,13 @@ def rl_recipe(row: Row, model: ModelSpec) -> Recipe:
             rank=row.integer("lora_rank") or 16, targets=targets, dtype=_adapter_dtype(row)
         )
     return Recipe(**values)
+
+
+def _dtype(row: Row) -> str:
+    """Return the weights' dtype; verl's actor is fp32 unless a row says that it is not."""
+    if row["framework"].startswith("verl") and not row["dtype"]:
+        return "fp32"
+    return "fp32" if row["dtype"].startswith("fp32") else "bf16"
 
 
 def _adapter_dtype(row: Row) -> str | None:
