@@ -53,7 +53,7 @@ def logits(model: ModelSpec, r: Resolved) -> Logits:
         return Logits(
             _full(rows, model.vocab, (*law.forward, *copies), act, law.source, extra, cap),
             _full(rows, model.vocab, (*law.backward, *copies), act, law.source, extra + one, cap),
-            _full(rows, model.vocab, (*law.forward, *copies), act, law.source, extra, cap),
+            _full(rows, model.vocab, law.forward, act, law.source, extra, cap),
             _ending(model, r, rows, act, extra) if made else none,
             made,
         )
