@@ -17,7 +17,7 @@ from planner.terms.engine import EngineCosts, Serving, engine_costs
 from planner.terms.generation import generating, rolling
 from planner.terms.gradients import accumulated, gradient_width, gradients, whole_width
 from planner.terms.host import host
-from planner.terms.logits import Logits, head_gradient_width, held_outputs, logits
+from planner.terms.logits import Logits, head_gradient_width, held_outputs, kept_rows, logits
 from planner.terms.optimizer import optimizer
 from planner.terms.overhead import workspace
 from planner.terms.term import Term
@@ -109,7 +109,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
             resident,
         )
     )
-    kept, logit, made = _loss(r, acts, head)
+    kept, logit, made = _loss(model, r, acts, head)
     if not held.bytes and made:
         held = Term("gradients", made, "the head's {0:,} B", (made,), grads.source)
     phases.append(
@@ -147,7 +147,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     return Budget(tuple(phases), held_there, running.problem, running.serving)
 
 
-def _loss(r: Resolved, acts: Activations, head: Logits) -> tuple[int, Term, int]:
+def _loss(model: ModelSpec, r: Resolved, acts: Activations, head: Logits) -> tuple[int, Term, int]:
     """Return activations, logits and the head's gradient where the loss is largest.
 
     That is in its forward, in its backward, or where the head's own backward has made a gradient.
@@ -159,6 +159,8 @@ def _loss(r: Resolved, acts: Activations, head: Logits) -> tuple[int, Term, int]
         (acts.loss_forward + acts.autocast_cache, head.forward, 0),
         (acts.loss_backward, head.backward, 0),
     ]
+    if acts.balance:
+        moments.append((acts.loss_forward + acts.balance, kept_rows(model, r), 0))
     if head.ending.bytes:
         moments.append((acts.loss_backward, head.ending, head.weight_grad))
     return max(moments, key=lambda moment: moment[0] + moment[1].bytes + moment[2])

@@ -33,7 +33,7 @@ MATRIX = (Optimizer.ADAFACTOR, Optimizer.MUON)
 """Torch's own optimizers: they have neither masters nor state on the host, and betas of their own."""
 NO_BETAS = (*MATRIX, Optimizer.SGD)
 NO_EPS = (*NO_BETAS, Optimizer.SGD_MOMENTUM, Optimizer.LION, Optimizer.LION_8BIT)
-_IN_PROCESS = ("kv_bytes", "max_num_seqs", "max_num_batched_tokens", "sleep_level", "cuda_graphs", "timeout_s")  # fmt: skip
+_IN_PROCESS = ("kv_bytes", "max_num_seqs", "max_num_batched_tokens", "sleep_level", "cuda_graphs", "timeout_s", "kv_dtype", "block_size")  # fmt: skip
 ENGINE_FIELDS: dict[EngineKind, tuple[str, ...]] = {
     EngineKind.TRANSFORMERS: ("max_num_seqs", "max_num_batched_tokens"),
     EngineKind.VLLM_SHARED: _IN_PROCESS,
@@ -44,7 +44,7 @@ ENGINE_FIELDS: dict[EngineKind, tuple[str, ...]] = {
 """What each engine reads beside its kind."""
 ENGINE_HINTS = {
     "gpu_memory_utilization": "leave it out: the KV cache is as large as the plan says, or kv_bytes",
-    "kv_dtype": "leave it out: keys and values have the policy's dtype",
+    "kv_dtype": "leave it out: the cache has the policy's dtype (fp8: engine kinds vllm-shared, vllm-push)",
     "tensor_parallel": "1: the trainer generates on its own device",
     "pipeline_parallel": "1: the trainer generates on its own device",
 }
@@ -220,6 +220,12 @@ def _refuse_engine(recipe: Recipe) -> None:
 
 def _refuse_train(recipe: Recipe, train: Any) -> None:
     task = recipe.task
+    for name, said in (("neftune", "neftune_alpha"), ("router_loss", "router_aux_loss_coef")):
+        if getattr(recipe, name) and not getattr(train, said):
+            raise UsageError(
+                f"recipe.{name}: true, but train.{said} is {getattr(train, said)}",
+                hint=f"set train.{said} and leave recipe.{name} out",
+            )
     useless = ONLY_GRPO if task is Task.SFT else ONLY_SFT
     for name in _changed(train):
         if name in useless and getattr(train, name):

@@ -35,6 +35,7 @@ from planner.run.recipe import (
     Task,
 )
 from planner.run.switches import Switches
+from planner.run.train_bytes import beside
 from planner.run.unread import unread
 
 
@@ -109,6 +110,8 @@ class Resolved:
     entropy: bool
     """Full logits are copied for an entropy."""
     tiled_mlp: bool
+    neftune: bool
+    router_loss: bool
     beta: float
     reference: Reference
     sharding: Sharding
@@ -239,6 +242,14 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
                 f"{model.model_type}: counted as quantised; transformers 5 quantises nn.Linear only, "
                 "not this model's own class, and then keeps these weights at full width"
             )
+    if recipe.neftune and task is Task.SFT:
+        notes.append(
+            "neftune: its noise lives before the first layer, most often below the largest layer"
+        )
+    if recipe.neftune and task is Task.SFT:
+        notes.append(
+            "neftune: its noise lives before the first layer, most often below the largest layer"
+        )
     resolved = Resolved(
         task=task,
         algorithm=recipe.algorithm or task.value,
@@ -279,6 +290,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         loss_chunk_rows=recipe.loss_chunk_rows or 0,
         entropy=bool(recipe.entropy) and trains,
         tiled_mlp=_tiled(recipe, switches, defaults),
+        **beside(model, recipe, switches),
         beta=float(beta),
         reference=reference,
         sharding=recipe.sharding,

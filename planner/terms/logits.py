@@ -33,6 +33,14 @@ def scored_rows(r: Resolved, law: LogitsLaw) -> int:
     return r.tokens
 
 
+def kept_rows(model: ModelSpec, r: Resolved) -> Term:
+    """Return what the head keeps of its rows until its backward."""
+    law, act = r.law, logit_width(r)
+    rows = scored_rows(r, law)
+    kept = rows * model.hidden * sum(width(dtype, act) for _, dtype in law.hidden)
+    return Term("logits", kept, "{0:,} rows: {1:,} B kept", (rows, kept), law.source)
+
+
 def logits(model: ModelSpec, r: Resolved) -> Logits:
     """Return the loss head's bytes for one micro-batch."""
     law, act = r.law, logit_width(r)
@@ -45,7 +53,7 @@ def logits(model: ModelSpec, r: Resolved) -> Logits:
         return Logits(
             _full(rows, model.vocab, (*law.forward, *copies), act, law.source, extra, cap),
             _full(rows, model.vocab, (*law.backward, *copies), act, law.source, extra + one, cap),
-            _full(rows, model.vocab, (*law.forward, *copies), act, law.source, extra, cap),
+            _full(rows, model.vocab, law.forward, act, law.source, extra, cap),
             _ending(model, r, rows, act, extra) if made else none,
             made,
         )

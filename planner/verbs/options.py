@@ -122,10 +122,13 @@ class Described:
     """What the command line describes."""
 
     run: "RunFile"
+    """With what of its train section moves bytes in its recipe."""
     model: "ModelSpec"
     machine: "Machine"
     imported: "Imported | None" = None
     """Another tool's config, and what became of it."""
+    file: "RunFile | None" = None
+    """The run as it is to be saved."""
 
 
 def with_run_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -159,6 +162,7 @@ def describe(subject: str, flags: dict[str, Any]) -> Described:
     from planner.importers import import_subject, launch_document, resolve_model
     from planner.models.hub import find_model
     from planner.run.runfile import load_run_file, machine_of, validate
+    from planner.run.train_bytes import with_train
 
     imported = import_subject(
         subject,
@@ -178,7 +182,7 @@ def describe(subject: str, flags: dict[str, Any]) -> Described:
     model = resolve_model(run.model) if imported is not None and run.revision is None else None
     if model is None:
         model = find_model(run.model, revision=run.revision, offline=bool(flags["offline"]))
-    return Described(run, model, machine_of(run.machine), imported)
+    return Described(with_train(run), model, machine_of(run.machine), imported, run)
 
 
 def _with_flags(

@@ -2,12 +2,15 @@
 
 import pytest
 
+from planner.accuracy.rl_rows import predict_rl
+from planner.accuracy.rows import Layout, Row
 from planner.importers import import_config
 from planner.machines.machine import make_machine
 from planner.models.catalogue import catalogue_model
 from planner.plan import Plan, plan
 from planner.run.recipe import EngineSection, LoraSection, OffloadSection, Recipe
 from planner.run.runfile import make_recipe
+from planner.units import GiB
 from planner.verbs.options import OPTIONS, describe
 
 MODEL = catalogue_model("qwen3-4b")
@@ -114,3 +117,39 @@ def test_an_entropy_of_parts_is_not_read() -> None:
         CARD,
     )  # fmt: skip
     assert any("not read" in note and "entropy" in note for note in chunked.assumptions)
+
+
+def _rl_row(**fields: str) -> Row:
+    given = {
+        "model": "Qwen/Qwen2.5-3B-Instruct",
+        "method": "full",
+        "dtype": "fp32 master, bf16 compute (verl FSDP default)",
+        "algo": "grpo",
+        "framework": "verl (recipe.agentic)",
+        "gpu": "L20 48GB",
+        "num_gpus": "2",
+        "sharding": "fsdp 2, param+optimizer offload",
+        "num_generations": "4",
+        "prompt_len": "4096",
+        "completion_len": "4096",
+        "grad_ckpt": "full",
+        "vllm": "colocate TP2",
+        "quantity_measured": "peak_allocated",
+        "phase": "update_actor",
+        **fields,
+    }
+    return Row(Layout.RL, given)
+
+
+def test_a_published_update_is_read_off_its_phases() -> None:
+    # "5 x 3.086B x 4 B / 2": a run on two L20 printed 28.8 GiB though everything was offloaded
+    assert predict_rl(_rl_row()).value == pytest.approx(28.8 * GiB, rel=0.01)
+    load = predict_rl(_rl_row(phase="load"))
+    assert load.value == pytest.approx(3_085_938_688 * 4 / 2, rel=0.001)
+
+
+def test_an_old_ms_swift_is_planned_by_its_own_law() -> None:
+    row = _rl_row(framework="ms-swift", framework_version="3.1.1", sharding="zero3", method="lora")
+    made = predict_rl(row)
+    assert made.plan is not None
+    assert made.plan.resolved.framework.name == "ms-swift-3.1"

@@ -108,6 +108,8 @@ FIELDS: dict[str, Case] = {
     "recipe.loss_chunk_rows": Case(7),
     "recipe.entropy": no(True),
     "recipe.tiled_mlp": Case(False),
+    "recipe.neftune": no(True),
+    "recipe.router_loss": no(True),
     "recipe.beta": Case(0.1, "grpo"),
     "recipe.reference": no("separate", "grpo", recipe__beta=0.1),
     "recipe.sharding": no("fsdp"),
