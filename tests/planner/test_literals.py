@@ -38,6 +38,11 @@ ALLOWED: dict[tuple[str, float], str] = {
     ("importers/ms_swift.py", 0.04): TOOL,
     ("importers/trl.py", 0.1): TOOL,
     ("importers/trl.py", 0.05): TOOL,
+    (
+        "importers/trl_parts.py",
+        1e30,
+    ): "a norm that no gradient has: TRL's max_grad_norm 0 never clips",
+    ("importers/trl_values.py", 0.6): READING,
     ("importers/unsloth.py", 0.001): TOOL,
     ("importers/unsloth.py", 0.1): TOOL,
     ("importers/verl.py", 0.001): TOOL,
