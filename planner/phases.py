@@ -17,7 +17,7 @@ from planner.terms.engine import EngineCosts, Serving, engine_costs
 from planner.terms.generation import generating, rolling
 from planner.terms.gradients import accumulated, gradient_width, gradients, whole_width
 from planner.terms.host import host
-from planner.terms.logits import Logits, head_gradient_width, held_outputs, logits
+from planner.terms.logits import Logits, head_gradient_width, held_outputs, kept_rows, logits
 from planner.terms.optimizer import optimizer
 from planner.terms.overhead import workspace
 from planner.terms.term import Term
@@ -79,11 +79,11 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     seen = vision(model, r, acts.forward)
     phases = [_phase("load", base, adapter, _load(model, r, base))]
     if r.task is Task.GRPO:
-        phases.append(_rollout(model, r, running, fixed))
+        phases.append(_rollout(model, r, running, _resting(r, fixed, ROLLOUT_LEAVES)))
         phases.append(
             _phase(
                 "score",
-                *fixed,
+                *_resting(r, fixed, SCORE_LEAVES),
                 seen.no_grad,
                 _acts("score", acts.no_grad, acts),
                 head.score,
@@ -109,7 +109,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
             resident,
         )
     )
-    kept, logit, made = _loss(r, acts, head)
+    kept, logit, made = _loss(model, r, acts, head)
     if not held.bytes and made:
         held = Term("gradients", made, "the head's {0:,} B", (made,), grads.source)
     phases.append(
@@ -141,11 +141,13 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     inputs = Term(
         "activations", acts.host, "offloaded checkpoint inputs, pinned", (), "checkpoint offload"
     )
-    held_there = host(model, r, states.host, (inputs, running.host))
+    staying = _resting(r, fixed, ROLLOUT_LEAVES)
+    waiting = tuple(term for term in fixed if term not in staying)  # at its most, in the rollout
+    held_there = host(model, r, states.host, (inputs, running.host, *waiting))
     return Budget(tuple(phases), held_there, running.problem, running.serving)
 
 
-def _loss(r: Resolved, acts: Activations, head: Logits) -> tuple[int, Term, int]:
+def _loss(model: ModelSpec, r: Resolved, acts: Activations, head: Logits) -> tuple[int, Term, int]:
     """Return activations, logits and the head's gradient where the loss is largest.
 
     That is in its forward, in its backward, or where the head's own backward has made a gradient.
@@ -157,6 +159,8 @@ def _loss(r: Resolved, acts: Activations, head: Logits) -> tuple[int, Term, int]
         (acts.loss_forward + acts.autocast_cache, head.forward, 0),
         (acts.loss_backward, head.backward, 0),
     ]
+    if acts.balance:
+        moments.append((acts.loss_forward + acts.balance, kept_rows(model, r), 0))
     if head.ending.bytes:
         moments.append((acts.loss_backward, head.ending, head.weight_grad))
     return max(moments, key=lambda moment: moment[0] + moment[1].bytes + moment[2])
@@ -347,6 +351,23 @@ def _load(model: ModelSpec, r: Resolved, base: Term) -> Term:
         (size,),
         "bitsandbytes quantize_4bit",
     )
+
+
+ROLLOUT_LEAVES = frozenset({"weights", "adapters", "optimizer"})
+SCORE_LEAVES = frozenset({"optimizer"})
+"""Terms that wait on the host in that phase, where the recipe offloads them between phases."""
+
+
+def _resting(r: Resolved, fixed: tuple[Term, ...], leaves: frozenset[str]) -> tuple[Term, ...]:
+    """Return the standing terms of a phase without those that wait on the host until the update."""
+    if not r.switches.offloads_between_phases:
+        return fixed
+    away = set(leaves)
+    if not r.optimizer_offload:
+        away.discard("optimizer")
+    if not r.offload.parameters:
+        away -= {"weights", "adapters"}
+    return tuple(term for term in fixed if term.name not in away)
 
 
 def _rollout(model: ModelSpec, r: Resolved, running: EngineCosts, fixed: tuple[Term, ...]) -> Phase:

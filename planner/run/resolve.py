@@ -35,6 +35,7 @@ from planner.run.recipe import (
     Task,
 )
 from planner.run.switches import Switches
+from planner.run.train_bytes import beside
 from planner.run.unread import unread
 
 
@@ -106,7 +107,11 @@ class Resolved:
     loss: Loss
     law: LogitsLaw
     loss_chunk_rows: int
+    entropy: bool
+    """Full logits are copied for an entropy."""
     tiled_mlp: bool
+    neftune: bool
+    router_loss: bool
     beta: float
     reference: Reference
     sharding: Sharding
@@ -155,17 +160,18 @@ class Resolved:
     @property
     def placement(self) -> Placement:
         """What each rank holds."""
+        between = self.switches.offloads_between_phases
         return place(
             self.sharding,
             self.gpus,
             method=self.method,
             quantized=bool(self.quantization),
-            autocast=bool(self.autocast),
+            autocast=bool(self.autocast) and not self.switches.fsdp_keeps_dtype,
             loads_whole=self.switches.fsdp_loads_full,
             offload=offloaded(
                 self.sharding,
-                optimizer=self.optimizer_offload,
-                parameters=self.offload.parameters,
+                optimizer=self.optimizer_offload and not between,
+                parameters=self.offload.parameters and not between,
                 quantized=bool(self.quantization),
                 by=self.switches.offloads_by,
             ),
@@ -236,6 +242,14 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
                 f"{model.model_type}: counted as quantised; transformers 5 quantises nn.Linear only, "
                 "not this model's own class, and then keeps these weights at full width"
             )
+    if recipe.neftune and task is Task.SFT:
+        notes.append(
+            "neftune: its noise lives before the first layer, most often below the largest layer"
+        )
+    if recipe.neftune and task is Task.SFT:
+        notes.append(
+            "neftune: its noise lives before the first layer, most often below the largest layer"
+        )
     resolved = Resolved(
         task=task,
         algorithm=recipe.algorithm or task.value,
@@ -274,7 +288,9 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         loss=loss,
         law=_law(framework, task, loss, autocast, compiled=compiled["compiled_loss"]),
         loss_chunk_rows=recipe.loss_chunk_rows or 0,
+        entropy=bool(recipe.entropy) and trains,
         tiled_mlp=_tiled(recipe, switches, defaults),
+        **beside(model, recipe, switches),
         beta=float(beta),
         reference=reference,
         sharding=recipe.sharding,

@@ -44,6 +44,9 @@ class Switches(Section):
     offloads_by: Literal["own", "deepspeed"] = "own"
     """Whose code keeps optimizer states on the host: the framework's own, or DeepSpeed, the only way
     of those built on transformers' Trainer."""
+    offloads_between_phases: Flag = False
+    """What is offloaded waits on the host between phases alone: weights during the rollout, states until
+    the step, for which they come back (verl workers/fsdp_workers.py: load_fsdp_optimizer)."""
     skips_sync: Flag = False
     """FSDP reduces gradients after the last micro-batch alone, so that until then all of them are
     whole on every rank (transformers trainer.py: accelerator.no_sync for all but the last)."""
@@ -164,5 +167,8 @@ class Switches(Section):
     transformers.py); 0: `generate` reads the prompt of every completion, all of it at once."""
     generates_whole_batch: Flag = False
     """All sequences of a step are generated at once, those of gradient accumulation too."""
+    fsdp_keeps_dtype: Flag = False
+    """FSDP holds trained weights in the dtype they were loaded in (verl's model_dtype); accelerate
+    makes them fp32 under mixed precision."""
     fsdp_loads_full: Flag = False
     """Under FSDP every rank loads the whole model before it is sharded."""

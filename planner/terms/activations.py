@@ -14,6 +14,7 @@ from planner.quant.table import BITSANDBYTES
 from planner.run.recipe import Checkpointing, Method, Task
 from planner.run.resolve import Resolved
 from planner.terms.adapters import rest_width
+from planner.terms.beside_layers import with_noise_and_routers
 from planner.terms.counts import adapters, base_weights
 from planner.terms.gradients import gradient_width
 from planner.terms.weights import trained_width
@@ -87,6 +88,8 @@ class Activations(NamedTuple):
     """What is in `kept`: (name, count, bytes each)."""
     layer_per_token: float
     """Bytes per token of the layer that runs backward."""
+    balance: int = 0
+    """While the loss of a mixture's experts is made, the head being done: softmaxes and a product of one."""
     outliving: int = 0
     """Held beyond the backward with the outputs, whose graph has it: a frozen embedding's output,
     made a leaf, and its gradient; under reentrant checkpoints masks and positions too."""
@@ -254,6 +257,21 @@ def activations(model: ModelSpec, r: Resolved, tokens: int) -> Activations:
         largest(no_grad_costs(layer, model.hidden, settings), tokens).at(tokens)
         for layer in model.layers
     )
+    found = _of_layers(model, r, settings, tail, tokens, (fixed, mask, plain))
+    return with_noise_and_routers(
+        model, r, found, tokens, width=settings.residual, act=settings.act
+    )
+
+
+def _of_layers(
+    model: ModelSpec,
+    r: Resolved,
+    settings: OpSettings,
+    tail: Tail,
+    tokens: int,
+    sizes: tuple[int, int, int],
+) -> Activations:
+    fixed, mask, plain = sizes
     if r.checkpointing in KEEPS_GRAPHS:
         # a variable of the model's forward, which checkpoints hold as an argument, and SDPA saves where
         # it is given as it comes: one for all layers

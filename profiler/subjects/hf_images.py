@@ -32,9 +32,12 @@ class Pictures:
     """A batch's images as their processor hands them over: shapes of floats, and numbers."""
 
     floats: dict[str, tuple[int, ...]]
-    numbers: dict[str, Any] = field(default_factory=dict)
-    """Sizes and grids that the code branches on, as lists or arrays."""
+    grids: dict[str, list[list[int]]] = field(default_factory=dict)
+    """Sizes that the code branches on."""
     ints: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    masks: tuple[str, ...] = ()
+    """Kinds of attention whose [1, 1, T, T] masks the model makes of its images (Gemma 3), by a function
+    that fake tensors cannot run."""
 
 
 class HfImages(HfSft):
@@ -61,7 +64,14 @@ class HfImages(HfSft):
         for name, shape in self.pictures.ints.items():
             made[name] = torch.zeros(shape, dtype=torch.long)
         self.batch = dict(made)
-        return made | self.pictures.numbers
+        if self.pictures.masks:
+            rows = (self.options.micro_batch, 1, self.options.length, self.options.length)
+            made["attention_mask"] = {
+                kind: torch.zeros(rows, dtype=torch.bool) for kind in self.pictures.masks
+            }
+        import numpy
+
+        return made | {name: numpy.array(grid) for name, grid in self.pictures.grids.items()}
 
 
 @contextlib.contextmanager
