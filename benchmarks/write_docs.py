@@ -33,6 +33,7 @@ VERBS: tuple[tuple[str, ...], ...] = (
     ("explain",),
     ("trace",),
     *(("profile", verb) for verb in PROFILE_VERBS),
+    ("init",),
     ("train",),
     ("eval",),
     ("merge",),

@@ -13,22 +13,23 @@ from planner.run.tasks import TASKS
 from planner.terms.activations import Activations, dequantized
 from planner.terms.adapters import lora, pissa_work, trains_embedding, trains_head, trains_tied
 from planner.terms.columns import micro_batch
+from planner.terms.communication import Buffers, buffers, term
 from planner.terms.companions import offloaded
 from planner.terms.critic import Critic, critic, rollout_logits
 from planner.terms.embedding import backward_blocks
 from planner.terms.engine import EngineCosts, Serving, engine_costs
-from planner.terms.generation import generating
-from planner.terms.gradients import gradients
+from planner.terms.generation import generating, rolling
+from planner.terms.gradients import accumulated, gradient_width, gradients, whole_width
 from planner.terms.host import host
 from planner.terms.lifecycle import lifecycle, lifecycle_host
-from planner.terms.logits import Logits, head_gradient_width, held_outputs, logits
+from planner.terms.logits import Logits, head_gradient_width, held_outputs, kept_rows, logits
 from planner.terms.optimizer import optimizer
 from planner.terms.overhead import workspace
 from planner.terms.passes import passes
 from planner.terms.term import Term, merged
 from planner.terms.vision import Vision, vision
 from planner.terms.vllm_weights import vllm_weights_term
-from planner.terms.weights import gathered, weights
+from planner.terms.weights import flat_units, gathered, weights
 
 PHASES = (
     "load", "rollout", "score", "reference", "teacher", "reward", "critic",
@@ -78,40 +79,61 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     adapter, grads, states = lora(model, r), gradients(model, r), optimizer(model, r)
     acts, head = micro_batch(model, r), logits(model, r)
     fixed = (base, adapter, states.states, space)
-    held = grads if r.grad_accum > 1 else Term("gradients", 0)
+    held = accumulated(model, r, grads)
     outputs = held_outputs(model, r)
     whole, root = gathered(model, r, r.placement.gathered_layers), gathered(model, r, 0)
+    flat = buffers(model, r)
     running = engine_costs(model, r, machine, base.bytes)
     resident = running.resident
     seen = vision(model, r, acts.forward)
     phases = [_phase("load", base, adapter, _load(model, r, base))]
     if TASKS[r.task].generates:
-        phases.append(_rollout(r, running, fixed))
-        scored = _acts("score", acts.no_grad, acts)
-        phases.append(_phase("score", *fixed, seen.no_grad, scored, head.score, resident))
+        phases.append(_rollout(model, r, running, _resting(r, fixed, ROLLOUT_LEAVES)))
+        phases.append(
+            _phase(
+                "score",
+                *_resting(r, fixed, SCORE_LEAVES),
+                seen.no_grad,
+                _acts("score", acts.no_grad, acts),
+                head.score,
+                resident,
+            )
+        )
     for side in passes(model, r, acts, head):
         alive = (base, adapter, space) if side.before_training else fixed
         phases.append(_phase(side.name, *merged(*alive, seen.no_grad, *side.terms, resident)))
-    before = acts.forward + acts.outliving  # of the step before
+    # what outlives is of the step before
+    acting, flown = _forward(model, r, flat, acts.forward + acts.outliving)
     phases.append(
         _phase(
             "forward",
             *fixed,
             held,
             whole,
+            term(flown, "the running layer's, and before it the root's"),
             seen.forward,
-            _acts("forward", before, acts),
+            _acts("forward", acting, acts),
             outputs,
             resident,
         )
     )
-    kept, logit, made = _loss(r, acts, head)
+    kept, logit, made = _loss(model, r, acts, head)
     if not held.bytes and made:
         held = Term("gradients", made, "the head's {0:,} B", (made,), grads.source)
     phases.append(
-        _phase("loss", *fixed, held, root, seen.loss, _acts("loss", kept, acts), logit, resident)
+        _phase(
+            "loss",
+            *fixed,
+            held,
+            root,
+            term(flat.loss, "the last layer's, asked for by the root"),
+            seen.loss,
+            _acts("loss", kept, acts),
+            logit,
+            resident,
+        )
     )
-    running_back = _backward(model, r, acts, grads, seen)
+    running_back = _backward(model, r, acts, grads, held, flat, seen)
     phases.append(_phase("backward", *fixed, whole, *running_back, outputs, resident))
     left = _acts("step", acts.outliving, acts)
     step = Term(
@@ -131,9 +153,10 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     inputs = Term(
         "activations", acts.host, "offloaded checkpoint inputs, pinned", (), "checkpoint offload"
     )
-    held_there = host(
-        model, r, states.host, (inputs, running.host, offloaded(r), *lifecycle_host(model, r))
-    )
+    staying = _resting(r, fixed, ROLLOUT_LEAVES)
+    waiting = tuple(term for term in fixed if term not in staying)  # at its most, in the rollout
+    others = (inputs, running.host, *waiting, offloaded(r), *lifecycle_host(model, r))
+    held_there = host(model, r, states.host, others)
     return Budget(tuple(phases), held_there, running.problem, running.serving)
 
 
@@ -150,8 +173,10 @@ def _with_critic(
         elif phase.name in ("forward", "loss", "backward"):
             more = (*more, second.held)
         elif phase.name == "step":
-            seen = vision(second.spec, second.r, second.acts.forward)
-            back = _backward(second.spec, second.r, second.acts, second.gradients, seen)
+            own = (second.spec, second.r)
+            held = accumulated(*own, second.gradients)
+            seen = vision(*own, second.acts.forward)
+            back = _backward(*own, second.acts, second.gradients, held, buffers(*own), seen)
             together = grads if second.held.bytes else Term("gradients", 0)
             found.append(_phase("critic", *merged(*fixed, *second.standing, together, *back)))
             more = (*more, second.step, second.gradients)
@@ -159,7 +184,7 @@ def _with_critic(
     return found
 
 
-def _loss(r: Resolved, acts: Activations, head: Logits) -> tuple[int, Term, int]:
+def _loss(model: ModelSpec, r: Resolved, acts: Activations, head: Logits) -> tuple[int, Term, int]:
     """Return activations, logits and the head's gradient where the loss is largest.
 
     That is in its forward, in its backward, or where the head's own backward has made a gradient.
@@ -171,6 +196,8 @@ def _loss(r: Resolved, acts: Activations, head: Logits) -> tuple[int, Term, int]
         (acts.loss_forward + acts.autocast_cache, head.forward, 0),
         (acts.loss_backward, head.backward, 0),
     ]
+    if acts.balance:
+        moments.append((acts.loss_forward + acts.balance, kept_rows(model, r), 0))
     if head.ending.bytes:
         moments.append((acts.loss_backward, head.ending, head.weight_grad))
     return max(moments, key=lambda moment: moment[0] + moment[1].bytes + moment[2])
@@ -210,35 +237,82 @@ def _acts(phase: str, size: int, acts: Activations) -> Term:
     return Term("activations", size, "{0}", (parts,), source)
 
 
+def _forward(model: ModelSpec, r: Resolved, flat: Buffers, running: int) -> tuple[int, int]:
+    """Return activations and flat buffers of the forward: at its largest layer, or at its first.
+
+    There the root's buffer is still beside the layer's, and only the embeddings' output exists.
+    """
+    later = (running, flat.forward)
+    embedded = r.tokens * model.hidden * element_bytes(r.dtype)
+    return max(later, (embedded, flat.start), key=sum) if flat.start else later
+
+
 def _backward(
-    model: ModelSpec, r: Resolved, acts: Activations, grads: Term, seen: Vision
-) -> tuple[Term, Term, Term]:
-    """Return gradients, activations and the towers' share where the backward pass is largest.
+    model: ModelSpec,
+    r: Resolved,
+    acts: Activations,
+    grads: Term,
+    held: Term,
+    flat: Buffers,
+    seen: Vision,
+) -> tuple[Term, ...]:
+    """Return gradients, flat buffers, activations and the towers' share where the backward is largest.
 
     With accumulation all gradients exist; without, they appear from the last layer to the first.
     The order is the forward's, reversed: the text, the towers, the embedding.
     """
-    best = (0, 0, seen.backward)
+    whole = r.accumulates_whole
+    most = held.bytes if whole else grads.bytes
+    waiting = 0 if whole else flat.root_gradients
+    moments: list[_Moment] = []
     for moment in acts.backward:
-        alive = moment.layer_grads + _earlier_grads(model, r, grads.bytes, moment.layers_left)
-        best = _larger(best, (min(alive, grads.bytes), moment.activations, seen.backward))
+        running, left = moment.layer_grads, moment.layers_left
+        if flat.reduced:  # whole ones, in the dtype that is gathered
+            running = running * whole_width(r) // gradient_width(r)
+        done = _earlier_grads(model, r, grads.bytes, left)
+        if whole:  # reduced layer by layer, in the last micro-batch
+            done += most - _earlier_grads(model, r, most, left)
+        alive = running + (most if r.grad_accum > 1 and not whole else done)
+        if not flat.reduced:  # a unit's whole gradients are beside the shards, else among them
+            alive = min(alive, most)
+        alive += waiting
+        flown = flat.in_backward(left, model.num_layers)
+        moments.append(_Moment(alive, moment.activations, flown, seen.backward))
+        if (
+            flat.reduced and left == model.num_layers > 1
+        ):  # the next layer meets the first reduction
+            shard = _earlier_grads(model, r, grads.bytes, left - 1)
+            shard -= _earlier_grads(model, r, most, left - 1) if whole else 0
+            kept, flown = moment.activations - acts.kept // left, flat.in_backward(left - 1, left)
+            moments.append(_Moment(alive + shard, kept, flown, seen.backward))
     for own in seen.own:
-        alive = _text_grads(model, r, grads.bytes) + own.grads
-        here = replace(seen.backward, bytes=own.bytes)
-        best = _larger(best, (min(alive, grads.bytes), 0, here))
-    last = _embedding_moment(model, r, grads.bytes)
-    best = _larger(best, (*last, seen.after))
+        alive = min(_text_grads(model, r, grads.bytes) + own.grads, grads.bytes)
+        moments.append(_Moment(alive, 0, flat.gather, replace(seen.backward, bytes=own.bytes)))
+    moments.append(_Moment(*_embedding_moment(model, r, grads.bytes), flat.end, seen.after))
+    largest = max(moments, key=lambda each: each.total)
     template = "{0:,} B that exist by then, of {1:,} B at the step"
     return (
-        Term("gradients", best[0], template, (best[0], grads.bytes), grads.source),
-        _acts("backward", best[1], acts),
-        best[2],
+        Term("gradients", largest.grads, template, (largest.grads, grads.bytes), grads.source),
+        term(largest.flown, "the next layer's, and gradients on their way"),
+        _acts("backward", largest.activations, acts),
+        largest.seen,
     )
 
 
-def _larger(one: tuple[int, int, Term], other: tuple[int, int, Term]) -> tuple[int, int, Term]:
-    sizes = [gradients + activations + term.bytes for gradients, activations, term in (one, other)]
-    return other if sizes[0] < sizes[1] else one
+class _Moment(NamedTuple):
+    """What is alive at one moment of the backward."""
+
+    grads: int
+    activations: int
+    flown: int
+    """Flat buffers."""
+    seen: Term
+    """The towers' share."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.grads + self.activations + self.flown + self.seen.bytes
 
 
 def _text_grads(model: ModelSpec, r: Resolved, total: int) -> int:
@@ -253,15 +327,14 @@ def _text_grads(model: ModelSpec, r: Resolved, total: int) -> int:
 
 def _earlier_grads(model: ModelSpec, r: Resolved, total: int, layers_left: int) -> int:
     """Return gradients that exist before a layer runs backward, `layers_left` still to come."""
-    if r.grad_accum > 1:
-        return total
     done = model.num_layers - layers_left
     if r.method is not Method.FULL:
         head, embedding = _outside_grads(model, r)
         return head + (total - head - embedding) * done // model.num_layers
-    above = sum(module.parameters for module in model.final)
-    if model.head is not None:
-        above += model.head.parameters
+    above = 0
+    if not r.placement.flat_buffers:  # there the root unit is reduced last
+        above = sum(module.parameters for module in model.final)
+        above += model.head.parameters if model.head is not None else 0
     above += sum(model.layers[index].parameters for index in model.layer_order[layers_left:])
     return min(total, total * above // max(1, model.parameters))
 
@@ -280,6 +353,9 @@ def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, i
         return 0, 0
     scratch = sum(backward_blocks(r.tokens, model.vocab, model.hidden))
     grads = total
+    if r.placement.flat_buffers and r.method is Method.FULL:  # the root unit's are reduced last
+        root = flat_units(model)[0]
+        grads += root * whole_width(r) - root * gradient_width(r) // r.placement.gradient_shards
     if trains_tied(model, r):
         # the embedding's gradient comes on top of the head's; that one is a view when a linear made
         # it, and then torch adds them into a third buffer
@@ -317,10 +393,27 @@ def _load(model: ModelSpec, r: Resolved, base: Term) -> Term:
     )
 
 
-def _rollout(r: Resolved, running: EngineCosts, fixed: tuple[Term, ...]) -> Phase:
+ROLLOUT_LEAVES = frozenset({"weights", "adapters", "optimizer"})
+SCORE_LEAVES = frozenset({"optimizer"})
+"""Terms that wait on the host in that phase, where the recipe offloads them between phases."""
+
+
+def _resting(r: Resolved, fixed: tuple[Term, ...], leaves: frozenset[str]) -> tuple[Term, ...]:
+    """Return the standing terms of a phase without those that wait on the host until the update."""
+    if not r.switches.offloads_between_phases:
+        return fixed
+    away = set(leaves)
+    if not r.optimizer_offload:
+        away.discard("optimizer")
+    if not r.offload.parameters:
+        away -= {"weights", "adapters"}
+    return tuple(term for term in fixed if term.name not in away)
+
+
+def _rollout(model: ModelSpec, r: Resolved, running: EngineCosts, fixed: tuple[Term, ...]) -> Phase:
     if r.engine in (EngineKind.NONE, EngineKind.VLLM_SERVER):
         return _phase("rollout", *fixed)
-    return _phase("rollout", *fixed, running.kv, running.work)
+    return _phase("rollout", *fixed, running.kv, running.work, rolling(model, r))
 
 
 def _serve(model: ModelSpec, r: Resolved, machine: Machine, base: Term, space: Term) -> Budget:

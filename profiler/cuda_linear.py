@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear")
+MODELS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear", "lfm2")
 CHUNK = 64
 BLOCK = 16
 """Tokens of a diagonal block of KDA's."""

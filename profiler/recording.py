@@ -22,6 +22,7 @@ TERMS = (
     "kv_cache",
     "engine",
     "overhead",
+    "communication",
 )
 PHASES = (
     "load", "rollout", "score", "reference", "teacher", "reward", "critic",

@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.errors import VramwiseError
+from profiler.dtensors import is_wrapper, local
 
 HOST = "host"
 DEVICE = "device"
@@ -118,6 +119,8 @@ class StorageTracker(TorchDispatchMode):
         self._count = 0
         self._stopped = False
         self._host_next = 0
+        self._unseen = 0
+        self._purpose = ""
 
     def __torch_dispatch__(
         self,
@@ -128,6 +131,10 @@ class StorageTracker(TorchDispatchMode):
     ) -> Any:
         """Run the op, then account for the storages in its result."""
         kwargs = kwargs or {}
+        if self._unseen:
+            return func(*args, **kwargs)
+        if any(map(is_wrapper, types)):
+            return NotImplemented  # it comes back as the operator of this rank's part
         name = self._names.get(func)
         if name is None:
             name = self._names[func] = str(func)
@@ -160,6 +167,38 @@ class StorageTracker(TorchDispatchMode):
             yield
         finally:
             self._host_next -= 1
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Take no notice of what happens inside: nothing of it is allocated in a real run."""
+        self._unseen += 1
+        try:
+            yield
+        finally:
+            self._unseen -= 1
+
+    @contextmanager
+    def allocating(self, term: str) -> Iterator[None]:
+        """Storages first seen inside belong to `term`."""
+        before, self._purpose = self._purpose, term
+        try:
+            yield
+        finally:
+            self._purpose = before
+
+    def resized(self, storage: Any, size: int, *, term: str) -> None:
+        """Record a storage that was given `size` bytes in place; 0 gives its memory back."""
+        key = storage._cdata
+        entry = self._live.get(key)
+        if self._unseen or (entry is not None and entry[0].bytes == size):
+            return
+        if entry is not None:
+            self._forget(key, op="resize")
+        if size:
+            block = Block(
+                self._next(), size, (size,), "byte", "resize", self.where(), self.phase, term=term
+            )
+            self._hold(storage, block)
 
     @contextmanager
     def module_names(self, model: torch.nn.Module) -> Iterator[None]:
@@ -199,7 +238,7 @@ class StorageTracker(TorchDispatchMode):
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
         """Return the block behind `tensor`, if it was seen."""
-        entry = self._live.get(tensor.untyped_storage()._cdata)
+        entry = self._live.get(local(tensor).untyped_storage()._cdata)
         return entry[0] if entry else None
 
     def temporary(self, sizes: Sequence[int], *, op: str) -> None:
@@ -286,6 +325,7 @@ class StorageTracker(TorchDispatchMode):
             self._module_of_node[torch.autograd._get_sequence_nr() - 1] = self._modules[-1][1]
 
     def _add(self, tensor: torch.Tensor, op: str) -> Block | None:
+        tensor = local(tensor)
         if tensor.device.type == "meta":
             return None
         storage = tensor.untyped_storage()
@@ -308,10 +348,15 @@ class StorageTracker(TorchDispatchMode):
             self.where(),
             self.phase,
             HOST if self._host_next else DEVICE,
+            self._purpose,
         )
-        self._live[key] = (block, weakref.ref(storage, lambda _: self._forget(key)))
-        self.events.append(BlockEvent(True, block, self.phase, op, block.module))
+        self._hold(storage, block)
         return block
+
+    def _hold(self, storage: Any, block: Block) -> None:
+        key = storage._cdata
+        self._live[key] = (block, weakref.ref(storage, lambda _: self._forget(key)))
+        self.events.append(BlockEvent(True, block, self.phase, block.op, block.module))
 
     def _forget(self, key: int, *, op: str = "") -> None:
         entry = self._live.pop(key, None)

@@ -19,8 +19,10 @@ from planner.allocator.caching import AllocatorConfig, replay
 from planner.errors import UnsupportedError, VramwiseError
 from profiler.attribute import assign_terms, summarise, to_events
 from profiler.cuda_behaviour import CudaBehaviour, workspaces
+from profiler.dtensors import visible
 from profiler.materialise import materialise
 from profiler.recording import Recording
+from profiler.sharded import Shard, allocate, divide, process_group
 from profiler.storages import StorageTracker
 
 DEFAULT_TIME_LIMIT_S = 600.0
@@ -39,8 +41,15 @@ class Subject(Protocol):
     standing_bytes: tuple[int, ...]
     """What CUDA libraries take through torch's allocator for good: a workspace a BLAS handle."""
 
+    shard: Shard | None
+    """How the model is divided over ranks; None: it is not."""
+
     def build(self) -> torch.nn.Module:
         """Return the model on the meta device."""
+        ...
+
+    def units(self, model: torch.nn.Module) -> list[torch.nn.Module]:
+        """Return the modules that are gathered one at a time: the decoder's layers."""
         ...
 
     def run(self, model: torch.nn.Module, tracker: StorageTracker) -> None:
@@ -99,15 +108,24 @@ def run_subject(
     )
     if progress is not None:
         tracker.on_op = progress
-    model = subject.build()
+    shard = subject.shard
     with ExitStack() as stack:
-        if fake:
-            stack.enter_context(FakeTensorMode())
+        if shard is not None:
+            stack.enter_context(process_group(shard))
+        model = subject.build()
+        if shard is not None:
+            divide(model, subject.units(model), shard)
+            stack.enter_context(visible(tracker))
+        if fake:  # FSDP2 holds meta tensors until they get memory
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=shard is not None))
         stack.enter_context(tracker)
         stack.enter_context(CudaBehaviour(tracker, padded=subject.padded))
         stack.enter_context(_collected_by_hand())
         try:
-            materialise(model, tracker)
+            if shard is None:
+                materialise(model, tracker)
+            else:
+                allocate(model, tracker)
             with tracker.in_phase("forward"):  # the first product comes after loading
                 for size in subject.standing_bytes:
                     tracker.standing(size, op="cublasSetWorkspace", term="overhead")

@@ -26,6 +26,8 @@ from trainer.adapters import pissa_as_lora, split_pissa
 from trainer.model import Policy
 
 FOLDER = "checkpoints"
+RUN_FILE = "run.yaml"
+"""The run as it was resolved, beside its checkpoints."""
 PARTIAL = ".partial-"
 SMALL_FILES_BYTES = 16 * MiB
 """Tokenizer, configs and slack on top of the tensors, for the check of free space."""

@@ -1,4 +1,4 @@
-"""Command line of the trainer: train, demo, merge, eval."""
+"""Command line of the trainer: init, train, demo, merge, push, eval."""
 
 import os
 import signal
@@ -11,6 +11,7 @@ import typer
 def register(app: typer.Typer) -> None:
     """Add the trainer's verbs to `app`."""
     app.command()(train)
+    app.command()(init)
     app.command()(demo)
     app.command()(merge)
     app.command()(push)
@@ -18,9 +19,15 @@ def register(app: typer.Typer) -> None:
 
 
 def train(
-    run_file: Annotated[Path, typer.Argument(metavar="RUN.yaml", help="model, recipe, train")],
+    run_file: Annotated[
+        Path, typer.Argument(metavar="RUN.yaml", help="model, recipe, train; or a config of TRL")
+    ],
     resume: Annotated[
         bool, typer.Option("--resume", help="go on from the newest checkpoint in the output folder")
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="check and plan it, for the card it names; load nothing"),
     ] = False,
     token: Annotated[
         str | None, typer.Option(help="of the hub, for train.push_to_hub; HF_TOKEN unless said")
@@ -29,8 +36,15 @@ def train(
 ) -> None:
     """Train what RUN.yaml says: SFT or GRPO, planned, checked at step 0, and logged.
 
-    Reward functions named as FILE.py:FUNCTION are imported: this runs that file's code.
+    A TRL 1.16 config (YAML of `trl sft|grpo --config`, a shell line, an SFT script) trains as well: a line
+    says what becomes of each of its fields. Reward functions named as FILE.py:FUNCTION are imported: this
+    runs that file's code.
     """
+    if dry_run:
+        from trainer.check_run import check_run
+
+        _print(check_run(run_file, say=_say), as_json=json_output)
+        return
     from trainer.run import report, train_run
 
     if token is not None:
@@ -44,6 +58,41 @@ def train(
             err=True,
         )
         raise typer.Exit(128 + result.stopped_by)
+
+
+def init(
+    model: Annotated[
+        str, typer.Option("--model", help="catalogue name, folder or hub id: llama-3.1-8b")
+    ],
+    task: Annotated[str, typer.Option("--task", help="sft or grpo")] = "sft",
+    gpu: Annotated[str | None, typer.Option("--gpu", help="the card: rtx-4090, h100 ...")] = None,
+    vram: Annotated[str | None, typer.Option("--vram", help="or its memory: 24GiB")] = None,
+    host_ram: Annotated[str | None, typer.Option("--host-ram", help="host memory: 64GiB")] = None,
+    method: Annotated[
+        str | None, typer.Option("--method", help="full, lora or qlora; default: lora, else qlora")
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", help="the file to write")] = Path("run.yaml"),
+    json_output: Annotated[
+        bool, typer.Option("--json", help="print the same as one JSON document; write nothing")
+    ] = False,
+) -> None:
+    """Write a commented run.yaml for a task and a card, with settings that the planner says fit."""
+    from planner.run.recipe import MachineSection
+    from trainer.init_file import METHODS, start, write
+
+    section = MachineSection(
+        **{k: v for k, v in {"gpu": gpu, "vram": vram, "host_ram": host_ram}.items() if v}
+    )
+    made = start(task, model, section, methods=(method,) if method else METHODS)
+    if json_output:
+        _print(made.to_dict(), as_json=True)
+        return
+    write(made, out)
+    typer.echo(
+        f"wrote {out}: {made.tried[-1].label}, planned peak {made.plan.peak_bytes / 2**30:.2f} GiB in "
+        f"{made.plan.peak_phase}"
+    )
+    _say(f"next: vramwise train {out} --dry-run")
 
 
 def demo(

@@ -39,6 +39,11 @@ def subject_for(
     if resolved.task not in (Task.SFT, Task.GRPO):
         return task_subject(resolved, options, config)
     grpo = resolved.task is Task.GRPO
+    if options.shard is not None and step not in ("hf", "hf-full"):
+        raise UnsupportedError(
+            f"framework {resolved.framework.name}: its step cannot be traced on {resolved.gpus} GPUs",
+            hint="--framework hf-trainer can, with --shard fsdp2",
+        )
     if step == "own":
         return VramwiseStep(options, resolved=resolved, recipe=recipe)
     full = resolved.loss is Loss.FULL
@@ -87,6 +92,7 @@ class VramwiseStep(HfSft):
         from trainer.batching import Layout, ScoredSequence, collate
         from trainer.config import TrainSection
         from trainer.model import Policy, keep_differentiable
+        from trainer.neftune import EmbeddingNoise
         from trainer.optim import NO_SCALE, apply_step
         from trainer.stepping import make_run_optimizer
 
@@ -100,6 +106,7 @@ class VramwiseStep(HfSft):
             revision=None,
             dtype=next(model.parameters()).dtype,
             device=torch.device("cpu"),
+            noise=EmbeddingNoise(model, alpha=5.0) if self.resolved.neftune else None,
         )
         recipe = self.recipe.model_copy(
             update={
@@ -149,14 +156,17 @@ class VramwiseStep(HfSft):
 
     def _loss(self, policy: Any, batch: Any) -> torch.Tensor:
         from trainer.losses import LossSettings, policy_loss, sft_loss
-        from trainer.scoring import hidden_rows, log_probs
+        from trainer.router_loss import balance_loss
+        from trainer.scoring import hidden_and_routers, log_probs
 
-        hidden = hidden_rows(policy, batch)
+        routed = self.resolved.router_loss
+        hidden, routers = hidden_and_routers(policy, batch, routers=routed)
         scored = log_probs(
             policy, batch, hidden, entropy=self._grpo, chunk_rows=self.recipe.loss_chunk_rows
         )
         if not self._grpo:
-            return sft_loss(scored.logp, num_tokens=len(batch.targets))
+            share = sft_loss(scored.logp, num_tokens=len(batch.targets))
+            return share + balance_loss(routers, policy.base.config, batch) if routed else share
         share, _ = policy_loss(
             scored.logp,
             advantages=torch.zeros(self.options.micro_batch),

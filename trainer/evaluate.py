@@ -33,7 +33,6 @@ from trainer.preflight import settled
 from trainer.rewards import Rewards, check_reward_columns, load_rewards
 from trainer.rollout import Rollout, sampling_settings
 from trainer.say import Say, silent
-from trainer.session import RUN_FILE
 from trainer.sft_data import read_examples
 
 SCHEMA_VERSION = 1
@@ -164,7 +163,7 @@ def find_source(checkpoint: str, *, base: str | None, dtype: str | None) -> Sour
 
 def _run_of(folder: Path) -> tuple[RunFile | None, TrainSection | None]:
     """Return the run that made a checkpoint: OUTPUT/run.yaml two folders up."""
-    path = folder.parent.parent / RUN_FILE
+    path = folder.parent.parent / checkpoints.RUN_FILE
     return read_run(path) if folder.is_dir() and path.exists() else (None, None)
 
 

@@ -24,6 +24,7 @@ from trainer.model import Policy
 from trainer.rewards import Rewards, Scores, score
 from trainer.rollout import Rollout, sample
 from trainer.scoring import hidden_rows, log_probs
+from trainer.stepping import TokenBudget, in_budget
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +79,6 @@ def measure_rewards(
     return Measured(figures=figures, rollout=rollout, scores=scores)
 
 
-@torch.no_grad()
 def measure_loss(
     policy: Policy,
     sequences: Sequence[ScoredSequence],
@@ -87,20 +87,18 @@ def measure_loss(
     layout: Layout,
     chunk_rows: int | None = None,
 ) -> dict[str, float]:
-    """Return the mean loss a trained token and its perplexity, with intervals over sequences."""
-    lengths = [len(sequence.token_ids) for sequence in sequences]
-    pad = policy.tokenizer.pad_token_id or 0
-    sums, counts = [0.0] * len(sequences), [0] * len(sequences)
-    row = max(lengths)
-    budget = max(budget_tokens, row)
-    for pick in micro_batches(lengths, budget_tokens=budget, layout=layout, row_tokens=row):
-        batch = collate(sequences, pick, layout=layout, pad_id=pad, row_tokens=row)
-        batch = batch.to(policy.device)
-        hidden = hidden_rows(policy, batch)
-        logp = log_probs(policy, batch, hidden, chunk_rows=chunk_rows).logp.double()
-        for owner, value in zip(batch.sequence_ids.tolist(), logp.tolist(), strict=True):
-            sums[batch.indices[owner]] -= value
-            counts[batch.indices[owner]] += 1
+    """Return the mean loss a trained token and its perplexity, with intervals over sequences.
+
+    Where memory runs out, all of it is done again in micro-batches of half the tokens.
+    """
+    row = max(len(sequence.token_ids) for sequence in sequences)
+    sums, counts = in_budget(
+        lambda tokens: _losses(
+            policy, sequences, budget_tokens=tokens, layout=layout, chunk_rows=chunk_rows
+        ),
+        TokenBudget(max(budget_tokens, row)),
+        longest=row,
+    )
     loss = bootstrap(
         len(sequences), lambda rows: sum(sums[r] for r in rows) / sum(counts[r] for r in rows)
     )
@@ -108,6 +106,32 @@ def measure_loss(
     _add(figures, "loss", loss)
     _add(figures, "perplexity", Estimate(*(_exp(v) for v in (loss.value, loss.low, loss.high))))
     return figures
+
+
+@torch.no_grad()
+def _losses(
+    policy: Policy,
+    sequences: Sequence[ScoredSequence],
+    *,
+    budget_tokens: int,
+    layout: Layout,
+    chunk_rows: int | None,
+) -> tuple[list[float], list[int]]:
+    """Return the summed loss and the number of trained tokens of each sequence."""
+    lengths = [len(sequence.token_ids) for sequence in sequences]
+    pad = policy.tokenizer.pad_token_id or 0
+    sums, counts = [0.0] * len(sequences), [0] * len(sequences)
+    row = max(lengths)
+    for pick in micro_batches(lengths, budget_tokens=budget_tokens, layout=layout, row_tokens=row):
+        batch = collate(sequences, pick, layout=layout, pad_id=pad, row_tokens=row)
+        batch = batch.to(policy.device)
+        hidden = hidden_rows(policy, batch)
+        logp = log_probs(policy, batch, hidden, chunk_rows=chunk_rows).logp.double()
+        for owner, value in zip(batch.sequence_ids.tolist(), logp.tolist(), strict=True):
+            sums[batch.indices[owner]] -= value
+            counts[batch.indices[owner]] += 1
+        del batch, hidden, logp  # before the next one is made
+    return sums, counts
 
 
 def refuse_overlap(

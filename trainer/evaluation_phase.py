@@ -8,12 +8,11 @@ import torch
 from planner.errors import VramwiseError
 from planner.phases import Phase, budget
 from planner.plan import Plan
-from planner.run.recipe import EngineKind, Task
-from planner.terms.activations import activations
-from planner.terms.term import Term
+from planner.run.recipe import Task
+from planner.terms.generation import rolling
 from planner.units import format_bytes
 from trainer.batching import MicroBatch
-from trainer.engines.transformers import PREFILL_TOKENS, TransformersEngine
+from trainer.engines.transformers import TransformersEngine
 from trainer.scoring import hidden_rows, log_probs
 
 if TYPE_CHECKING:
@@ -24,24 +23,14 @@ def evaluation_phase(planned: Plan, *, prompts: int) -> Phase:
     """Return what an evaluation holds: a rollout of the same engine, or a forward without a graph."""
     if planned.resolved.task is Task.GRPO:
         rollout = planned.phase("rollout")
-        prefill = _prefill(planned, prompts)
-        terms = (*rollout.terms, *prefill)
-        return Phase("evaluation", terms, rollout.total_bytes + sum(term.bytes for term in prefill))
+        kept = [term for term in rollout.terms if term.name != "activations"]
+        work = rolling(planned.spec, planned.resolved, prompts=prompts)
+        terms = (*kept, *([work] if work.bytes else []))
+        return Phase("evaluation", terms, sum(term.bytes for term in terms))
     # the planner's own evaluation, of micro-batches as large as training's
     own = replace(planned.resolved, eval_samples=1, eval_batch=planned.resolved.batch)
     phases = budget(planned.spec, own, planned.machine).phases
     return replace(next(phase for phase in phases if phase.name == "evaluate"), name="evaluation")
-
-
-def _prefill(planned: Plan, prompts: int) -> tuple[Term, ...]:
-    """Return what one chunk of held-out prompts holds beside the cache: they are all different ones."""
-    r = planned.resolved
-    if r.engine is not EngineKind.TRANSFORMERS:
-        return ()
-    tokens = min(PREFILL_TOKENS, prompts * r.prompt_tokens)
-    size = activations(planned.spec, r, tokens).no_grad
-    text = "one layer of a forward of {0:,} prompt tokens"
-    return (Term("activations", size, text, (tokens,), "trainer/engines/transformers.py"),)
 
 
 @torch.no_grad()

@@ -33,7 +33,7 @@ MATRIX = (Optimizer.ADAFACTOR, Optimizer.MUON)
 """Torch's own optimizers: they have neither masters nor state on the host, and betas of their own."""
 NO_BETAS = (*MATRIX, Optimizer.SGD)
 NO_EPS = (*NO_BETAS, Optimizer.SGD_MOMENTUM, Optimizer.LION, Optimizer.LION_8BIT)
-_IN_PROCESS = ("kv_bytes", "max_num_seqs", "max_num_batched_tokens", "sleep_level", "cuda_graphs", "timeout_s")  # fmt: skip
+_IN_PROCESS = ("kv_bytes", "max_num_seqs", "max_num_batched_tokens", "sleep_level", "cuda_graphs", "timeout_s", "kv_dtype", "block_size")  # fmt: skip
 ENGINE_FIELDS: dict[EngineKind, tuple[str, ...]] = {
     EngineKind.TRANSFORMERS: ("max_num_seqs", "max_num_batched_tokens"),
     EngineKind.VLLM_SHARED: _IN_PROCESS,
@@ -44,7 +44,7 @@ ENGINE_FIELDS: dict[EngineKind, tuple[str, ...]] = {
 """What each engine reads beside its kind."""
 ENGINE_HINTS = {
     "gpu_memory_utilization": "leave it out: the KV cache is as large as the plan says, or kv_bytes",
-    "kv_dtype": "leave it out: keys and values have the policy's dtype",
+    "kv_dtype": "leave it out: the cache has the policy's dtype (fp8: engine kinds vllm-shared, vllm-push)",
     "tensor_parallel": "1: the trainer generates on its own device",
     "pipeline_parallel": "1: the trainer generates on its own device",
 }
@@ -129,6 +129,7 @@ def _recipe(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
         ("algorithm", (recipe.algorithm or algorithms[0]).lower() not in algorithms, ", ".join(dict.fromkeys(algorithms))),
         ("quantization", recipe.method is not Method.QLORA and recipe.quantization not in (None, "none"), f"none with method {recipe.method}, or method qlora (nf4 or fp4)"),
         ("offload", recipe.offload != OffloadSection(), "nothing: the trainer offloads layer inputs, and states by optimizer_offload"),
+        ("entropy", recipe.entropy, "false: the trainer's entropy comes with its log-probabilities, without copies of logits"),
         ("images", recipe.images > 0, "0: the trainer trains on text alone"),
         ("videos", recipe.videos > 0, "0: the trainer trains on text alone"),
         ("image_size", recipe.image_size is not None, "nothing: the trainer trains on text alone"),
@@ -228,6 +229,12 @@ def _refuse_engine(recipe: Recipe) -> None:
 
 def _refuse_train(recipe: Recipe, train: Any) -> None:
     task = recipe.task
+    for name, said in (("neftune", "neftune_alpha"), ("router_loss", "router_aux_loss_coef")):
+        if getattr(recipe, name) and not getattr(train, said):
+            raise UsageError(
+                f"recipe.{name}: true, but train.{said} is {getattr(train, said)}",
+                hint=f"set train.{said} and leave recipe.{name} out",
+            )
     useless = ONLY_GRPO if task is Task.SFT else ONLY_SFT
     for name in _changed(train):
         if name in useless and getattr(train, name):
@@ -245,8 +252,8 @@ def _refuse_train(recipe: Recipe, train: Any) -> None:
                 hint="leave it out: only hub data sets and folders have one",
             )
     kind = recipe.optimizer
-    for name, useless in (("adam_betas", NO_BETAS), ("adam_eps", NO_EPS)):
-        if name in _changed(train) and kind in useless:
+    for name, without in (("adam_betas", NO_BETAS), ("adam_eps", NO_EPS)):
+        if name in _changed(train) and kind in without:
             raise UsageError(
                 f"train.{name}: {getattr(train, name)} has no effect with optimizer {kind}",
                 hint="leave it out",

@@ -9,7 +9,6 @@ from planner.run.recipe import Attention, Method, Recipe
 from planner.run.runfile import load_run_file
 from trainer import checkpoint as checkpoints
 from trainer.model import DTYPES, load_policy
-from trainer.session import RUN_FILE
 
 SCHEMA_VERSION = 1
 
@@ -55,7 +54,7 @@ def merge_checkpoint(
 
 def _base_of(folder: Path, adapter_file: Path) -> str:
     """Return the base model that the run names, or else the adapter's own note."""
-    run_file = folder.parent.parent / RUN_FILE
+    run_file = folder.parent.parent / checkpoints.RUN_FILE
     if run_file.exists():
         return load_run_file(run_file).model
     name = json.loads(adapter_file.read_text(encoding="utf-8")).get("base_model_name_or_path")

@@ -26,7 +26,8 @@ class EmbeddingNoise:
         starts = (batch.position_ids == 0).flatten()
         # padding on the right has position 0 throughout: each of it is a sample of one token
         owner = starts.cumsum(0) - 1
-        self._lengths = torch.bincount(owner)[owner].reshape(batch.position_ids.shape)
+        counts = torch.zeros_like(owner).scatter_add_(0, owner, torch.ones_like(owner))
+        self._lengths = counts[owner].reshape(batch.position_ids.shape)
 
     def _add(self, module: torch.nn.Module, _inputs: Any, output: Tensor) -> Tensor | None:
         if not module.training or self._lengths is None:

@@ -116,11 +116,13 @@ def prepare(
     say: Say = silent,
     per_epoch: int | None = None,
     held_out: int = 0,
+    router_loss: bool = False,
 ) -> Preflight:
     """Plan, load and rehearse the run. Raises VramwiseError with advice when it cannot fit.
 
     `per_epoch`: prompts (SFT: samples or packed rows) of the data set, which epochs are counted in;
     None: not known, nothing is checked against it. `held_out`: samples of an evaluation.
+    `router_loss`: SFT of a mixture adds the loss that balances its experts.
     """
     spec = find_model(run.model, revision=run.revision)
     unused = check_driver()
@@ -131,10 +133,15 @@ def prepare(
         say(note)
     started, _ = with_start(spec, run.recipe)
     wanted = settle_engine(settled(started))
+    if train.neftune_alpha or router_loss:
+        beside = {"neftune": bool(train.neftune_alpha), "router_loss": router_loss}
+        wanted = wanted.model_copy(update=beside)
     layout, asked = choose_layout(spec, wanted, train)
     if asked:  # samples in one row: planned with the mask that keeps them apart
         wanted = wanted.model_copy(update={"packing": True})
     recipe, planned = solve(spec, wanted, machine, train, held=held)
+    if asked == "train.padding_free" and layout is Layout.ROWS:
+        say(_masked_rows(planned))
     other = other_framework(spec, run.recipe, recipe, machine)
     for note in filter(None, (other, *unread_notes(planned.resolved), _elsewhere(run, machine))):
         say(note)
@@ -201,6 +208,14 @@ def prepare(
             ready = replace(ready, measured=rehearse(ready, train))
         say(table(ready))
     return ready
+
+
+def _masked_rows(planned: Plan) -> str:
+    return (
+        f"padding_free: {planned.resolved.attention.value} attention keeps samples apart by a mask: they lie end "
+        f"to end in rows of at most {planned.resolved.seq_tokens:,} tokens, each micro-batch's as wide as its "
+        "longest; attention: flash needs neither mask nor rows"
+    )
 
 
 def _elsewhere(run: RunFile, machine: Machine) -> str:
@@ -320,7 +335,8 @@ def _token_budget(recipe: Recipe, planned: Plan, train: TrainSection) -> TokenBu
     return TokenBudget(max(tokens, longest))
 
 
-def _prompts_per_step(recipe: Recipe, train: TrainSection) -> int:
+def step_prompts(recipe: Recipe, train: TrainSection) -> int:
+    """Return the prompts of a step (SFT: samples, or packed rows) that the run file asks for."""
     if train.prompts_per_step is not None:
         return train.prompts_per_step
     rows = (recipe.micro_batch_size or 1) * recipe.gradient_accumulation
@@ -332,7 +348,7 @@ def _within_epoch(recipe: Recipe, train: TrainSection, per_epoch: int | None, *,
 
     Raises UsageError where the run file itself asks for more.
     """
-    count = _prompts_per_step(recipe, train)
+    count = step_prompts(recipe, train)
     if per_epoch is None or count <= per_epoch:
         return count
     if train.prompts_per_step is not None:

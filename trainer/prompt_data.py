@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planner.errors import UsageError
+from trainer.chat import Chat
 from trainer.config import DatasetSection, RewardSection
 from trainer.data import Order, Prompt, Samples, tokenize_prompt
 from trainer.reward_functions import NEEDED_COLUMNS
@@ -99,15 +100,18 @@ def read_prompts(
     dropped: Counter[str] = Counter()
     first: dict[str, int] = {}
     hint = None
+    roles: set[str] = set()
     for index in range(checked):
         try:
-            length = len(prompts._read(index, 10**9).token_ids)
+            prompt = prompts._read(index, 10**9)
+            length = len(prompt.token_ids)
         except UsageError as error:
             reason = error.message.removeprefix("train.dataset: ")
             hint = hint or error.hint
             first.setdefault(reason, index + 1)
             dropped[reason] += 1
             continue
+        _check_roles(prompt, prompts, roles, index)
         cut += length > limit
         longest = max(longest, length)
     reasons = Counter(
@@ -138,3 +142,16 @@ def read_prompts(
         longest=longest,
         dropped=reasons,
     )
+
+
+def _check_roles(prompt: Prompt, prompts: Prompts, seen: set[str], row: int) -> None:
+    """Raise UsageError, with the row, for a role that the template leaves out."""
+    if prompt.messages is None or {str(m["role"]) for m in prompt.messages} <= seen:
+        return
+    chat = Chat(prompts.tokenizer, prompts.section.chat_template_kwargs, None)
+    try:
+        chat.check_roles(prompt.messages, seen)
+    except UsageError as error:
+        raise UsageError(
+            f"train.dataset: row {row + 1}: {error.message}", hint=error.hint
+        ) from None

@@ -16,7 +16,8 @@ from trainer.engines.transformers import TransformersEngine
 from trainer.evaluation_phase import rehearse_evaluation
 from trainer.losses import sft_loss
 from trainer.model import Policy
-from trainer.scoring import hidden_rows, log_probs
+from trainer.router_loss import balance_loss
+from trainer.scoring import hidden_and_routers, log_probs
 from trainer.shared_prefix import collate_shared
 from trainer.stepping import make_run_optimizer
 
@@ -70,11 +71,15 @@ def _rehearse_once(ready: "Preflight", train: TrainSection) -> Recording:
                 continue
             with policy.training():
                 with live.phase("forward"):
-                    hidden = hidden_rows(policy, batch)
+                    hidden, routers = hidden_and_routers(
+                        policy, batch, routers=ready.recipe.router_loss
+                    )
                 with live.phase("loss"):
                     scored = log_probs(policy, batch, hidden, entropy=True, **ready.shape)
                     share = sft_loss(scored.logp, num_tokens=len(batch.targets))
-                del hidden, scored
+                    if routers:
+                        share = share + balance_loss(routers, policy.base.config, batch)
+                del hidden, scored, routers
                 with live.phase("backward"):
                     share.backward()
             del share, batch

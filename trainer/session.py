@@ -26,14 +26,13 @@ from trainer.say import Say as Say  # trainer.demo takes it from here
 from trainer.stepping import Stepper
 from trainer.validation import Validation
 
-RUN_FILE = "run.yaml"
 REWARDS_LOG = "rewards.log"
 """What reward functions print."""
 OWN_NAMES = (
     checkpoints.FOLDER,
     COMPLETIONS_FOLDER,
     METRICS_FILE,
-    RUN_FILE,
+    checkpoints.RUN_FILE,
     "tensorboard",
     "wandb",
     ".push",
@@ -106,7 +105,7 @@ def run_folder(run: RunFile, train: TrainSection, *, resume: bool) -> Iterator[P
         raise UsageError(f"train.output: cannot make {output}: {error.strerror}") from None
     document = run.model_dump(mode="json", exclude_unset=True)
     text = yaml.safe_dump(document, sort_keys=False)
-    (output / RUN_FILE).write_text(text, encoding="utf-8")
+    (output / checkpoints.RUN_FILE).write_text(text, encoding="utf-8")
     try:
         yield output
     except BaseException:

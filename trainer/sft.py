@@ -49,25 +49,34 @@ def train_sft(
     samples = load_samples(train.dataset, root=root)
     check_columns(samples, train.dataset, task="sft")
     # every row once, before any weight is loaded
+    tokenizer = load_tokenizer(run.model, revision=run.revision)
     examples = read_examples(
         samples,
-        load_tokenizer(run.model, revision=run.revision),
+        tokenizer,
         train.dataset,
         limit=longest_sequence(run),
         loss_on=train.loss_on,
+        say=say,
     )
     say(examples.summary())
     for number in range(min(train.print_completions, len(examples))):
         say(f"example {number + 1}, the loss is on what is in brackets: {examples.text_of(number)}")
     order, per_epoch = make_order(examples, run, train)
     held_out = load_validation(train, samples, root=root, task=Task.SFT)
-    held = None if held_out is None else read_held_out(held_out, run, train)
+    held = None if held_out is None else read_held_out(held_out, run, train, tokenizer)
     if held is not None:
         say(f"validation: {held.summary()}")
     config = AutoConfig.from_pretrained(run.model, revision=run.revision)
     coefficient = router_coefficient(config, train.router_aux_loss_coef)
     check_output(train, resume=resume)
-    ready = prepare(run, train, say=say, per_epoch=per_epoch, held_out=len(held or ()))
+    ready = prepare(
+        run,
+        train,
+        say=say,
+        per_epoch=per_epoch,
+        held_out=len(held or ()),
+        router_loss=bool(coefficient),
+    )
     with run_folder(run, train, resume=resume) as output:
         ready.save(output)
         return _train(

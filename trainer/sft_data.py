@@ -12,7 +12,10 @@ from trainer.batching import ScoredSequence
 from trainer.chat import Chat, Message, Span, as_messages, check_settings, read_tools
 from trainer.config import DatasetSection
 from trainer.data import Sample, Samples
+from trainer.say import Say, silent
 
+PROGRESS_ROWS = 5_000
+"""Rows between two lines of progress while a data set is tokenised: seconds apart."""
 MASKS_AWAY = "its prompt alone fills the length"
 
 
@@ -77,7 +80,13 @@ class Examples:
 
 
 def read_examples(
-    samples: Samples, tokenizer: Any, section: DatasetSection, *, limit: int, loss_on: str
+    samples: Samples,
+    tokenizer: Any,
+    section: DatasetSection,
+    *,
+    limit: int,
+    loss_on: str,
+    say: Say = silent,
 ) -> Examples:
     """Return the samples that can be trained on: every row is tokenised once, before any weight loads.
 
@@ -91,6 +100,8 @@ def read_examples(
     rows, lengths, cut, dropped = [], [], 0, Counter[str]()
     seen: set[str] = set()
     for row in range(len(samples)):
+        if row and row % PROGRESS_ROWS == 0:
+            say(f"tokenised {row:,} of {len(samples):,} rows")
         _check_roles(samples[row], tokenizer, section, seen, row)
         sequence, was_cut = made._tokens(row)
         if not any(sequence.scored):
@@ -129,7 +140,13 @@ def tokenize_example(
     dialogue = as_dialogue(sample, section)
     if dialogue is not None:
         ids, trained = _tokenize_dialogue(*dialogue, sample, tokenizer, section, loss_on=loss_on)
-    elif section.prompt_column in sample and section.completion_column in sample:
+    elif (
+        any(
+            sample.get(name) is not None
+            for name in (section.prompt_column, section.completion_column)
+        )
+        and section.completion_column in sample
+    ):
         ids, trained = _tokenize_pair(sample, tokenizer, section, loss_on=loss_on)
     else:
         text = sample.get(section.text_column)
@@ -228,6 +245,9 @@ def _tokenize_spans(
 def _tokenize_pair(
     sample: Sample, tokenizer: Any, section: DatasetSection, *, loss_on: str
 ) -> tuple[list[int], list[int]]:
+    for name in (section.prompt_column, section.completion_column):
+        if sample.get(name) is None:
+            raise UsageError(f"no {name}", hint="drop the row")
     prompt, completion = str(sample[section.prompt_column]), str(sample[section.completion_column])
     if not completion:
         raise UsageError(f"empty {section.completion_column}", hint="drop the row")

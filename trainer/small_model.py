@@ -40,12 +40,11 @@ def make_small_model(
         intermediate_size=intermediate,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=max(1, heads // 2),
         max_position_embeddings=2048,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        **{"tie_word_embeddings": True, **config},
+        **{"tie_word_embeddings": True, "num_key_value_heads": max(1, heads // 2), **config},
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

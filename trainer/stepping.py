@@ -64,6 +64,34 @@ class TokenBudget:
         self.halvings += 1
 
 
+def in_budget(
+    work: Callable[[int], R],
+    budget: TokenBudget,
+    *,
+    longest: int,
+    undo: Callable[[], None] = lambda: None,
+) -> R:
+    """Return `work(tokens)`; when memory runs out the budget is halved and all of it done again.
+
+    `undo` is called in between. Raises VramwiseError when one sequence of `longest` tokens is too much.
+    """
+    while True:
+        done = _attempt(work, budget.tokens)
+        if done is not None:
+            return done
+        undo()
+        budget.halve(longest)
+        free_memory()
+
+
+def _attempt(work: Callable[[int], R], tokens: int) -> R | None:
+    """Return what `work` does, or None when memory ran out: then no frame holds its tensors."""
+    try:
+        return work(tokens)
+    except torch.OutOfMemoryError:
+        return None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update(Generic[T]):
     """What one optimizer step did."""
@@ -124,20 +152,12 @@ class Stepper:
 
         Raises VramwiseError when one sequence of `longest` tokens is too much already.
         """
-        while True:
-            done = self._attempt(work)
-            if done is not None:
-                return done
-            self.budget.halve(longest)
-            free_memory()
-
-    def _attempt(self, work: Callable[[int], R]) -> R | None:
-        """Return what `work` does, or None when memory ran out: then no frame holds its tensors."""
-        try:
-            return work(self.budget.tokens)
-        except torch.OutOfMemoryError:
-            self.optimizer.zero_grad(set_to_none=True)
-            return None
+        return in_budget(
+            work,
+            self.budget,
+            longest=longest,
+            undo=lambda: self.optimizer.zero_grad(set_to_none=True),
+        )
 
     def _whole(
         self,

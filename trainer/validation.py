@@ -19,7 +19,7 @@ from trainer.config import TrainSection
 from trainer.data import Samples, check_columns, load_samples, tokenize_prompt
 from trainer.evaluation import check_metric, measure_loss, measure_rewards, refuse_overlap
 from trainer.metrics import MetricsLog
-from trainer.model import Policy, load_tokenizer
+from trainer.model import Policy
 from trainer.preflight import Preflight, longest_sequence
 from trainer.rewards import Rewards, check_reward_columns
 from trainer.rollout import sampling_settings
@@ -47,13 +47,13 @@ def load_validation(train: TrainSection, training: Samples, *, root: Path, task:
     return held_out
 
 
-def read_held_out(held_out: Samples, run: RunFile, train: TrainSection) -> Examples:
+def read_held_out(held_out: Samples, run: RunFile, train: TrainSection, tokenizer: Any) -> Examples:
     """Return the held-out SFT samples as tokens."""
     assert train.validation is not None
     check_metric(train.evaluation, SMALLER_IS_BETTER)
     return read_examples(
         held_out,
-        load_tokenizer(run.model, revision=run.revision),
+        tokenizer,
         train.validation,
         limit=longest_sequence(run),
         loss_on=train.loss_on,

@@ -20,6 +20,7 @@ from planner.risk import Ratio, distribution, kind_of, ratios
 QUANTITIES = {
     "peak_allocated": "allocated",
     "peak_reserved": "reserved",
+    "peak_reserved_unstated": "reserved",
     "nvidia_smi_used_peak": "device",
     "static_allocated": "static",
     "static_load_allocated": "static",

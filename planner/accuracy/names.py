@@ -208,6 +208,9 @@ _GPU_SPELLINGS = (
 _SIZE = re.compile(r"\b\d+ ?g[bi]+\b")
 
 
+OTHER_SIZES = ((r"h100.{0,9}\b96 ?gb", 95),)
+"""Cards with more memory than the one sold under their name: GiB that torch saw, by torchtitan's own logs
+(30.99GiB(32.62%))."""
 SEVERAL_SIZES = {"a100": "a100-80gb"}
 """Cards sold with several memory sizes -> one of them, for figures that do not depend on the size."""
 
@@ -223,6 +226,7 @@ def machine_named(
     printed = re.search(r"\(([\d.]+) GiB\)", text)
     total = total_gib or (float(printed[1]) if printed else 0.0)
     name = re.sub(r"^\d+x ", "", text.lower())
+    total = total or next((size for pattern, size in OTHER_SIZES if re.search(pattern, name)), 0.0)
     bare = re.sub(r"\(.*|,.*", "", name).strip()
     choices = [alias for pattern, alias in _GPU_SPELLINGS if re.search(pattern, name)][:1]
     if any_memory and bare in SEVERAL_SIZES:

@@ -7,7 +7,7 @@ from planner.accuracy.lora_targets import lora_targets
 from planner.accuracy.prediction import NotCovered
 from planner.accuracy.rows import Row
 from planner.models.spec import ModelSpec
-from planner.run.framework import pick
+from planner.run.framework import pick, spell
 from planner.run.recipe import (
     Attention,
     Checkpointing,
@@ -16,6 +16,7 @@ from planner.run.recipe import (
     LoraSection,
     Loss,
     Method,
+    OffloadSection,
     Optimizer,
     Recipe,
     Reference,
@@ -57,7 +58,7 @@ def rl_recipe(row: Row, model: ModelSpec) -> Recipe:
         "task": task,
         "method": method,
         "framework": _framework(row),
-        "dtype": "fp32" if row["dtype"] == "fp32" else "bf16",
+        "dtype": _dtype(row),
         "mixed_precision": _mixed_precision(row),
         "quantization": "nf4" if method is Method.QLORA else None,
         "double_quant": True if "double quant" in row["notes"] else None,
@@ -74,6 +75,11 @@ def rl_recipe(row: Row, model: ModelSpec) -> Recipe:
         "gradient_accumulation": _accumulation(row),
         **_lengths(row, task),
     }
+    if row["framework"].startswith("verl") and "offload" in row["sharding"]:
+        values["optimizer_offload"] = True
+        values["offload"] = OffloadSection(parameters="param+" in row["sharding"])
+    if "own loop" in row["notes"]:
+        values["entropy"] = True  # garg-aayush's loop logs one of every step
     if task is Task.GRPO:
         kind = EngineKind.TRANSFORMERS if row["vllm"] in {"none", ""} else EngineKind.VLLM_PUSH
         values["engine"] = EngineSection(
@@ -85,6 +91,13 @@ def rl_recipe(row: Row, model: ModelSpec) -> Recipe:
             rank=row.integer("lora_rank") or 16, targets=targets, dtype=_adapter_dtype(row)
         )
     return Recipe(**values)
+
+
+def _dtype(row: Row) -> str:
+    """Return the weights' dtype; verl's actor is fp32 unless a row says that it is not."""
+    if row["framework"].startswith("verl") and not row["dtype"]:
+        return "fp32"
+    return "fp32" if row["dtype"].startswith("fp32") else "bf16"
 
 
 def _adapter_dtype(row: Row) -> str | None:
@@ -123,8 +136,14 @@ def _framework(row: Row) -> str:
         "verl": "verl",
         "custom": "fused-logp-loop",
     }
+    name = next((word for word in ("verl",) if name.startswith(word)), name)
+    if name.startswith("custom (plain torch"):
+        return pick("peft-loop").name
     if name not in known:
         raise NotCovered(f"the framework {name!r} is not known")
+    stated = re.match(r"\d+(\.\d+)+", row["framework_version"])
+    if stated and name in {"ms-swift", "verl", "unsloth"}:
+        return pick(spell(known[name], stated[0])).name
     return pick(known[name]).name
 
 
@@ -160,7 +179,7 @@ def _sharding(row: Row) -> Sharding:
         return Sharding.NONE
     if re.search(r"tp|pp|cp|ep|megatron", text):
         raise NotCovered("tensor, pipeline, context or expert parallel training is not modelled")
-    if "offload" in text:
+    if "offload" in text and not row["framework"].startswith("verl"):
         raise NotCovered("parameters or optimizer offloaded by the sharding engine")
     word = re.match(r"ddp|fsdp|zero[123]", text)
     if word is None:

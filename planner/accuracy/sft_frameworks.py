@@ -18,7 +18,7 @@ def framework_of(row: Row) -> str:
     for word, framework in (
         ("litgpt", "litgpt-2023" if row["source_family"].endswith("tables") else "litgpt"),
         ("torchtune", "torchtune"),
-        ("torchtitan", "torchtitan==0.0.2" if "2024" in row["framework_version"] else "torchtitan"),
+        ("torchtitan", _titan(row)),
         ("swift", "ms-swift==1.5" if "torch 2.1" in row["framework_version"] else "ms-swift"),
         ("peft", "peft-loop"),
         ("axolotl", "axolotl"),
@@ -39,6 +39,15 @@ def _unsloth(row: Row) -> str:
     notebook = notebook_of(row)
     release = notebook.release if notebook else row["framework_version"].split(" ")[0]
     return pick(spell("unsloth", release) if release else "unsloth").name
+
+
+def _titan(row: Row) -> str:
+    """Return torchtitan's law by year and launcher: its script for one node sets the allocator."""
+    name = "torchtitan-0.0" if "2024" in row["framework_version"] else "torchtitan"
+    return f"{name}-slurm" if (row.integer("n_gpus") or 1) > ONE_NODE else name
+
+
+ONE_NODE = 8
 
 
 def _fms(row: Row, kernels: str) -> str:

@@ -74,6 +74,19 @@ _SMALL_STATE = frozenset(
 same targets, since weights, saved activations and logits are what counts."""
 
 
+SWIFT_2023_OTHERWISE = {
+    "openbuddy-zephyr": Attention.EAGER,
+    "yi": Attention.SDPA,
+    "chatglm3": Attention.SDPA,
+    "baichuan2-13b": Attention.EAGER,
+}
+"""Models whose runs in ms-swift 1.5's benchmark had no flash attention, by how their names start.
+
+--use_flash_attn was on, but swift set `_flash_attn_2_enabled` (swift/llm/utils/model.py 67625b574),
+which transformers 4.36 no longer reads: Llama's default there is SDPA, Mistral's eager. ChatGLM3's
+and Baichuan2-13B's own code have none."""
+
+
 def recipe_of(row: Row, model: ModelSpec) -> Recipe:
     """Return the recipe of a fine-tuning row; raises NotCovered with the reason.
 
@@ -209,9 +222,10 @@ def _checkpointing(text: str, parallelism: str) -> Checkpointing | None:
 
 def _attention(text: str, framework: str, model: ModelSpec) -> Attention | None:
     folded = text.lower()
-    if framework == "ms-swift-1.5" and not model.name.startswith(("qwen", "baichuan2-7b")):
-        # --use_flash_attn was on by itself for Qwen only; Baichuan2-7B calls xformers
-        return Attention.EAGER
+    if framework == "ms-swift-1.5":
+        for start, kind in SWIFT_2023_OTHERWISE.items():
+            if model.name.startswith(start):
+                return kind
     if "flash" in folded:
         return Attention.FLASH
     if "sdpa" in folded:

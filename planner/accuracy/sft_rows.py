@@ -104,8 +104,25 @@ def run_of(row: Row) -> Run:
 def _answer(run: Run) -> Prediction:
     result = plan(run.model, run.recipe, run.machine)
     _refuse_impossible(run.row, result)
-    extra = _second_set(run) if run.quantity == "peak_reserved" else 0
-    return figure(run.quantity, result, extra)
+    if run.quantity == "peak_reserved":
+        mixed = _mixed(run, result)
+        if mixed is not None:
+            return mixed
+    return figure(run.quantity, result)
+
+
+def _mixed(run: Run, result: Plan) -> Prediction | None:
+    """Return what is reserved after a typical sample, then the longest; None: all are as long.
+
+    The order of the lengths is not stated, and by it the pool differs by half (docs/accuracy.md).
+    """
+    r = result.resolved
+    typical = typical_tokens(run.row, r.sequences, r.seq_tokens)
+    if typical is None:
+        return None
+    value = result.reserved_over((typical, r.seq_tokens)).on_card
+    interval = result.interval("reserved", value)
+    return Prediction("peak_reserved_unstated", value, *interval, result)
 
 
 def _notebook(run: Run, notebook: Notebook) -> Prediction:
@@ -137,16 +154,6 @@ def _capped(run: Run) -> Prediction:
         raise NotCovered("a mean over steps depends on lengths that the row does not state")
     most, half = _answer(run), _answer(run.at((run.recipe.context or 2) // 2))
     return Prediction(run.quantity, most.value, half.value, most.high, most.plan)
-
-
-def _second_set(run: Run) -> int:
-    """Return the head's blocks that samples of typical length leave in the allocator."""
-    typical, context = typical_tokens(run.row), run.recipe.context
-    if typical is None or context is None:
-        return 0
-    shorter = run.at(min(typical, context))
-    loss = plan(shorter.model, shorter.recipe, shorter.machine).phase("loss")
-    return sum(term.bytes for term in loss.terms if term.name == "logits")
 
 
 def _refuse_impossible(row: Row, result: Plan) -> None:
@@ -196,7 +203,7 @@ def canonical(quantity: str) -> str:
     raise NotCovered(f"the figure {quantity[:50]!r} is not one that the planner states")
 
 
-def figure(quantity: str, result: Plan, extra: int = 0) -> Prediction:
+def figure(quantity: str, result: Plan) -> Prediction:
     """Return one figure of a plan with its interval."""
     allocated = result.allocated_peak_bytes
     if quantity in {"peak_allocated", "peak_active"}:
@@ -212,7 +219,7 @@ def figure(quantity: str, result: Plan, extra: int = 0) -> Prediction:
     if quantity == "nvidia_smi_used_peak":
         used = result.device_used_bytes
         return Prediction(quantity, used, *result.interval("device", used), result)
-    value = result.reserved_peak_bytes + extra
+    value = result.reserved_peak_bytes
     return Prediction(quantity, value, *result.interval("reserved", value), result)
 
 

@@ -151,7 +151,7 @@ def limits(model: ModelSpec, recipe: Recipe, machine: Machine, base: Plan) -> di
             lambda n: recipe.model_copy(update={"num_generations": n}),
             MAX_COUNT,
         )
-    if r.trains and r.method is not Method.FULL:
+    if r.trains and r.method is not Method.FULL and not r.started:
         makers["lora_rank"] = (
             lambda n: recipe.model_copy(
                 update={"lora": recipe.lora.model_copy(update={"rank": n})}

@@ -244,7 +244,7 @@ def _objective_changes(r: Resolved, recipe: Recipe) -> list[Change]:
                 True,
             )
         )
-    if r.method is not Method.FULL and r.lora_rank > 8:
+    if r.method is not Method.FULL and r.lora_rank > 8 and not r.started:
         found.append(
             Change(
                 f"lora.rank={r.lora_rank // 2}",

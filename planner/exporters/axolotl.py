@@ -47,7 +47,7 @@ def export(run: RunFile, *, version: str | None = None) -> Exported:
     put("tiled_mlp", recipe.tiled_mlp)
     writer.quantization()
     put("optimizer", writer.optimizer())
-    if recipe.sharding is Sharding.FSDP:
+    if recipe.sharding in (Sharding.FSDP, Sharding.FSDP2):
         put("fsdp_version", 2)
         put("fsdp_config", {"reshard_after_forward": True, "offload_params": False})
     elif recipe.sharding.value.startswith("zero"):
@@ -85,6 +85,8 @@ def _adapter(writer: Writer) -> None:
     else:
         put("lora_target_modules", writer.targets(all_linear="", attention=_ATTENTION, mlp=_MLP))
     put("lora_modules_to_save", list(recipe.lora.modules_to_save) or None)
+    put("lora_model_dir", recipe.lora.start_from)
+    writer.adapters("from")
 
 
 def _grpo(writer: Writer) -> None:

@@ -67,6 +67,19 @@ class Writer:
         self.lost(f"optimizer {chosen.value}", when=name is None)
         return name
 
+    def adapters(self, *said: str) -> None:
+        """Note settings of adapters that the tool has no key for; `said` are those that it has."""
+        lora = self.recipe.lora
+        given = {
+            "from": lora.start_from,
+            "use_rslora": lora.use_rslora,
+            "init": lora.init if lora.init != "default" else "",
+            "bias": lora.bias if lora.bias != "none" else "",
+            "target_parameters": ", ".join(lora.target_parameters),
+        }
+        for name, value in given.items():
+            self.lost(f"lora.{name} {value}", when=value and name not in said)
+
     def quantization(self) -> None:
         """Note a base quantization that only the checkpoint's name could say."""
         from planner.importers.names import quantization_in_name

@@ -46,7 +46,7 @@ def export(run: RunFile, *, version: str | None = None) -> Exported:
         put("deepspeed", f"examples/deepspeed/ds_z{recipe.sharding.value[-1]}{offload}_config.json")
     writer.lost(
         "fsdp: give it to accelerate (examples/accelerate/fsdp_config.yaml)",
-        when=recipe.sharding.value == "fsdp",
+        when=recipe.sharding.value in ("fsdp", "fsdp2"),
     )
     prefix = f"FORCE_TORCHRUN=1 NPROC_PER_NODE={run.machine.gpus} " if run.machine.gpus > 1 else ""
     return Exported(
@@ -71,6 +71,9 @@ def _adapter(writer: Writer) -> None:
         put("lora_target", _words(writer.targets(all_linear="all", attention=_ATTENTION, mlp=_MLP)))
         put("lora_dropout", recipe.lora.dropout)
         put("use_dora", True if recipe.lora.dora else None)
+        put("use_rslora", True if recipe.lora.use_rslora else None)
+        put("adapter_name_or_path", recipe.lora.start_from)
+        writer.adapters("use_rslora", "from")
         put("additional_target", ",".join(recipe.lora.modules_to_save) or None)
 
 

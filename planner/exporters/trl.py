@@ -88,6 +88,9 @@ def _adapter(writer: Writer) -> None:
         put("lora_dropout", recipe.lora.dropout)
         put("lora_modules_to_save", list(recipe.lora.modules_to_save) or None)
         put("use_dora", True if recipe.lora.dora else None)
+        put("use_rslora", True if recipe.lora.use_rslora else None)
+        put("lora_target_parameters", list(recipe.lora.target_parameters) or None)
+        writer.adapters("use_rslora", "target_parameters")
     if recipe.method is Method.QLORA:
         put("load_in_4bit", True)
         put("use_bnb_nested_quant", recipe.double_quant)

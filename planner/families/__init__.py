@@ -24,7 +24,7 @@ _FAMILIES: dict[str, str] = {
     ),
     "experts": (
         "mixtral qwen2_moe qwen3_moe qwen3_vl_moe_text olmoe granitemoe granitemoeshared gpt_oss "
-        "glm4_moe minimax_m2 phimoe"
+        "glm4_moe glm4v_moe_text minimax_m2 phimoe"
     ),
     "lightning": "minimax",
     "mamba": "mamba mamba2 falcon_mamba",
@@ -35,11 +35,12 @@ _FAMILIES: dict[str, str] = {
     "gemma_next": "gemma3n_text gemma4_text",
     "llama_next": "llama4_text mllama_text_model",
     "multimodal": (
-        "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe mistral3 gemma3 gemma3n gemma4 "
+        "qwen2_vl glm4v_moe qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe mistral3 gemma3 gemma3n gemma4 "
         "llama4 mllama kimi_k25 minimax_m3_vl llava llava_next llava_onevision internvl idefics3 "
         "smolvlm qwen2_audio voxtral"
     ),
     "kimi": "kimi_linear kimi_k3",
+    "lfm2": "lfm2",
     "remote": "internlm2 baichuan",
     "sparse": "deepseek_v4 minimax_m3 minimax_m3_vl_text",
     "mla": "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 glm4_moe_lite glm_moe_dsa",

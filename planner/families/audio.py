@@ -74,6 +74,7 @@ def audio_spec(fields: ConfigFields, text_hidden: int) -> AudioSpec | None:
         depth=audio.integer("num_hidden_layers"),
         intermediate=width,
         activation=audio.text("activation_function"),
+        joined=True,
         root="audio_tower.layers.*",
         names=(
             *((f"self_attn.{n}_proj", f"self_attn.{n}_proj") for n in "qkv"),

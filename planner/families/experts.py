@@ -24,6 +24,7 @@ TRAITS = {
     "granitemoeshared": LLAMA,
     "gpt_oss": replace(LLAMA, sinks=True, masks=windows.window_even),
     "glm4_moe": Traits(qkv_bias="attention_bias", qk_norm="use_qk_norm"),
+    "glm4v_moe_text": Traits(qkv_bias="attention_bias"),
     "minimax_m2": Traits(qk_norm="full"),
     "phimoe": Traits(
         qkv_bias="attention_bias",
@@ -174,6 +175,7 @@ _MOE: dict[str, MoeBuilder] = {
     "granitemoeshared": granite_moe,
     "gpt_oss": _gpt_oss,
     "glm4_moe": deepseek_moe,
+    "glm4v_moe_text": deepseek_moe,
     "minimax_m2": _minimax,
     "phimoe": _routed_as("intermediate_size", "num_local_experts", "router"),
 }
@@ -190,7 +192,7 @@ def sparse_layers(fields: ConfigFields, num_layers: int) -> list[bool]:
     """Return which layers have experts, for every family of this file."""
     if "decoder_sparse_step" in fields.defaults:
         return qwen_sparse(fields, num_layers)
-    if fields.model_type == "glm4_moe":
+    if fields.model_type in ("glm4_moe", "glm4v_moe_text"):
         dense = fields.integer("first_k_dense_replace", least=0)
         return [layer >= dense for layer in range(num_layers)]
     return [True] * num_layers

@@ -320,6 +320,36 @@ def minimax_m3(vision: ConfigFields, text_hidden: int, *, project: int) -> Modul
     )
 
 
+def glm4v(vision: ConfigFields, text_hidden: int) -> Modules:
+    """Return GLM-4.5V's tower: RMS norms, gated MLPs as wide as the text, a merger after a convolution."""
+    hidden, out = vision.integer("hidden_size"), vision.integer("out_hidden_size")
+    patch, merge = side(vision, "patch_size"), vision.integer("spatial_merge_size")
+    kernel = (hidden, vision.integer("in_channels"), vision.integer("temporal_patch_size"))
+    bias, width = vision.flag("attention_bias"), vision.integer("intermediate_size")
+    block = (
+        norm("norm1", hidden),
+        norm("norm2", hidden),
+        linear("attn.qkv", hidden, 3 * hidden, bias=bias),
+        linear("attn.proj", hidden, hidden),
+        *gated_mlp(hidden, out),
+    )
+    return (
+        embedding(
+            "visual.embeddings.position_embedding",
+            (side(vision, "image_size") // patch) ** 2,
+            hidden,
+        ),
+        conv("visual.patch_embed.proj", (*kernel, patch, patch), (hidden,)),
+        *repeated("visual.blocks.*", vision.integer("depth"), block),
+        linear("visual.merger.proj", out, out),
+        norm("visual.merger.post_projection_norm", out, bias=True),
+        *gated_mlp(out, width, prefix="visual.merger"),
+        norm("visual.post_conv_layernorm", hidden),
+        conv("visual.downsample", (out, hidden, merge, merge), (out,)),
+        norm("visual.post_layernorm", hidden),
+    )
+
+
 VISION: dict[str, Callable[[ConfigFields, int], Modules]] = {
     "qwen2_vl": qwen2_vl,
     "qwen2_5_vl": qwen2_vl,
@@ -331,4 +361,5 @@ VISION: dict[str, Callable[[ConfigFields, int], Modules]] = {
     "llama4": llama4,
     "mllama": mllama,
     "kimi_k25": kimi_k25,
+    "glm4v_moe": glm4v,
 }

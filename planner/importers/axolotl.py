@@ -6,7 +6,7 @@ from typing import Any
 from planner.importers import words
 from planner.importers.launch import apply_launch, deepspeed_setting, finish_sharding, from_words
 from planner.importers.names import quantization_in_name
-from planner.importers.settings import Imported, Settings, as_names
+from planner.importers.settings import Imported, Settings, as_bool, as_int, as_names
 from planner.run.recipe import Checkpointing, EngineKind, Loss, Method, Reference, Sharding, Task
 
 VERSION = "0.19.0"
@@ -194,12 +194,15 @@ def _sharding(
             settings.effect("axolotl's own zero2.json offloads the optimizer to the CPU")
         gpus = apply_launch(settings, recipe, launch)
     fsdp = settings.raw("fsdp_config", "fsdp", to="sharding")
-    settings.raw("fsdp_version")
+    version = as_int(settings.raw("fsdp_version"))
+    inner = fsdp if isinstance(fsdp, dict) else {}
+    told = inner.get("offload_params", settings.values.get("fsdp_config.offload_params"))
+    offload = as_bool(told) is True
     for key in [key for key in settings.values if key.startswith(("fsdp_config.", "deepspeed."))]:
         settings.used.add(key)
         fsdp = fsdp or key.startswith("fsdp_config.")
     if fsdp:
-        recipe["sharding"] = Sharding.FSDP
+        recipe["sharding"] = Sharding.FSDP2 if version == 2 and not offload else Sharding.FSDP
         if recipe["method"] is Method.FULL and recipe["mixed_precision"] != "none":
             settings.effect(
                 "FSDP with mixed precision casts trainable bf16 parameters to fp32: 16 B/parameter divided by the GPUs"

@@ -96,10 +96,13 @@ def from_accelerate(document: dict[str, Any]) -> Launch:
             "GRAD_OP" in str(section.get("fsdp_sharding_strategy", ""))
             or as_bool(section.get("fsdp_reshard_after_forward")) is False
         )
+        offload = as_bool(section.get("fsdp_offload_params")) is True
+        second = as_int(section.get("fsdp_version")) == 2 and not offload
+        whole = Sharding.FSDP2 if second else Sharding.FSDP
         return replace(
             common,
-            sharding=Sharding.ZERO2 if grad_op else Sharding.FSDP,
-            parameter_offload=as_bool(section.get("fsdp_offload_params")) is True,
+            sharding=Sharding.ZERO2 if grad_op else whole,
+            parameter_offload=offload,
             checkpointing=as_bool(section.get("fsdp_activation_checkpointing")) is True,
         )
     return replace(
@@ -218,6 +221,7 @@ def finish_sharding(settings: Settings, recipe: dict[str, Any], gpus: int | None
         Sharding.ZERO2,
         Sharding.ZERO3,
         Sharding.FSDP,
+        Sharding.FSDP2,
     )
     if sharded and not gpus:
         settings.effect(

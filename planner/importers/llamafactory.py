@@ -127,6 +127,7 @@ def _lora(settings: Settings, method: Method) -> dict[str, Any]:
         ),
         "dropout": settings.number("lora_dropout", to="lora.dropout", default=0.0),
         "dora": settings.flag("use_dora"),
+        "use_rslora": settings.flag("use_rslora", to="lora.use_rslora"),
         "modules_to_save": as_names(settings.raw("additional_target", to="lora.modules_to_save")),
     }
 

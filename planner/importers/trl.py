@@ -9,8 +9,8 @@ from typing import Any
 from planner.importers import words
 from planner.importers.launch import Launch, apply_launch, deepspeed_setting, finish_sharding
 from planner.importers.names import quantization_in_name
-from planner.importers.settings import Imported, Settings, as_names
-from planner.run.recipe import EngineKind, Loss, Method, Reference, Sharding, Task
+from planner.importers.settings import Imported, Settings, Taken, as_names
+from planner.run.recipe import INITS, EngineKind, Loss, Method, Reference, Sharding, Task
 
 VERSION = "1.16.0"
 OPEN_R1_VERSION = "0.18.0"
@@ -112,7 +112,7 @@ def _sharding(
     deepspeed = settings.raw("deepspeed", to="sharding")
     if deepspeed:
         gpus = apply_launch(settings, recipe, deepspeed_setting(settings, deepspeed, None)) or gpus
-    if recipe.get("sharding") is Sharding.FSDP and method is Method.FULL:
+    if recipe.get("sharding") in (Sharding.FSDP, Sharding.FSDP2) and method is Method.FULL:
         settings.effect(
             "FSDP with mixed precision keeps trainable parameters in fp32: 16 B/parameter divided by the GPUs"
         )
@@ -285,7 +285,17 @@ def _lora(settings: Settings, method: Method, is_script: bool) -> dict[str, Any]
     named = settings.raw("lora_target_modules", "target_modules", to="lora.targets")
     if named is None:
         settings.defaulted("lora.targets", "q_proj, v_proj (PEFT's table)")
-    settings.raw("lora_alpha", "lora_task_type", "task_type", "bias", "use_rslora")
+    settings.raw("lora_alpha", "lora_task_type", "task_type")
+    bias, start = settings.raw("bias", to="lora.bias"), settings.raw("init_lora_weights")
+    if start not in (None, True, "default"):
+        start = str(start)
+        if re.fullmatch(INITS, start):
+            settings.report.taken.append(
+                Taken(key="init_lora_weights", value=start, field="lora.init")
+            )
+        else:
+            settings.unread("init_lora_weights", start, "adapters begin as usual")
+            start = None
     return {
         "rank": settings.count("lora_r", "r", to="lora.rank", default=8 if is_script else 16),
         "targets": words.lora_targets(named) if named is not None else ("q_proj", "v_proj"),
@@ -293,6 +303,12 @@ def _lora(settings: Settings, method: Method, is_script: bool) -> dict[str, Any]
             "lora_dropout", to="lora.dropout", default=0.0 if is_script else 0.05
         ),
         "dora": settings.flag("use_dora"),
+        "use_rslora": settings.flag("use_rslora", to="lora.use_rslora"),
+        "bias": bias if bias in ("none", "all", "lora_only") else None,
+        "init": start if isinstance(start, str) else None,
+        "target_parameters": as_names(
+            settings.raw("lora_target_parameters", "target_parameters", to="lora.target_parameters")
+        ),
         "modules_to_save": as_names(
             settings.raw("lora_modules_to_save", "modules_to_save", to="lora.modules_to_save")
         ),

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from planner.errors import UsageError
@@ -13,6 +14,11 @@ THINK = r"<think>(?!.*<think>)(.*?)</think>.*"
 """What think_format_reward matches (trl/rewards/format_rewards.py)."""
 NO_CLIPPING = 1e30
 KEEP_ALL = 1_000_000
+REPORTERS = ("mlflow", "tensorboard", "trackio", "wandb")
+SCHEDULES = {
+    "constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine",
+    "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd",
+}  # fmt: skip
 
 
 def rollouts(made: Made) -> None:
@@ -55,20 +61,12 @@ def course(made: Made) -> None:
     else:
         made.train("epochs", f["num_train_epochs"])
     made.train("lr", f["learning_rate"])
-    kind = str(f["lr_scheduler_type"])
-    known = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}  # fmt: skip
-    if kind not in known:
-        raise refused("lr_scheduler_type", kind, ", ".join(known))
-    made.train("schedule", known[kind])
-    if kind != "constant":
-        made.steps("warmup_steps", "warmup_steps", f["warmup_steps"])
-    elif f["warmup_steps"]:
-        made.notes["warmup_steps"] = (
-            "constant has no warm-up in transformers: constant_with_warmup has"
-        )
+    _schedule(made)
     made.train("weight_decay", f["weight_decay"])
-    if not str(f["optim"]).startswith(("adafactor", "muon", "sgd")):
+    if not any(word in str(f["optim"]) for word in ("adafactor", "muon", "sgd")):
         made.train("adam_betas", [f["adam_beta1"], f["adam_beta2"]])
+        if "lion" not in str(f["optim"]):
+            made.train("adam_eps", f["adam_epsilon"])
     made.train("max_grad_norm", f["max_grad_norm"] or NO_CLIPPING)
     made.train("seed", f["seed"])
     made.train("neftune_alpha", f["neftune_noise_alpha"] or None)
@@ -76,6 +74,35 @@ def course(made: Made) -> None:
         made.train("lora_alpha", f.given.get("lora_alpha", 8 if f.script else f["lora_alpha"]))
         if f["lora_target_modules"] is None:
             made.notes["lora_target_modules"] = f.rows["lora_target_modules"].note
+
+
+def _schedule(made: Made) -> None:
+    f = made.fields
+    kind = str(f["lr_scheduler_type"])
+    if kind not in SCHEDULES:
+        raise refused("lr_scheduler_type", kind, ", ".join(SCHEDULES))
+    made.train("schedule", SCHEDULES[kind])
+    warmup = f["warmup_steps"]
+    if kind == "constant":
+        if warmup:
+            made.notes["warmup_steps"] = (
+                "constant has no warm-up in transformers: constant_with_warmup has"
+            )
+    elif 0 < warmup < 1:
+        made.train("warmup_ratio", warmup)
+    else:
+        made.steps("warmup_steps", "warmup_steps", warmup)
+    given = dict(f["lr_scheduler_kwargs"] or {})
+    named = {"min_lr": "min_lr", "min_lr_rate": "min_lr_ratio"}
+    if kind == "warmup_stable_decay":
+        named = {"min_lr_ratio": "min_lr_ratio", "decay_type": "decay_type"}
+        if (steps := given.pop("num_decay_steps", None)) is not None:
+            made.steps("lr_scheduler_kwargs.num_decay_steps", "decay_steps", steps)
+    for key, target in named.items():
+        made.train(target, given.pop(key, None))
+    if given:
+        name = next(iter(given))
+        raise refused(f"lr_scheduler_kwargs.{name}", given[name], f"{', '.join(named)} with {kind}")
 
 
 def saving(made: Made) -> None:
@@ -87,11 +114,25 @@ def saving(made: Made) -> None:
     made.train("keep_checkpoints", f["save_total_limit"] or KEEP_ALL)
     reporters = f["report_to"]
     names = [reporters] if isinstance(reporters, str) else list(reporters or ())
-    if "tensorboard" in names:
-        made.train("tensorboard", True)
-    others = [name for name in names if name not in ("none", "tensorboard")]
+    here = [name for name in names if name in REPORTERS]
+    others = [name for name in names if name not in (*REPORTERS, "none")]
+    made.train("report_to", here or None)
     if others:
         made.notes["report_to"] = f"{', '.join(others)}: not here; metrics.jsonl has every figure"
+    hub = ("hub_model_id", "hub_private_repo", "hub_strategy")
+    if f["push_to_hub"]:
+        repo = f["hub_model_id"] or Path(str(f["output_dir"] or "trainer_output")).name
+        made.train("push_to_hub.repo", repo)
+        made.train("push_to_hub.private", f["hub_private_repo"])
+        strategy = "end" if f["hub_strategy"] == "end" else "every_save"
+        made.train("push_to_hub.strategy", strategy)
+    else:
+        made.notes |= {name: "push_to_hub is false" for name in hub if f.says(name)}
+    for name in ("run_name", "project"):
+        if here and f.says(name):
+            made.train(name, f[name])
+        elif f.says(name):
+            made.notes[name] = "there is no tracker to name it for"
 
 
 def model(made: Made) -> None:
@@ -134,10 +175,17 @@ def sampling(made: Made) -> None:
     made.train("sampling.temperature", f["temperature"])
     made.train("sampling.top_p", f["top_p"])
     made.train("sampling.top_k", max(0, f["top_k"] or 0))
+    made.train("sampling.min_p", f["min_p"] or None)
+    if f["repetition_penalty"] != 1:
+        made.train("sampling.repetition_penalty", f["repetition_penalty"])
+    if f["use_vllm"]:
+        made.train("sampling.guided_regex", f["vllm_structured_outputs_regex"])
     given = dict(f["generation_kwargs"] or {})
+    for name in ("presence_penalty", "frequency_penalty"):
+        made.train(f"sampling.{name}", given.pop(name, None))
     stops = [*_list(given.pop("stop", None)), *_list(given.pop("stop_strings", None))]
     if given:
-        raise refused(f"generation_kwargs.{next(iter(given))}", next(iter(given.values())), "stop, stop_strings")  # fmt: skip
+        raise refused(f"generation_kwargs.{next(iter(given))}", next(iter(given.values())), "stop, stop_strings, presence_penalty, frequency_penalty")  # fmt: skip
     made.train("sampling.stop", stops or None)
     if f["log_completions"] or f["num_completions_to_print"]:
         made.train("print_completions", f["num_completions_to_print"])

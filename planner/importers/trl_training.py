@@ -92,7 +92,15 @@ def _recipe(made: Made, imported: Imported) -> None:
     """Put the imported recipe in, with what this trainer does in another way."""
     recipe = imported.run.recipe
     kept = recipe.model_dump(mode="json", exclude_unset=True)
-    for name in ("framework", "mixed_precision", "loss", "algorithm", "packing", "engine"):
+    for name in (
+        "framework",
+        "mixed_precision",
+        "loss",
+        "algorithm",
+        "packing",
+        "engine",
+        "compile",
+    ):
         kept.pop(name, None)
     if kept.get("reference") in ("none", "adapter-off"):
         kept.pop("reference")

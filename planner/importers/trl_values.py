@@ -23,7 +23,8 @@ OLDER: dict[str, Row] = {
     for row in (
         Row(field="max_prompt_length", default=None, kind="same", ours=("recipe.prompt_length",)),
         Row(field="bnb_4bit_compute_dtype", default=None, kind="none", note="4-bit weights are computed in recipe.dtype"),
-        Row(field="bias", default="none", kind="refused", note="biases are not trained"),
+        Row(field="bias", default="none", kind="same", ours=("recipe.lora.bias",)),
+        Row(field="init_lora_weights", default=None, kind="same", ours=("recipe.lora.init",)),
         Row(field="group_by_length", default=False, kind="none", note="micro-batches are filled by tokens"),
         Row(field="logging_dir", default=None, kind="none", note="in the output folder"),
         Row(field="env", default=None, kind="none", note="set variables where you start the run"),

@@ -76,6 +76,10 @@ def read(values: dict[str, Any], *, version: str | None = None, sft: bool = Fals
     _reference(settings, recipe, method)
     for key in ("param_offload", "optimizer_offload"):
         if settings.flag(f"{_A}fsdp_config.{key}", to="engine"):
+            if key == "param_offload":
+                recipe["offload"] = {"parameters": True}
+            else:
+                recipe["optimizer_offload"] = True
             settings.effect(
                 f"{key}: moved to host memory between rollout and update, not during the update"
             )

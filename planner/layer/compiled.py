@@ -18,7 +18,7 @@ from collections import Counter
 from planner.layer.cut import Graph, minimum_cut
 from planner.layer.launches import Backward, Key, Launch, Step
 from planner.layer.selective import Policy
-from planner.layer.tape import Op, Scratch, Storage, Tape, Value, total
+from planner.layer.tape import FLOAT8, Op, Scratch, Storage, Tape, Value, total
 
 SMALLER = 4
 """A result so many times smaller than what it is made of is a reduction, never made twice."""
@@ -46,6 +46,8 @@ class CompiledTape(Tape):
         self.number: dict[int, int] = {}
         self.values: list[Value] = []
         self.once: dict[tuple[str, int, float, int], int] = {}
+        self.narrow: set[int] = set()
+        """Casts to float8: a product reads one, and its backward another, made of what it was cast from."""
         self.x: Value | None = None
         self.out: Value | None = None
         self.buffers: dict[Key, Storage] = {}
@@ -105,6 +107,8 @@ class CompiledTape(Tape):
         number = self.number[id(out)]
         if same:
             self.once[key] = number
+        if same == FLOAT8:
+            self.narrow.add(number)
         kept = [self.number[id(v)] for v in saves] + ([number] if saves_out else [])
         self.steps.append(
             Step(
@@ -264,7 +268,19 @@ class CompiledTape(Tape):
         assert self.x is not None
         graph, sizes = Graph(), {self.number[id(self.x)]: self.x.size}
         needed = {n for step in self.steps for n in step.saves}
-        passed_on = {n for step in self.steps if not step.fused for n in step.saves}
+        passed_on = {
+            n
+            for step in self.steps
+            if not step.fused and not self.narrow.intersection(step.inputs)
+            for n in step.saves
+        }
+        # a cast of a kernel's own result is kept too: in the backward it would be a copy of its own
+        kernels = {step.out for step in self.steps if not step.fused}
+        copies = {
+            step.out for step in self.steps if step.out in self.narrow and step.inputs[0] in kernels
+        }
+        needed |= copies
+        passed_on |= copies
         far = self._far_apart()
         graph.fixed(self.number[id(self.x)])
         for step in self.steps:

@@ -33,6 +33,9 @@ def norm_matrices(tape: Tape, sides: Sides) -> list[Value]:
     low = tape.value(0, sides.columns * sides.rank * sides.inside, needs_grad=False)
     update = tape.value(0, whole, needs_grad=False)
     held = [eye, low, update]
+    if not tape.grad_enabled:  # without a graph nothing holds what made the update
+        tape.drop(eye, low)
+        held = [update]
     if sides.weight_copy:
         held.append(tape.value(0, whole, needs_grad=False))
     scaled = tape.value(0, whole, needs_grad=False)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from planner.layer.attention import Shape, attend
 from planner.layer.dora import Sides, norm_matrices, scaled_sum
-from planner.layer.tape import Op, Tape, Value, envelope, largest
+from planner.layer.tape import FLOAT8, Op, Tape, Value, envelope, largest
 from planner.models.spec import ModuleSpec
 
 
@@ -164,12 +164,13 @@ class Program:
     def _in_float8(self, x: Value, module: ModuleSpec) -> Value | None:
         """Record torchao's cast of a linear's input, a byte an element; None: it stays in 16 bits.
 
-        torchao float8_linear.py, matmul_with_hp_or_float8_args: saves its input as it came; casts that
-        and the weight in the forward; in the backward the gradient for both products, the weight, the input.
+        torchao float8_linear.py, matmul_with_hp_or_float8_args: saves its input as it came (compiled: what
+        that is made of, a cast being fused); casts that and the weight in the forward, and in the backward
+        the gradient for both products, the weight, the input.
         """
         if module.out_features % FLOAT8_MULTIPLE or module.in_features % FLOAT8_MULTIPLE:
             return None
-        low = self.tape.op((x,), module.in_features, same="float8")
+        low = self.tape.op((x,), module.in_features, same=FLOAT8)
         low.size = module.in_features * self.s.act  # its gradient is not in float8
         return low
 

@@ -58,6 +58,8 @@ class Op(Enum):
     """Any other kernel of its own."""
 
 
+FLOAT8 = "float8"
+"""What an operation that casts to float8 is called, for compilers that make it once."""
 FREED = -1.0
 Scratch = float | tuple[float, ...]
 """Bytes per token of temporaries: one block, or several."""

@@ -60,12 +60,18 @@ class TowerSpec:
     """A layer norm before the first block."""
     scaled: bool = False
     """Each block's two results are multiplied by a trained vector (InternVL)."""
+    joined: bool = False
+    """But for flash attention's own code the result is copied before its projection, which saves the copy:
+    Qwen-VL concatenates images and windows, Whisper's heads lie before the rows."""
     masked: bool = False
     """Attention gets an additive mask of [1, T, T], one for all blocks (Llama 3.2 Vision, Pixtral)."""
     unused: int = 0
     """Last blocks whose output nothing reads: LLaVA takes the features of the last but one."""
     states: int = 0
     """Blocks' outputs that the model's forward holds until it returns (output_hidden_states)."""
+    checkpoints: bool = True
+    """Its blocks are checkpointed when the model's are; MllamaVisionEncoderLayer is no
+    GradientCheckpointingLayer."""
     hooked: bool = True
     """transformers' enable_input_require_grads finds its patch embedding (Qwen3-VL names none)."""
     root: str = ""

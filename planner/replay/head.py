@@ -110,6 +110,15 @@ class Head:
             self.player.give(*self.player.take_all(work))
         self.player.give(hidden)
 
+    def _entropy(self) -> list[Chunk]:
+        """Take what an entropy of full logits copies; it goes with the loss's graph."""
+        if not self.r.entropy:
+            return []
+        act = logit_width(self.r)
+        return self.player.take_all(
+            self.rows * self.model.vocab * width(dtype, act) for _, dtype in self.law.entropy
+        )
+
     def _copies(self) -> list[Chunk]:
         """Take the head's weight dequantised or cast, and its input's cast."""
         model, r = self.model, self.r
@@ -128,6 +137,7 @@ class Head:
         copies = self._copies()
         forward, backward = self._steps(act)
         alive: dict[str, Chunk | None] = {}
+        copies += self._entropy()
         self._play(forward, alive)
         if not self.trained:  # a frozen head saves nothing
             player.give(hidden)

@@ -44,7 +44,7 @@ def expert_fields(
             hint="it is a choice of transformers 5; before, experts are a list of modules",
         )
     fused = modules and model.model_type in ALWAYS_FUSED
-    experts = "eager" if fused else asked or switches.experts
+    experts: str = "eager" if fused else asked or switches.experts
     factor = recipe.expert_capacity_factor
     if factor is not None and not switches.expert_capacity:
         raise UsageError(

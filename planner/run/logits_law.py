@@ -26,6 +26,14 @@ class LogitsLaw(Section):
     forward: Tensors = ()
     """(tensor, dtype) alive when the forward of the loss is at its largest; see `width`."""
     backward: Tensors = ()
+    entropy: Tensors = (
+        ("entropy's fp32 logits", "fp32"),
+        ("log-probabilities", "fp32"),
+        ("probabilities", "fp32"),
+        ("their product", "fp32"),
+    )
+    """(tensor, dtype) beside the loss's own where the recipe takes an entropy of full logits: log_softmax
+    in fp32, exp and their product; in the backward the product's place is its gradient's."""
     order: tuple[str, ...] = ()
     """Every allocation of the loss in order, for the allocator's replay: "name: dtype", "-name" for a
     free, "a > b: dtype" for a copy that replaces a, "|" where the backward starts. `shifted` after

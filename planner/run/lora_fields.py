@@ -90,6 +90,7 @@ def lora_fields(
         "keeps_start": reference is Reference.ADAPTER_OFF
         and recipe.method is not Method.FULL
         and _differs_at_start(lora, switches),
+        "started": lora.start_from is not None,
         "dora": lora.dora,
         "lora_dropout": lora.dropout,
     }

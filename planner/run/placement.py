@@ -28,6 +28,7 @@ DIVIDES: Mapping[Sharding, Divided] = {
     Sharding.ZERO2: Divided(False, True, True),
     Sharding.ZERO3: Divided(True, True, True),
     Sharding.FSDP: Divided(True, True, True),
+    Sharding.FSDP2: Divided(True, True, True),
 }
 
 
@@ -65,6 +66,10 @@ class Placement:
     holds_frozen_inputs: bool
     """FSDP1 watches a frozen unit's inputs with register_multi_grad_hook, which holds every layer's
     input and the input's gradient until the backward ends."""
+    flat_buffers: bool
+    """FSDP2 gathers a unit through a flat buffer and copies it out, one allocation a parameter."""
+    divides_adapters: bool
+    """Adapters are units' parameters like any other: FSDP2 shards them, whatever the base."""
     loads_whole: bool
     """Every rank has the whole model in memory before it is divided."""
     offload: Offload
@@ -93,6 +98,7 @@ def place(
     """
     divided = DIVIDES[sharding]
     fsdp, several = sharding is Sharding.FSDP, ranks > 1
+    second = sharding is Sharding.FSDP2 and several
     # adapters of another dtype than the quantised base stay outside FSDP
     trained_outside = fsdp and quantized
     return Placement(
@@ -103,8 +109,10 @@ def place(
         gradient_copies=2 if sharding is Sharding.DDP and several else 1,
         reduces=(several and sharding is not Sharding.NONE) or offload.gradients,
         gathered_layers=1 if divided.weights and (several or offload.weights) else 0,
-        fp32_shards=fsdp and several and autocast,
+        fp32_shards=(fsdp or second) and several and autocast,
         holds_frozen_inputs=fsdp and several and method is not Method.FULL,
+        flat_buffers=second,
+        divides_adapters=second,
         loads_whole=fsdp and several and loads_whole,
         offload=offload,
     )

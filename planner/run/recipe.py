@@ -126,6 +126,7 @@ class Sharding(StrEnum):
     ZERO2 = "zero2"
     ZERO3 = "zero3"
     FSDP = "fsdp"
+    FSDP2 = "fsdp2"
 
 
 class Optimizer(StrEnum):
@@ -289,7 +290,13 @@ class Recipe(Section):
     attention: Attention | None = None
     loss: Loss | None = None
     loss_chunk_rows: Count | None = None
+    entropy: bool = False
+    """The loss takes an entropy of full logits, as a term or a figure to log."""
     tiled_mlp: bool | None = None
+    neftune: bool = False
+    """SFT: noise on the embeddings; run files say it in train.neftune_alpha."""
+    router_loss: bool = False
+    """SFT of a mixture: the loss that balances its experts; run files say it in train.router_aux_loss_coef."""
     beta: Annotated[float, Field(ge=0)] | None = None
     reference: Reference | None = None
     teacher: str | None = None

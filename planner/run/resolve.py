@@ -44,6 +44,7 @@ from planner.run.task_fields import (
     sequences_of,
 )
 from planner.run.tasks import DEFAULT_BETA, TASKS, Head, planned_task
+from planner.run.train_bytes import beside
 from planner.run.unread import unread
 
 
@@ -84,6 +85,8 @@ class Resolved:
     keeps_start: bool
     """What is trained stays once more as it was at the start: the reference of a policy that was another
     than its base from the first step."""
+    started: bool
+    """The adapter was there before: its rank and targets are fixed."""
     dora: bool
     lora_dropout: float
     optimizer: Optimizer
@@ -132,7 +135,11 @@ class Resolved:
     loss: Loss
     law: LogitsLaw
     loss_chunk_rows: int
+    entropy: bool
+    """Full logits are copied for an entropy."""
     tiled_mlp: bool
+    neftune: bool
+    router_loss: bool
     beta: float
     reference: Reference
     sharding: Sharding
@@ -179,19 +186,26 @@ class Resolved:
         return next((each for each in self.companions if each.role == role), None)
 
     @property
+    def accumulates_whole(self) -> bool:
+        """Gradients stay whole until the last micro-batch, whatever FSDP divides."""
+        fsdp = self.sharding in (Sharding.FSDP, Sharding.FSDP2) and self.placement.ranks > 1
+        return self.switches.skips_sync and fsdp and self.grad_accum > 1
+
+    @property
     def placement(self) -> Placement:
         """What each rank holds."""
+        between = self.switches.offloads_between_phases
         return place(
             self.sharding,
             self.gpus,
             method=self.method,
             quantized=bool(self.quantization),
-            autocast=bool(self.autocast),
+            autocast=bool(self.autocast) and not self.switches.fsdp_keeps_dtype,
             loads_whole=self.switches.fsdp_loads_full,
             offload=offloaded(
                 self.sharding,
-                optimizer=self.optimizer_offload,
-                parameters=self.offload.parameters,
+                optimizer=self.optimizer_offload and not between,
+                parameters=self.offload.parameters and not between,
                 quantized=bool(self.quantization),
                 by=self.switches.offloads_by,
             ),
@@ -258,12 +272,25 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     if recipe.engine.expert_parallel and not any(layer.mlp.num_experts for layer in model.layers):
         notes.append("expert_parallel moves nothing: the model has no experts")
     if trains:
+        if machine.num_gpus > 1 and recipe.sharding is Sharding.NONE:
+            notes.append(
+                f"{machine.num_gpus} GPUs without --shard: a whole copy on each, nothing is divided; "
+                "--shard fsdp2 divides weights, gradients and states"
+            )
         notes.extend(_kernel_notes(model))
         if quantization in BITSANDBYTES and model.model_type in OWN_LINEAR:
             notes.append(
                 f"{model.model_type}: counted as quantised; transformers 5 quantises nn.Linear only, "
                 "not this model's own class, and then keeps these weights at full width"
             )
+    if recipe.neftune and task is Task.SFT:
+        notes.append(
+            "neftune: its noise lives before the first layer, most often below the largest layer"
+        )
+    if recipe.neftune and task is Task.SFT:
+        notes.append(
+            "neftune: its noise lives before the first layer, most often below the largest layer"
+        )
     resolved = Resolved(
         task=task,
         algorithm=recipe.algorithm or task.value,
@@ -306,7 +333,9 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         loss=loss,
         law=_law(framework, task, loss, autocast, compiled=compiled["compiled_loss"]),
         loss_chunk_rows=recipe.loss_chunk_rows or 0,
+        entropy=bool(recipe.entropy) and trains,
         tiled_mlp=_tiled(recipe, switches, defaults),
+        **beside(model, recipe, switches),
         beta=beta,
         reference=reference,
         sharding=recipe.sharding,

@@ -44,6 +44,12 @@ class Switches(Section):
     offloads_by: Literal["own", "deepspeed"] = "own"
     """Whose code keeps optimizer states on the host: the framework's own, or DeepSpeed, the only way
     of those built on transformers' Trainer."""
+    offloads_between_phases: Flag = False
+    """What is offloaded waits on the host between phases alone: weights during the rollout, states until
+    the step, for which they come back (verl workers/fsdp_workers.py: load_fsdp_optimizer)."""
+    skips_sync: Flag = False
+    """FSDP reduces gradients after the last micro-batch alone, so that until then all of them are
+    whole on every rank (transformers trainer.py: accelerator.no_sync for all but the last)."""
     step_scratch_bytes: Annotated[int, Field(ge=0, strict=True)] = 0
     """The step works slice by slice in this many bytes; 0: all tensors at once, as torch's foreach."""
     embeddings_32bit_state: Flag = False
@@ -163,7 +169,13 @@ class Switches(Section):
     """vLLM inside the trainer's process generates with a 4-bit policy."""
     drops_renewed_weights: Flag = False
     """A pushed copy whose weights all come anew gives them back asleep (level 2), not into host memory."""
+    prefill_tokens: Annotated[int, Field(ge=0, strict=True)] = 0
+    """The transformers engine reads every prompt once, so many tokens at a time (trainer/engines/
+    transformers.py); 0: `generate` reads the prompt of every completion, all of it at once."""
     generates_whole_batch: Flag = False
     """All sequences of a step are generated at once, those of gradient accumulation too."""
+    fsdp_keeps_dtype: Flag = False
+    """FSDP holds trained weights in the dtype they were loaded in (verl's model_dtype); accelerate
+    makes them fp32 under mixed precision."""
     fsdp_loads_full: Flag = False
     """Under FSDP every rank loads the whole model before it is sharded."""

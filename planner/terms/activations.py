@@ -14,6 +14,7 @@ from planner.quant.table import BITSANDBYTES
 from planner.run.recipe import Checkpointing, Method, Task
 from planner.run.resolve import Resolved
 from planner.terms.adapters import rest_width
+from planner.terms.beside_layers import with_noise_and_routers
 from planner.terms.counts import adapters, base_weights
 from planner.terms.gradients import gradient_width
 from planner.terms.weights import trained_width
@@ -87,6 +88,8 @@ class Activations(NamedTuple):
     """What is in `kept`: (name, count, bytes each)."""
     layer_per_token: float
     """Bytes per token of the layer that runs backward."""
+    balance: int = 0
+    """While the loss of a mixture's experts is made, the head being done: softmaxes and a product of one."""
     outliving: int = 0
     """Held beyond the backward with the outputs, whose graph has it: a frozen embedding's output,
     made a leaf, and its gradient; under reentrant checkpoints masks and positions too."""
@@ -254,10 +257,27 @@ def activations(model: ModelSpec, r: Resolved, tokens: int) -> Activations:
         largest(no_grad_costs(layer, model.hidden, settings), tokens).at(tokens)
         for layer in model.layers
     )
+    found = _of_layers(model, r, settings, tail, tokens, (fixed, mask, plain))
+    return with_noise_and_routers(
+        model, r, found, tokens, width=settings.residual, act=settings.act
+    )
+
+
+def _of_layers(
+    model: ModelSpec,
+    r: Resolved,
+    settings: OpSettings,
+    tail: Tail,
+    tokens: int,
+    sizes: tuple[int, int, int],
+) -> Activations:
+    fixed, mask, plain = sizes
     if r.checkpointing in KEEPS_GRAPHS:
-        # a variable of the model's forward, which only checkpoints hold as an argument
-        held = mask if r.checkpointing is not Checkpointing.NONE else 0
-        found = _everything(model, r, settings, tail, tokens, fixed + held, plain)
+        # a variable of the model's forward, which checkpoints hold as an argument, and SDPA saves where
+        # it is given as it comes: one for all layers
+        saved = settings.masked and settings.additive_mask and settings.attention == "sdpa"
+        held = mask if saved or r.checkpointing is not Checkpointing.NONE else 0
+        found = _everything(model, r, settings, tail, tokens, fixed, plain, held)
         return found._replace(
             forward=found.forward + mask - held, no_grad=found.no_grad + mask - held
         )
@@ -305,10 +325,12 @@ def _everything(
     settings: OpSettings,
     tail: Tail,
     tokens: int,
-    fixed: int,
+    rotary: int,
     plain: int,
+    masked: int = 0,
 ) -> Activations:
-    """Every layer's graph is there: with all it saved, or what a policy kept of it."""
+    """Every layer's graph is there: with all it saved, or what a policy kept of it; `masked`: the mask."""
+    fixed = rotary + masked
     places = [
         (kind, layer_settings(r, settings, place)) for place, kind in enumerate(model.layer_order)
     ]
@@ -358,7 +380,8 @@ def _everything(
         autocast_cache=0,
         host=0,
         parts=(
-            ("cosines and sines", 1, fixed),
+            ("cosines and sines", 1, rotary),
+            ("attention masks", 1, masked),
             ("autocast's copies of weights", 1, copies),
             ("embedding dropout's mask", 1, mask),
             ("layers' saved tensors", tokens, (kept - fixed - mask - copies) / max(tokens, 1)),

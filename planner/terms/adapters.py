@@ -8,6 +8,7 @@ from planner.quant.table import BITSANDBYTES
 from planner.run.recipe import Method
 from planner.run.resolve import Resolved
 from planner.terms.counts import adapters, lora_of
+from planner.terms.shards import adapter_shard
 from planner.terms.term import Term
 from planner.terms.weights import trained_width
 
@@ -15,22 +16,22 @@ from planner.terms.weights import trained_width
 def pissa_work(model: ModelSpec, r: Resolved) -> Term:
     """Return what PiSSA's start needs in passing: one adapted weight at a time is decomposed in fp32.
 
-    PEFT 0.21 tuners/lora/layer.py, pissa_init: at its end the weight, BA and their difference are there
-    in fp32; so is a whole decomposition, of which `pissa_niter_N` makes the first `rank` columns alone.
+    While it is: the weight, the solver's copy of it, U, S and V twice (V is handed on transposed), of
+    which `pissa_niter_N` makes the first `rank` columns alone. At the end: the weight, BA and what is left.
     """
     work = 0
     for module in lora_of(model, r).adapted:
         rows, columns = module.out_features, module.in_features
         kept = module.rank if "niter" in r.lora_init else min(rows, columns)
-        # V, U and S; the first columns scaled, A and B, and B times the factor
-        vectors = kept * (rows + columns + 1) + module.rank * (2 * rows + columns)
-        work = max(work, 4 * (3 * rows * columns + vectors))
+        solving = 2 * rows * columns + kept * (rows + 2 * columns + 1)
+        factors = module.rank * (rows + columns)
+        work = max(work, 4 * max(solving, 3 * rows * columns + factors))
     return Term(
         "overhead",
         work,
-        "PiSSA: the largest adapted weight three times in fp32, and its singular vectors {0:,} B",
+        "PiSSA: the largest adapted weight in fp32, with its decomposition {0:,} B",
         (work,),
-        "peft 0.21 tuners/lora/layer.py pissa_init",
+        "trainer/adapters.py start_pissa; aten linalg_svd",
     )
 
 
@@ -60,6 +61,12 @@ def lora(model: ModelSpec, r: Resolved) -> Term:
         size += size + biases * whole
         template += f", and all once more as they were at the start, with {{{len(args)}:,}} biases"
         args = (*args, biases)
+    if r.placement.divides_adapters:
+        ranks = r.placement.weight_shards
+        held = adapter_shard(model, r, ranks) * width
+        size = held + -(-(size - counts.parameters * width) // ranks)
+        template += f" over {{{len(args)}}} ranks, each tensor in whole rows"
+        args = (*args, ranks)
     return Term(
         "adapters",
         size,

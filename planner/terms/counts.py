@@ -56,6 +56,8 @@ class Adapters:
     """Modules trained whole and biases."""
     largest: int
     """Parameters of the largest tensor."""
+    matrices: tuple[tuple[int, int, int], ...]
+    """(rows, columns, how many) of every A, B and magnitude."""
 
 
 _STORE: dict[tuple[int, object], tuple[ModelSpec, object]] = {}
@@ -158,4 +160,11 @@ def _adapters(model: ModelSpec, resolved: Resolved) -> Adapters:
         experts=(max(experts["in"], default=0), max(experts["out"], default=0)),
         rest=counts.rest,
         largest=max([*(n for module in counts.adapted for n in module.tensors), *sizes, 0]),
+        matrices=tuple(
+            (rows, size // rows, module.count)
+            for module in counts.adapted
+            for rows, size in zip(
+                (module.rank, *(module.out_features,) * 2), module.tensors, strict=False
+            )
+        ),
     )

@@ -1,9 +1,13 @@
-"""What `model.generate` needs beside weights and cache: the largest temporary of one new token."""
+"""What `model.generate` needs beside weights and cache: of one new token, and of the prompts before it."""
 
+from planner.layer.costs import no_grad_costs
+from planner.layer.tape import largest
 from planner.models.spec import ModelSpec
-from planner.run.recipe import EngineKind
+from planner.run.recipe import EngineKind, Task
 from planner.run.resolve import Resolved
+from planner.terms.activations import op_settings
 from planner.terms.counts import base_weights
+from planner.terms.kv_cache import rollout_sequences, sequence_bytes
 from planner.terms.term import Term
 
 LOGIT_BYTES = 4
@@ -31,3 +35,41 @@ def generating(model: ModelSpec, r: Resolved) -> Term:
     template = "{0} sequence(s) x {1:,} logits x {2} B"
     args = (r.sequences, model.vocab, LOGIT_BYTES)
     return Term("activations", size, template, args, "transformers generation/utils.py")
+
+
+def rolling(model: ModelSpec, r: Resolved, *, prompts: int = 0) -> Term:
+    """Return what a rollout by transformers needs beside its cache at full length.
+
+    Two moments: the prompts' forward, when the cache is as long as they are, and the last token, when every
+    layer's keys (and then its values) are copied to one token more (cache_utils.py, DynamicLayer.update).
+    `prompts`: how many different ones, where it is not a group's one.
+    """
+    if r.engine is not EngineKind.TRANSFORMERS or r.task is not Task.GRPO:
+        return Term("activations", 0)
+    rows, chunk = rollout_sequences(r), r.switches.prefill_tokens
+    full = rows * sequence_bytes(model, r.seq_tokens, r.kv_dtype)
+    # our engine reads each prompt once, so many tokens at a time; generate repeats it for every completion
+    different = (prompts or -(-rows // max(1, r.num_generations))) if chunk else rows
+    tokens = different * r.prompt_tokens
+    cache = different * sequence_bytes(model, r.prompt_tokens, r.kv_dtype)
+    tokens = min(tokens, chunk) if chunk else tokens
+    settings = op_settings(model, r)
+    # the forward holds the embeddings' output beside the layer at work
+    prefill = cache + tokens * model.hidden * settings.residual + _one_layer(model, r, tokens)
+    longer = full // (2 * model.num_layers)
+    last = full + longer + _one_layer(model, r, rows)
+    size = max(prefill, last) - full
+    if last >= prefill:
+        text = "a layer's keys copied {0:,} B + one layer of a forward of {1:,} new tokens"
+        return Term("activations", size, text, (longer, rows), "transformers cache_utils.py")
+    text = "a forward of {0:,} prompt tokens {1:,} B, above what the cache grows by {2:,} B"
+    args = (tokens, prefill - cache, full - cache)
+    return Term("activations", size, text, args, "transformers generation/utils.py")
+
+
+def _one_layer(model: ModelSpec, r: Resolved, tokens: int) -> int:
+    settings = op_settings(model, r)
+    return max(
+        largest(no_grad_costs(layer, model.hidden, settings), tokens).at(tokens)
+        for layer in model.layers
+    )

@@ -58,6 +58,27 @@ def _by_width(model: ModelSpec, r: Resolved) -> Term:
     )
 
 
+def accumulated(model: ModelSpec, r: Resolved, grads: Term) -> Term:
+    """Return the gradients that wait from one micro-batch to the next; none without accumulation."""
+    if r.grad_accum == 1:
+        return Term("gradients", 0)
+    if not r.accumulates_whole:
+        return grads
+    count, width = trained_parameters(model, r), whole_width(r)
+    return Term(
+        "gradients",
+        count * width,
+        "{0:,} trained parameters x {1} B, whole until the last micro-batch reduces them",
+        (count, width),
+        "transformers trainer.py: accelerator.no_sync; torch FSDP set_requires_gradient_sync",
+    )
+
+
+def whole_width(r: Resolved) -> int:
+    """Return bytes of an element of a gradient before it is reduced: the gathered weight's dtype."""
+    return min(element_bytes(r.compute_dtype), gradient_width(r))
+
+
 def _passing(model: ModelSpec, r: Resolved, width: int) -> Term:
     """Return gradients on their way to the host: what is reduced at once.
 

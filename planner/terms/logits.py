@@ -36,6 +36,14 @@ def scored_rows(r: Resolved, law: LogitsLaw) -> int:
     return r.tokens
 
 
+def kept_rows(model: ModelSpec, r: Resolved) -> Term:
+    """Return what the head keeps of its rows until its backward."""
+    law, act = r.law, logit_width(r)
+    rows = scored_rows(r, law)
+    kept = rows * model.hidden * sum(width(dtype, act) for _, dtype in law.hidden)
+    return Term("logits", kept, "{0:,} rows: {1:,} B kept", (rows, kept), law.source)
+
+
 def logits(model: ModelSpec, r: Resolved) -> Logits:
     """Return the loss head's bytes for one micro-batch."""
     found = _student(model, r)
@@ -67,11 +75,12 @@ def _student(model: ModelSpec, r: Resolved) -> Logits:
         return _without_vocabulary(model, r)
     made, held = _new_head_gradient(model, r), _held(model, r, rows, act)
     if law.kind == "full":
+        copies = law.entropy if r.entropy else ()
         extra, cap = _casts(model, r, rows, act), bool(model.softcap) and not law.caps_inside
         one = _chunk_beside(model, law, rows, act)
         return Logits(
-            _full(rows, model.vocab, law.forward, act, law.source, extra, cap),
-            _full(rows, model.vocab, law.backward, act, law.source, extra + one, cap),
+            _full(rows, model.vocab, (*law.forward, *copies), act, law.source, extra, cap),
+            _full(rows, model.vocab, (*law.backward, *copies), act, law.source, extra + one, cap),
             _full(rows, model.vocab, law.forward, act, law.source, extra, cap),
             _ending(model, r, rows, act, extra) if made else none,
             made,

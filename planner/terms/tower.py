@@ -15,7 +15,7 @@ from planner.models.spec import (
     ModelSpec,
     ModuleSpec,
 )
-from planner.models.vision_spec import TowerSpec, VisionSpec
+from planner.models.vision_spec import TowerSpec
 from planner.run.recipe import Attention, Checkpointing, Method
 from planner.run.resolve import Resolved
 from planner.terms.activations import Activations, activations, op_settings
@@ -158,6 +158,8 @@ def tower_activations(
     names: tuple[str, ...] = (),
 ) -> Activations:
     """Return the tower's activations on `sequences` images, tiles or windows of `rows` rows each."""
+    if not tower.checkpoints:
+        r = replace(r, checkpointing=Checkpointing.NONE)
     own = tower_run(r, graph, names if graph is Graph.ADAPTED else (), rows, sequences)
     if tower.masked and own.attention is Attention.SDPA:
         # the mask comes additive, once for all blocks: planner/terms/vision.py counts it
@@ -165,7 +167,7 @@ def tower_activations(
         own = replace(own, padded=True, switches=switches)
     model = tower_model(tower)
     found = activations(model, own, sequences * rows)
-    joins = isinstance(tower, VisionSpec) and tower.fused_qkv and r.attention is not Attention.FLASH
+    joins = tower.joined and r.attention is not Attention.FLASH
     saved = graph is Graph.TRAINED or "self_attn.o_proj" in names
     if not joins or graph is Graph.NONE:
         return found
@@ -179,8 +181,7 @@ def tower_activations(
 
 
 def _joined(found: Activations, depth: int, one: int, r: Resolved, *, saved: bool) -> Activations:
-    """Add the joined outputs: without flash's variable lengths Qwen-VL attends image by image (window
-    by window) and concatenates, and a trained output projection saves the copy."""
+    """Add the joined outputs, which a trained output projection saves."""
     each = r.checkpointing is Checkpointing.NONE and saved
     kept = depth * one if each else 0
     here = kept if each else one

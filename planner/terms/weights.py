@@ -7,6 +7,7 @@ from planner.run.resolve import Resolved
 from planner.terms.companions import with_companions
 from planner.terms.counts import base_weights
 from planner.terms.rope_tables import rope_tables
+from planner.terms.shards import adapter_shard, layer_shard, model_shard, root_shard
 from planner.terms.term import Term
 
 
@@ -27,6 +28,10 @@ def weights(model: ModelSpec, r: Resolved) -> Term:
             base.rest,
             shards,
         )
+    elif r.placement.flat_buffers:
+        size = model_shard(model, shards) * width
+        template = "{0:,} parameters x {1} B over {2} ranks, each tensor in whole rows"
+        args = (model.parameters, width, shards)
     else:
         size = -(-model.parameters * width // shards)
         template, args = (
@@ -65,10 +70,18 @@ def gathered(model: ModelSpec, r: Resolved, layers: int) -> Term:
         each = largest * base.quantized // max(1, base.quantized_parameters)
     else:
         each = largest * width
-        if r.float8_all_gather:  # torchao fsdp_utils: the shard is cast before it is gathered
-            most = max(model.layers, key=lambda layer: layer.parameters)
-            linears = sum(m.weight_parameters for m in most.modules if m.kind in LINEARS)
-            each -= linears * (width - 1)
+    if r.placement.flat_buffers:
+        ranks = r.placement.weight_shards
+        if not base.quantized:
+            root = root_shard(model, ranks) * ranks * width
+            each = max(layer_shard(layer, ranks) for layer in model.layers) * ranks * width
+        if r.method is not Method.FULL:
+            adapted = adapter_shard(model, r, ranks) * ranks // model.num_layers
+            each += element_bytes(r.adapter_dtype) * adapted
+    if r.float8_all_gather and not base.quantized:  # torchao fsdp_utils: cast before it is gathered
+        most = max(model.layers, key=lambda layer: layer.parameters)
+        linears = sum(m.weight_parameters for m in most.modules if m.kind in LINEARS)
+        each -= linears * (width - 1)
     # an offloaded shard is copied to the device before it is gathered
     copied = max(root, layers * each) // r.placement.weight_shards
     copied = copied if r.placement.offload.weights and r.placement.weight_shards > 1 else 0

@@ -82,6 +82,7 @@ OPTIONS: dict[str, Any] = {
     "experts_implementation": _option(str | None, "--experts-implementation", "grouped_mm, batched_mm or eager (transformers 5).", _HOW),
     "expert_capacity_factor": _option(float | None, "--expert-capacity-factor", "Rows of an expert at most, in even shares: 1.25.", _HOW),
     "loss": _option(str | None, "--loss", "full or chunked logits.", _HOW),
+    "entropy": _option(bool | None, "--entropy/--no-entropy", "An entropy of full logits is taken.", _HOW),
     "beta": _option(float | None, "--beta", "KL weight; 0 = no reference.", _HOW),
     "reference": _option(str | None, "--reference", "none, adapter-off, separate, offloaded, precomputed.", _HOW),
     "teacher": _option(str | None, "--teacher", "distill: the teacher's name, folder or hub id.", _HOW),
@@ -103,6 +104,7 @@ OPTIONS: dict[str, Any] = {
     "kv_dtype": _option(str | None, "--kv-dtype", "bf16, fp16, fp32 or fp8.", _ENGINE),
     "gpu_memory_utilization": _option(float | None, "--gpu-memory-utilization", "vLLM's share of the GPU.", _ENGINE),
     "max_num_seqs": _option(int | None, "--max-num-seqs", "Sequences vLLM runs at once.", _ENGINE),
+    "engine_tensor_parallel": _option(int | None, "--engine-tensor-parallel", "GPUs that share the rollout's vLLM.", _ENGINE),
     "sleep_level": _option(int | None, "--sleep-level", "0, 1 or 2: what vLLM gives back while training.", _ENGINE),
 }  # fmt: skip
 RECIPE_FIELDS = {
@@ -126,6 +128,7 @@ RECIPE_FIELDS = {
     "kv_dtype": "engine.kv_dtype",
     "gpu_memory_utilization": "engine.gpu_memory_utilization",
     "max_num_seqs": "engine.max_num_seqs",
+    "engine_tensor_parallel": "engine.tensor_parallel",
     "sleep_level": "engine.sleep_level",
 }
 MACHINE_FIELDS = ("gpu", "gpus", "vram", "host_ram")
@@ -137,10 +140,13 @@ class Described:
     """What the command line describes."""
 
     run: "RunFile"
+    """With what of its train section moves bytes in its recipe."""
     model: "ModelSpec"
     machine: "Machine"
     imported: "Imported | None" = None
     """Another tool's config, and what became of it."""
+    file: "RunFile | None" = None
+    """The run as it is to be saved."""
 
 
 def with_run_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -174,6 +180,7 @@ def describe(subject: str, flags: dict[str, Any]) -> Described:
     from planner.importers import import_subject, launch_document, resolve_model
     from planner.models.hub import find_model
     from planner.run.runfile import load_run_file, machine_of, validate
+    from planner.run.train_bytes import with_train
 
     imported = import_subject(
         subject,
@@ -196,7 +203,7 @@ def describe(subject: str, flags: dict[str, Any]) -> Described:
     model = resolve_model(run.model) if imported is not None and run.revision is None else None
     if model is None:
         model = find_model(run.model, revision=run.revision, offline=bool(flags["offline"]))
-    return Described(run, model, machine_of(run.machine), imported)
+    return Described(with_train(run), model, machine_of(run.machine), imported, run)
 
 
 def _with_flags(

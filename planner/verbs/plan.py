@@ -67,7 +67,7 @@ def _plan(
     result = plan(described.model, recipe, described.machine, risk=risk)
     extra = foreign_extras(described, lengths=lengths, order=order)
     if save is not None:
-        save_run_file(described.run, save)
+        save_run_file(described.file or described.run, save)
         typer.echo(f"wrote {save}", err=True)
     if export is not None:
         typer.echo(export_text(described.run, export), nl=False)

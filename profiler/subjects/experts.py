@@ -74,7 +74,8 @@ def _matmul(self: Any, rows: torch.Tensor, name: str, expert: int) -> torch.Tens
     weight = getattr(self, name)[expert]
     if not self.is_transposed:
         return _F.linear(rows, weight)
-    return rows @ weight + getattr(self, f"{name}_bias")[expert]
+    made: torch.Tensor = rows @ weight + getattr(self, f"{name}_bias")[expert]
+    return made
 
 
 def _fallback(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:

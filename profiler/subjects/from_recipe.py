@@ -7,10 +7,11 @@ from planner.families import model_spec_from_config
 from planner.machines.machine import GpuSpec
 from planner.models.lora_targets import peft_targets
 from planner.run.experts import MODULES
-from planner.run.recipe import Checkpointing, Method
+from planner.run.recipe import Checkpointing, Method, Sharding
 from planner.run.resolve import Resolved
 from planner.run.tasks import TASKS
 from planner.terms.overhead import blas_workspace_bytes
+from profiler.sharded import Shard
 from profiler.subjects.options import StepOptions
 
 
@@ -25,8 +26,6 @@ def step_options(
     """Return the options on `gpu` (None: an Ampere); raises UnsupportedError for what cannot be traced."""
     if resolved.quantization not in ("", "nf4", "fp4"):
         raise UnsupportedError(f"a {resolved.quantization} base cannot be traced")
-    if resolved.gpus > 1:
-        raise UnsupportedError("the trace runs one GPU; sharding over several cannot be traced")
     if resolved.checkpointing is Checkpointing.EVERY_K:
         raise UnsupportedError(
             "checkpointing every-k cannot be traced: transformers has no such switch"
@@ -45,7 +44,8 @@ def step_options(
         config=config,
         head=TASKS[resolved.task].head.value,
         method=resolved.method,
-        dtype=resolved.dtype,
+        # FSDP under mixed precision holds trained weights in fp32
+        dtype="fp32" if _narrow(resolved) else resolved.dtype,
         autocast=resolved.autocast or "none",
         lora_rank=resolved.lora_rank,
         lora_targets=_targets(resolved, config),
@@ -85,7 +85,34 @@ def step_options(
         eval_logits=resolved.eval_logits,
         eval_accumulation=resolved.eval_accumulation,
         workspace_bytes=blas_workspace_bytes(gpu),
+        shard=_shard(resolved),
     )
+
+
+def _shard(resolved: Resolved) -> Shard | None:
+    """Return how the model is divided; raises UnsupportedError for what no fake group can run."""
+    if resolved.gpus == 1:
+        return None
+    if resolved.sharding is not Sharding.FSDP2:
+        raise UnsupportedError(
+            f"sharding {resolved.sharding.value} over {resolved.gpus} GPUs cannot be traced",
+            hint="fsdp2 can: one rank of it runs beside ranks that are not there",
+        )
+    if resolved.quantization:
+        raise UnsupportedError(f"a {resolved.quantization} base under fsdp2 cannot be traced")
+    if resolved.placement.offload.by:
+        raise UnsupportedError("fsdp2 with offload cannot be traced")
+    return Shard(
+        ranks=resolved.gpus,
+        syncs_each=not resolved.switches.skips_sync,
+        param_dtype=resolved.compute_dtype if _narrow(resolved) else "",
+        # accelerate gives both one dtype (utils/dataclasses.py, set_mixed_precision)
+        reduce_dtype=resolved.compute_dtype if _narrow(resolved) else "",
+    )
+
+
+def _narrow(resolved: Resolved) -> bool:
+    return resolved.placement.fp32_shards and resolved.method is Method.FULL
 
 
 def _targets(resolved: Resolved, config: dict[str, Any]) -> str | tuple[str, ...]:

@@ -32,9 +32,12 @@ class Pictures:
     """A batch's images as their processor hands them over: shapes of floats, and numbers."""
 
     floats: dict[str, tuple[int, ...]]
-    numbers: dict[str, Any] = field(default_factory=dict)
-    """Sizes and grids that the code branches on, as lists or arrays."""
+    grids: dict[str, list[list[int]]] = field(default_factory=dict)
+    """Sizes that the code branches on."""
     ints: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    masks: tuple[str, ...] = ()
+    """Kinds of attention whose [1, 1, T, T] masks the model makes of its images (Gemma 3), by a function
+    that fake tensors cannot run."""
 
 
 class HfImages(HfSft):
@@ -61,7 +64,14 @@ class HfImages(HfSft):
         for name, shape in self.pictures.ints.items():
             made[name] = torch.zeros(shape, dtype=torch.long)
         self.batch = dict(made)
-        return made | self.pictures.numbers
+        if self.pictures.masks:
+            rows = (self.options.micro_batch, 1, self.options.length, self.options.length)
+            made["attention_mask"] = {
+                kind: torch.zeros(rows, dtype=torch.bool) for kind in self.pictures.masks
+            }
+        import numpy
+
+        return made | {name: numpy.array(grid) for name, grid in self.pictures.grids.items()}
 
 
 @contextlib.contextmanager
@@ -73,15 +83,31 @@ def real_sizes(kind: str) -> Iterator[None]:
     os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"] = "1"
     for name, function in before.items():
         setattr(module, name, _outside(function))
+    text: Any = getattr(module, "Qwen3VLTextModel", None)
+    added = None if text is None else text._deepstack_process
+    if text is not None:
+        text._deepstack_process = _add_to_first_rows
     try:
         yield
     finally:
+        if text is not None:
+            text._deepstack_process = added
         for name, function in before.items():
             setattr(module, name, function)
         if checks is None:
             del os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"]
         else:
             os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"] = checks
+
+
+def _add_to_first_rows(
+    _self: Any, hidden: torch.Tensor, _mask: torch.Tensor, features: torch.Tensor
+) -> torch.Tensor:
+    """Add Qwen3-VL's deep features to as many rows as its mask would pick, by the same operations."""
+    rows = torch.arange(features.shape[0], device=hidden.device)
+    copy = hidden.clone()
+    copy[0, rows] = copy[0, rows] + features.to(hidden.dtype)
+    return copy
 
 
 def _outside(function: Callable[..., Any]) -> Callable[..., Any]:

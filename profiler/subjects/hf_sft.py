@@ -14,6 +14,7 @@ import torch
 
 from planner.run.recipe import Checkpointing
 from planner.terms.overhead import handles
+from profiler.sharded import synced
 from profiler.storages import StorageTracker
 from profiler.subjects.autocast import FakeScaler, autocast
 from profiler.subjects.build import build
@@ -37,6 +38,7 @@ class HfSft:
         self.outputs: Any = None
         self.trained_embedding: tuple[int, ...] = ()
         self.padded = options.padded
+        self.shard = options.shard
         self.standing_bytes = (options.workspace_bytes,) * handles(trains=True)
 
     def build(self) -> torch.nn.Module:
@@ -48,6 +50,11 @@ class HfSft:
         embedding = inner.get_input_embeddings().weight
         self.trained_embedding = tuple(embedding.shape) if embedding.requires_grad else ()
         return model
+
+    def units(self, model: torch.nn.Module) -> list[torch.nn.Module]:
+        """Return the decoder's layers."""
+        decoder: Any = decoder_of(model)
+        return list(decoder.layers)
 
     def run(self, model: torch.nn.Module, tracker: StorageTracker) -> None:
         """Run the optimizer steps."""
@@ -63,7 +70,8 @@ class HfSft:
         kept = matmul_keeps_input(on=options.keeps_matmul_input)
         with loss_phase(model, tracker), kept:
             for _ in range(options.steps):
-                for _ in range(options.gradient_accumulation):
+                for number in range(1, options.gradient_accumulation + 1):
+                    synced(model, self.shard, last=number == options.gradient_accumulation)
                     self.micro_step(model, tracker, scaler)
                 finish_step(options, trained, optimizer, scaler, tracker)
             if options.eval_batches:
@@ -147,6 +155,9 @@ def finish_step(
 ) -> None:
     """Clip, step and drop the gradients, as the Trainer does."""
     with tracker.in_phase("step"):
+        for parameter in trained if options.shard is not None else ():
+            if parameter.grad is not None:  # a view of what the reduction left
+                tracker.adopt(parameter.grad, term="gradients", module="")
         if scaler is not None:
             scaler.unscale_(optimizer)
         if options.max_grad_norm > 0:

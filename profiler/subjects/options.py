@@ -1,10 +1,11 @@
-"""What a traced step is: every choice that changes an allocation. No torch here."""
+"""What a traced step is: every choice that changes an allocation."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from planner.run.recipe import Attention, Checkpointing, Method, Optimizer
 from planner.terms.overhead import BLAS_WORKSPACE_BYTES
+from profiler.sharded import Shard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +84,8 @@ class StepOptions:
     """Batches after which those leave the device; 0 = at the end."""
     max_grad_norm: float = 1.0
     """0 = no clipping."""
+    shard: Shard | None = None
+    """How the model is divided over ranks."""
     workspace_bytes: int = BLAS_WORKSPACE_BYTES
     """What torch's pool holds for one BLAS handle: planner.terms.overhead.blas_workspace_bytes."""
 

@@ -86,7 +86,7 @@ class TrlGrpo(HfSft):
         if self.fused:
             return self._fused(model, tokens, targets)
         with autocast(self.options):
-            outputs = model(**self.inputs(tokens), logits_to_keep=self.completion + 1)
+            outputs = model(**self.masked(tokens), logits_to_keep=self.completion + 1)
             logits = outputs.logits
         if self.options.converts_outputs:
             logits = logits.float()
@@ -98,7 +98,7 @@ class TrlGrpo(HfSft):
             logits = logits / 0.9
         return selective_log_softmax(logits, targets)
 
-    def inputs(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    def masked(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return what the model is called with: a mask too where rows are padded."""
         if not self.options.padded:
             return {"input_ids": tokens}
@@ -110,7 +110,7 @@ class TrlGrpo(HfSft):
         if head is None:
             raise UnsupportedError(f"{self.name}: the model has no output head")
         with autocast(self.options):
-            hidden = decoder_of(model)(**self.inputs(tokens))[0]
+            hidden = decoder_of(model)(**self.masked(tokens))[0]
             # TRL selects the scored rows with a boolean mask: a copy, and its indices.
             flat = hidden[:, :-1].reshape(-1, hidden.shape[-1])
             where = torch.zeros(targets.numel(), dtype=torch.long)

@@ -1,5 +1,8 @@
 """Rows are read by what their columns mean: recipes, names, kernels, engines."""
 
+from math import exp
+from statistics import NormalDist, median
+
 import pytest
 
 from benchmarks.laws.kernels import predict_kernel
@@ -205,10 +208,16 @@ def test_litgpt_unties_the_head():
     assert litgpt_model(model).parameters == model.parameters + model.vocab * model.hidden
 
 
-def test_typical_length_is_the_log_normal_median():
+def test_typical_length_is_the_median_of_what_the_cap_keeps():
     row = Row(Layout.SFT, {"notes": "3234+-2547 tokens (min 91)"})
-    assert typical_tokens(row) == 2540
-    assert typical_tokens(Row(Layout.SFT, {"notes": "no lengths"})) is None
+    assert typical_tokens(row, 1, 10**6) == 2540  # mean / sqrt(1 + (deviation / mean)^2)
+    # of 1,000 log-normal lengths in equal steps of probability, those up to 2,048 tokens
+    steps = [NormalDist().inv_cdf((step + 0.5) / 1000) for step in range(1000)]
+    kept = [length for z in steps if (length := 2540.6 * exp(0.6948 * z)) <= 2048]
+    assert typical_tokens(row, 1, 2048) == pytest.approx(median(kept), rel=0.005)
+    longest = sorted(kept)[int(len(kept) * 0.5 ** (1 / 8))]  # half of all eights are below it
+    assert typical_tokens(row, 8, 2048) == pytest.approx(longest, rel=0.01)
+    assert typical_tokens(Row(Layout.SFT, {"notes": "no lengths"}), 1, 2048) is None
 
 
 @pytest.mark.parametrize(

@@ -377,6 +377,20 @@ SMALL: dict[str, list[dict[str, Any]]] = {
             "vision_config": {"depth": 1, "patch_size": 8},
         },
     ],
+    "lfm2": [
+        {},
+        {
+            **D,
+            "full_attn_idxs": [1],
+            "conv_bias": True,
+            "block_ff_dim": 100,
+            "tie_embedding": False,
+        },
+        {**D, "layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
+    ],
+    "glm4v_moe": [
+        {"text_config": {"head_dim": 128}, "vision_config": {"depth": 2, "attention_bias": True}},
+    ],
     "qwen3_vl_moe": [{}, {"text_config": QMOE, "vision_config": {"depth": 2}}],
     "qwen3_5": [
         {},
@@ -521,6 +535,7 @@ NO_LANGUAGE_MODEL_CLASS = {
     "qwen2_5_vl_text",
     "qwen3_vl_text",
     "qwen3_vl_moe_text",
+    "glm4v_moe_text",
     "mllama_text_model",
 }
 

@@ -187,7 +187,13 @@ def test_grpo_rolls_out_and_scores() -> None:
         "overhead": TRAINING_CUBLAS,
     }
     # 8 sequences x 16 tokens x 384 B
-    assert terms(result, "rollout") == {**fixed, "kv_cache": 8 * 16 * 384}
+    # the prompts' forward before it: 48 tokens of cache, embeddings and a layer, less what the cache grows by
+    prompts = 48 * 384 + 48 * 128 + 48 * 2_176 - 8 * 16 * 384
+    assert terms(result, "rollout") == {
+        **fixed,
+        "kv_cache": 8 * 16 * 384,
+        "activations": prompts,
+    }
     score = terms(result, "score")
     assert score["activations"] == 1_024 + 2_176 * 16
     assert set(score) == {*fixed, "activations", "logits"}

@@ -126,8 +126,8 @@ def test_fused_experts_stay_16_bit_under_bitsandbytes_and_single_ones_do_not() -
     # q, k, v, o alone: 2 x 2,368 + 2 x 1,216 = 7,168 a layer
     assert fused.quantized == 3 * 7_168
     assert fused.largest_quantized == 4_096
-    switches = {"kbit_upcast": "none", "linear_experts": True}
-    single = base_weights(MIXTRAL, choices(MIXTRAL, **fields, switches=switches))
+    r = choices(MIXTRAL, **fields, switches={"kbit_upcast": "none"})
+    single = base_weights(MIXTRAL, replace(r, linear_experts=True))
     # four linears each, every one with its table: gate_up 16,384: 8,192 + 1,024 + 64 = 9,280;
     # down 8,192: 4,096 + 512 + 64 = 4,672
     assert single.quantized == 3 * (7_168 + 37_120 + 18_688)

@@ -200,12 +200,25 @@ def test_axolotl_plugin_alone_fuses_the_loss_and_liger_needs_its_switch() -> Non
     ]
 
 
+@pytest.mark.parametrize(
+    ("lines", "kind"),
+    [
+        ("fsdp_version: 2\nfsdp_config:\n  offload_params: false\n", Sharding.FSDP2),
+        ("fsdp_version: 2\nfsdp_config:\n  offload_params: true\n", Sharding.FSDP),
+        ("fsdp_config:\n  reshard_after_forward: true\n", Sharding.FSDP),
+    ],
+)
+def test_axolotl_fsdp_has_two_versions(lines: str, kind: Sharding) -> None:
+    found = import_config(f"base_model: Qwen/Qwen3-8B\n{lines}dp_shard_size: 4\n")
+    assert found.run.recipe.sharding is kind
+
+
 def test_axolotl_fsdp_casts_full_fine_tuning_to_fp32() -> None:
     found = import_config(
         "base_model: Qwen/Qwen3-8B\nfsdp_version: 2\nfsdp_config:\n  reshard_after_forward: true\ndp_shard_size: 4\n"
     )
     assert (found.run.recipe.sharding, found.run.recipe.dtype, found.run.machine.gpus) == (
-        Sharding.FSDP,
+        Sharding.FSDP2,
         "fp32",
         4,
     )

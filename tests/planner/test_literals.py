@@ -38,6 +38,11 @@ ALLOWED: dict[tuple[str, float], str] = {
     ("importers/ms_swift.py", 0.04): TOOL,
     ("importers/trl.py", 0.1): TOOL,
     ("importers/trl.py", 0.05): TOOL,
+    (
+        "importers/trl_parts.py",
+        1e30,
+    ): "a norm that no gradient has: TRL's max_grad_norm 0 never clips",
+    ("importers/trl_values.py", 0.6): READING,
     ("importers/unsloth.py", 0.001): TOOL,
     ("importers/unsloth.py", 0.1): TOOL,
     ("importers/verl.py", 0.001): TOOL,
@@ -46,7 +51,7 @@ ALLOWED: dict[tuple[str, float], str] = {
     ("run/tasks.py", 0.05): TOOL + ": TRL's PPO kl_coef",
     ("run/recipe.py", 1800.0): "a time limit in seconds",
     ("models/tiles.py", 1.1): TOOL + ": LLaVA-OneVision scales tiles down beyond this ratio",
-    ("run/image_fields.py", 30.0): "a default in seconds: Whisper's window",
+    ("run/image_fields.py", 30.0): "unit: seconds of Whisper's window",
     # a rule of vLLM's code
     ("terms/vllm_blocks.py", 1.5): "vLLM v1/core/kv_cache_utils: pages of a group within 1.5 x",
     # the verdict: risks are shares, and the bound of a replay is held by a test

@@ -40,6 +40,7 @@ EXPERTS, OF_EXPERTS = (
         "lora.target_parameters",
         "experts_implementation",
         "expert_capacity_factor",
+        "router_loss",
     ),
 )
 
@@ -83,7 +84,10 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "packing": ({"framework": "vramwise", "context": 2048}, True),
     "loss": ({**FULL, "context": 4096}, "chunked"),
     "loss_chunk_rows": ({"framework": "trl", "loss": "chunked"}, 64),
+    "entropy": ({"framework": "peft-loop", "method": "full", "loss": "full"}, True),
     "tiled_mlp": ({"framework": "axolotl", "context": 8192, "checkpointing": "full"}, True),
+    "neftune": ({"framework": "vramwise"}, True),
+    "router_loss": ({"framework": "vramwise"}, True),
     "beta": ({**GRPO, "method": "full"}, 0.1),
     "reference": ({**GRPO, "method": "full", "beta": 0.1}, "offloaded"),
     "evaluation.samples": (FULL, 64),
@@ -171,6 +175,8 @@ UNREAD: dict[str, tuple[dict[str, Any], Any]] = {
     "resume": (SERVE, True),
     "optimizer": (SERVE, "sgd"),
     "optimizer_offload": (SERVE, True),
+    "neftune": (SERVE, True),
+    "router_loss": ({"framework": "vramwise"}, True),
     "offload.parameters": (SERVE, True),
     "offload.device": (FULL, "nvme"),
     "offload.pinned": ({**FULL, "framework": "vramwise", "optimizer_offload": True}, True),

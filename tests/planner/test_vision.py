@@ -170,3 +170,19 @@ def test_sounds_are_planned() -> None:
     assert "750 of the context's tokens" in " ".join(_plan("qwen2-audio-7b").not_modeled)
     full = _vision(_plan("qwen2-audio-7b", **fields, method="full", checkpointing="none"))
     assert full["loss"] > 2 * 1_500 * 32 * (1_280 * 8 + 5_120 * 2) * 2
+
+
+def test_checkpoints_do_not_reach_llama_vision_s_tower() -> None:
+    """models/mllama: its encoder layer is a plain nn.Module, and its embedding is hooked."""
+    fields = {"context": 1024, "images": 1, "micro_batch_size": 1, "checkpointing": "full"}
+    fields["lora"] = {"targets": "gate_proj"}
+    new, old = (
+        _vision(_plan("llama-3.2-11b-vision", framework=name, **fields))
+        for name in ("hf-trainer", "hf-trainer==4.57")
+    )
+    vision = catalogue_model("llama-3.2-11b-vision").vision
+    assert vision is not None
+    rows = cut_image(vision, 1024, 1024).patches
+    # frozen blocks keep at least norms' inputs, queries, keys, values, attention's result, the MLP's inner one
+    each = rows * (1_280 * 6 + 5_120) * 2
+    assert 39 * each < new["loss"] - old["loss"] < 42 * each

@@ -8,7 +8,7 @@ from planner.families import model_spec_from_config
 from planner.machines.machine import make_machine
 from planner.run.recipe import Attention, Checkpointing, Method, Recipe, Task
 from planner.run.resolve import resolve
-from planner.terms.tower import tower_activations
+from planner.terms.tower import Graph, tower_activations
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -74,7 +74,59 @@ def siglip() -> tuple[dict[str, Any], Any, Any]:
     return config, code.SiglipVisionModel(settings), (torch.randn(1, 3, 448, 448),)
 
 
-TOWERS = {"qwen2_vl": qwen2, "qwen2_5_vl": qwen2_5, "qwen3_vl": qwen3, "gemma3": siglip}
+SQUARE = {
+    "hidden_size": 256, "intermediate_size": 900, "num_hidden_layers": 3, "patch_size": 14,
+    "num_attention_heads": 4, "image_size": 448, "num_channels": 3,
+}  # fmt: skip
+
+
+def clip() -> tuple[dict[str, Any], Any, Any]:
+    from transformers.models.clip import modeling_clip as code
+
+    config = {"model_type": "llava", "text_config": TEXT, "vision_config": SQUARE}
+    settings = code.CLIPVisionConfig(**SQUARE, attn_implementation="sdpa")
+    return config, code.CLIPVisionModel(settings), (torch.randn(1, 3, 448, 448),)
+
+
+def internvl() -> tuple[dict[str, Any], Any, Any]:
+    from transformers.models.internvl import modeling_internvl as code
+
+    config = {"model_type": "internvl", "text_config": TEXT, "vision_config": SQUARE}
+    settings = code.InternVLVisionConfig(**SQUARE, attn_implementation="sdpa")
+    return config, code.InternVLVisionModel(settings), (torch.randn(1, 3, 448, 448),)
+
+
+def idefics3() -> tuple[dict[str, Any], Any, Any]:
+    from transformers.models.idefics3 import modeling_idefics3 as code
+
+    config = {"model_type": "idefics3", "text_config": TEXT, "vision_config": SQUARE}
+    settings = code.Idefics3VisionConfig(**SQUARE, attn_implementation="sdpa")
+    return config, code.Idefics3VisionTransformer(settings), (torch.randn(1, 3, 448, 448),)
+
+
+def qwen2_audio() -> tuple[dict[str, Any], Any, Any]:
+    from transformers.models.qwen2_audio import modeling_qwen2_audio as code
+
+    audio = {
+        "d_model": 256, "encoder_ffn_dim": 900, "encoder_layers": 3, "encoder_attention_heads": 4,
+        "num_mel_bins": 16, "max_source_positions": 1024,
+    }  # fmt: skip
+    config = {"model_type": "qwen2_audio", "text_config": TEXT, "audio_config": audio}
+    settings = code.Qwen2AudioEncoderConfig(**audio, attn_implementation="sdpa")
+    return config, code.Qwen2AudioEncoder(settings), (torch.randn(1, 16, 2048),)
+
+
+TOWERS = {
+    "qwen2_vl": qwen2,
+    "qwen2_5_vl": qwen2_5,
+    "qwen3_vl": qwen3,
+    "gemma3": siglip,
+    "llava": clip,
+    "internvl": internvl,
+    "idefics3": idefics3,
+    "qwen2_audio": qwen2_audio,
+}
+"""Each on 1,024 rows, a class token apart."""
 
 
 FAST = "gemma3"
@@ -95,7 +147,8 @@ def traced(tower: Any, inputs: Any) -> int:
             keep.append(tensor)
         return tensor
 
-    blocks = getattr(tower, "blocks", None) or tower.encoder.layers
+    stack = getattr(tower, "encoder", tower)
+    blocks = next(getattr(stack, n) for n in ("blocks", "layers", "layer") if hasattr(stack, n))
     sizes: list[int] = []
 
     def before(*_: Any) -> None:
@@ -119,7 +172,8 @@ def traced(tower: Any, inputs: Any) -> int:
 def test_kept_by_the_blocks(name: str) -> None:
     config, tower, inputs = TOWERS[name]()
     model = model_spec_from_config(config, name=name)
-    assert model.vision is not None
+    tower_spec = model.vision or model.audio
+    assert tower_spec is not None
     recipe = Recipe(
         task=Task.SFT,
         method=Method.FULL,
@@ -131,7 +185,8 @@ def test_kept_by_the_blocks(name: str) -> None:
         checkpointing=Checkpointing.NONE,
     )
     r = resolve(model, recipe, make_machine("h100"))
-    planned = tower_activations(model.vision, r, 1024, 1, trained=True)
+    rows = 1024 + getattr(tower_spec, "class_token", 0)
+    planned = tower_activations(tower_spec, r, rows, 1, graph=Graph.TRAINED)
     found = traced(tower, inputs)
     print(name, found, planned.kept, planned.kept / found)
     assert planned.kept == pytest.approx(found, rel=0.05)

@@ -85,6 +85,26 @@ def test_data_that_cannot_be_used_is_one_line_and_leaves_nothing(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_role_that_the_template_leaves_out_is_named_with_its_row(small_model, tmp_path):
+    from transformers import AutoTokenizer
+
+    from trainer.config import DatasetSection
+    from trainer.data import Samples
+    from trainer.prompt_data import read_prompts
+
+    tokenizer = AutoTokenizer.from_pretrained(small_model)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    ask = {"role": "user", "content": "1+1="}
+    talks = [{"prompt": [ask]}, {"prompt": [{"role": "tool", "content": "2"}, ask]}]
+    section = DatasetSection(name="talks")
+    with pytest.raises(
+        UsageError, match=r"row 2: the chat template leaves out messages of role 'tool'"
+    ):
+        read_prompts(Samples(talks, source="talks"), tokenizer, section, limit=40)
+
+
 def test_rows_without_what_a_reward_reads_are_dropped(document, train_run_of, tmp_path):
     made = document(
         train={

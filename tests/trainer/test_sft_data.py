@@ -196,6 +196,8 @@ def read(rows, *, limit=99, template=None, **fields):
             "row 2: the chat template refuses the messages: no system role",
         ),
         ({"prompt": "a", "completion": ""}, None, "row 2: empty completion"),
+        ({"prompt": "a", "completion": None}, None, "row 2: no completion"),
+        ({"prompt": None, "completion": "a"}, None, "row 2: no prompt"),
         ({"text": ""}, None, "row 2: an empty text"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
@@ -221,6 +223,19 @@ def test_rows_are_counted_before_anything_loads():
     assert examples.text_of(1) == "ab[cd]"
     with pytest.raises(UsageError, match="no row has anything to learn within 2 tokens"):
         read(rows, limit=2)
+
+
+def test_a_long_data_set_shows_how_far_it_is(monkeypatch):
+    import trainer.sft_data
+
+    monkeypatch.setattr(trainer.sft_data, "PROGRESS_ROWS", 2)
+    said: list[str] = []
+    rows = [{"prompt": "a", "completion": "b"}] * 5
+    section = DatasetSection(name="x")
+    read_examples(
+        Samples(rows, source="rows"), tokenizer_of(None), section, limit=9, loss_on="completion", say=said.append
+    )  # fmt: skip
+    assert said == ["tokenised 2 of 5 rows", "tokenised 4 of 5 rows"]
 
 
 def test_a_setting_that_the_template_never_reads_is_refused():

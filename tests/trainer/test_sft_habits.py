@@ -166,7 +166,13 @@ def test_a_packed_step_has_the_loss_and_gradient_of_its_samples(sft, tmp_path):
 
 
 def test_padding_free_batches_run_no_padding(sft, train_run_of):
-    free = train_run_of(sft(train={"padding_free": True, "output": "free"}))
+    said: list[str] = []
+    free = train_run_of(sft(train={"padding_free": True, "output": "free"}), say=said.append)
+    (line,) = [line for line in said if line.startswith("padding_free: ")]
+    assert (
+        "sdpa attention keeps samples apart by a mask: they lie end to end in rows of at most 32"
+        in line
+    )
     padded = train_run_of(sft(train={"output": "padded"}))
     for one, other in zip(free.metrics, padded.metrics, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)

@@ -79,7 +79,7 @@ def test_sft_trains_with_evaluation_and_says_every_field(trl):
     assert [row["step"] for row in result.evaluations] == [2, 4]
     assert result.output.name == "out"
     for line in (
-        "warmup_steps 0.5 -> train.warmup_steps 2",
+        "warmup_steps 0.5 -> train.warmup_ratio 0.5; a step ahead: the first step of transformers has a rate of 0; below 1 it is a share of the steps",
         "dataset_num_proc 4: not read, one process tokenises",
         "neftune_noise_alpha 5 -> train.neftune_alpha 5; noise is scaled by each sample's own length, not by the padded one",
     ):  # fmt: skip
@@ -122,7 +122,8 @@ def test_epochs_and_shares_of_them_are_counted_in_the_data(trl):
     result, said = trl(text.replace("warmup_steps: 0.5", "warmup_steps: 0.2"))
     assert result.steps == 10, "2 x 20 samples, 4 a step"
     assert [row["step"] for row in result.evaluations] == [5, 10]
-    assert "share of 10 steps 0.2 -> train.warmup_steps 2" in said
+    assert "share of 10 steps 0.5 -> train.eval_every 5" in said
+    assert [round(step["lr"] / 5e-3, 3) for step in result.metrics[:3]] == [0.5, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,9 @@ BASE = {
 OTHER = {
     "model_name_or_path": "Qwen/Qwen3-1.7B", "model_revision": "v1", "dataset_name": "other/data",
     "use_peft": False, "output_dir": "elsewhere", "lr_scheduler_type": "cosine", "optim": "sgd",
-    "report_to": "tensorboard", "metric_for_best_model": "eval_loss", "train_sampling_strategy": "sequential",
+    "hub_model_id": "me/mine", "hub_strategy": "end", "hub_private_repo": True, "min_p": 0.1,
+    "vllm_structured_outputs_regex": "[0-9]+", "repetition_penalty": 1.2,
+    "report_to": "wandb", "run_name": "mine", "project": "ours", "metric_for_best_model": "eval_loss", "train_sampling_strategy": "sequential",
     "model_init_kwargs": {"dtype": "bfloat16"}, "dtype": "float16", "attn_implementation": "eager",
     "lora_target_modules": ["o_proj"], "lora_modules_to_save": ["norm"], "bnb_4bit_quant_type": "fp4",
     "generation_kwargs": {"stop": ["END"]}, "chat_template_kwargs": {"enable_thinking": False},
@@ -102,25 +104,31 @@ OTHER = {
     "reward_weights": [0.5], "reward_funcs": ["mine.brevity"], "eval_strategy": "steps", "save_strategy": "no",
     "warmup_steps": 3, "generation_batch_size": 24, "steps_per_generation": 3, "num_generations": 2,
     "datasets": [{"path": "a/b"}], "completion_only_loss": False, "delta": 3.0, "neftune_noise_alpha": 5,
+    "lr_scheduler_kwargs": {"min_lr": 1e-7}, "lora_target_parameters": ["mlp.experts.gate_up_proj"],
     "max_steps": 7, "epsilon_high": 0.3, "num_generations_eval": 2, "vllm_importance_sampling_cap": 2.0,
     "dataset_config": "main", "dataset_text_field": "body", "router_aux_loss_coef": 0.1, "eval_steps": 7,
     "save_total_limit": 3, "top_p": 0.5, "num_completions_to_print": 3, "lora_dropout": 0.2,
 }  # fmt: skip
 """Values that are not TRL's default, where its type alone does not tell one."""
 HELD_OUT = {"eval_strategy": "steps", "eval_steps": 5}
+HUB = {"push_to_hub": True}
+TRACKED = {"report_to": "wandb"}
 FOUR_BIT = {"load_in_4bit": True}
 VLLM = {"use_vllm": True}
 WITH = {
     **dict.fromkeys(("eval_on_start", "load_best_model_at_end", "metric_for_best_model", "num_generations_eval",
                      "dataset_test_split", "eval_steps"), HELD_OUT),
     "eval_strategy": {"eval_steps": 5},
+    **dict.fromkeys(("run_name", "project"), TRACKED),
     **dict.fromkeys(("bnb_4bit_quant_type", "use_bnb_nested_quant"), FOUR_BIT),
+    **dict.fromkeys(("hub_model_id", "hub_strategy", "hub_private_repo"), HUB),
     **{name: VLLM for name in table("GRPOConfig") if name.startswith("vllm_")},
     "vllm_server_base_url": {**VLLM, "vllm_mode": "server"}, "vllm_server_host": {**VLLM, "vllm_mode": "server"},
     "vllm_server_port": {**VLLM, "vllm_mode": "server"}, "vllm_server_timeout": {**VLLM, "vllm_mode": "server"},
     "use_bias_correction_kl": {"beta": 0.1}, "importance_sampling_level": {"loss_type": "grpo"},
     "datasets": {"dataset_name": None}, "disable_dropout": {"lora_dropout": 0.3},
-    "warmup_steps": {"lr_scheduler_type": "linear"}, "max_grad_norm": {}, "log_completions": {},
+    "warmup_steps": {"lr_scheduler_type": "linear"}, "lr_scheduler_kwargs": {"lr_scheduler_type": "cosine_with_min_lr"},
+    "max_grad_norm": {}, "log_completions": {},
 }  # fmt: skip
 """What else the file says, so that the field is read."""
 

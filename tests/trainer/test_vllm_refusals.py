@@ -75,3 +75,35 @@ def test_without_a_length_the_engine_is_not_started(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(folder)
     with pytest.raises(UsageError, match="longest sequence"):
         VllmPushEngine(make_policy(folder, model), recipe=Recipe(task="grpo", method="full"))
+
+
+def test_the_caches_dtype_and_block_are_what_was_asked_for(tmp_path):
+    """fp8 keys and values are a quarter of fp32's: the same pool holds four times the tokens."""
+    from trainer.engines.protocol import SamplingSettings
+    from trainer.engines.vllm_llm import reported_kv_tokens
+
+    folder = make_folder(tmp_path / "llama", LlamaConfig(**SMALL))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    asked = {"kv_bytes": 2**20, "kv_dtype": "fp8", "block_size": 64, "max_num_seqs": 2}
+    engine = VllmPushEngine(make_policy(folder, model), recipe=recipe(**asked))
+    cache = engine.llm.llm_engine.vllm_config.cache_config
+    assert (cache.cache_dtype, cache.block_size) == ("fp8", 64)
+    assert reported_kv_tokens(engine.llm) == 2**20 // 256, "2 x 128 B a token, not 4 x that"
+    settings = SamplingSettings(temperature=1.0, num_generations=2, max_new_tokens=4, seed=1)
+    made = engine.generate([(5, 6, 7)], settings)
+    engine.close()
+    assert [len(completion.token_ids) > 0 for completion in made] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ({"kv_dtype": "fp16"}, "kv_dtype: fp16 is not what vLLM can hold beside fp32 weights"),
+        ({"block_size": 20}, "block_size: 20 tokens fit no attention kernel"),
+    ],
+)
+def test_a_cache_that_no_kernel_reads_is_refused(tmp_path, engine, said):
+    folder = make_folder(tmp_path / "llama", LlamaConfig(**SMALL))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(UsageError, match=said):
+        VllmPushEngine(make_policy(folder, model), recipe=recipe(**engine))

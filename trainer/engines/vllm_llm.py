@@ -71,6 +71,10 @@ def start_llm(settings: VllmSettings) -> Any:
         "disable_log_stats": True,
         "seed": settings.seed,
     }
+    if settings.kv_dtype != "auto":
+        arguments["kv_cache_dtype"] = settings.kv_dtype
+    if settings.block_size is not None:
+        arguments["block_size"] = settings.block_size
     if settings.memory_share is not None:
         arguments["gpu_memory_utilization"] = settings.memory_share
     if settings.lora_rank:
@@ -272,6 +276,8 @@ OTHERS = {
 # Largest mean |difference| of one token's log-probability between two correct implementations:
 # rounding of the hidden state to the compute dtype decides it (24, 11 and 8 significant bits).
 AGREEMENT = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+# an fp8 cache has four significant bits of keys and values, but each output is a mean over many of them
+FP8_CACHE_AGREEMENT = 1e-1
 
 
 @torch.no_grad()
@@ -299,6 +305,8 @@ def check_agreement(
     theirs = prompt_logprobs(llm, token_ids, lora_request=lora_request)
     difference = (ours - theirs).abs().mean().item()
     limit = AGREEMENT[_compute_dtype(policy)]
+    if llm.llm_engine.vllm_config.cache_config.cache_dtype.startswith("fp8"):
+        limit = max(limit, FP8_CACHE_AGREEMENT)
     if not difference <= limit:
         raise VramwiseError(
             f"{engine}: vLLM and the policy disagree {when}: mean log-prob difference {difference:.3g} "

@@ -23,6 +23,8 @@ from trainer.engines.vllm_platform import (
 )
 from trainer.model import DTYPES, Policy
 
+KERNEL_BLOCK, KERNEL_BLOCK_CPU = 16, 32
+"""Tokens that an attention kernel takes at a time (flash_attn.py: MultipleOf(16); platforms/cpu.py: 32)."""
 CPU_BLOCK_TOKENS = 128
 """The CPU build's block size when none is asked for."""
 
@@ -41,6 +43,10 @@ class VllmSettings:
     """Sequences generated at once."""
     kv_bytes: int
     """Memory of the KV cache, from the plan."""
+    kv_dtype: str = "auto"
+    """auto: the policy's dtype; fp8: half the bytes, and other log-probabilities (train.loss.is_correction)."""
+    block_size: int | None = None
+    """Tokens of a block of the cache; None = vLLM's own choice."""
     max_num_batched_tokens: int | None = None
     """Prefill tokens of one step; None = the larger of 2048 and max_model_len."""
     lora_rank: int = 0
@@ -131,7 +137,16 @@ def settings_for(
         recipe.micro_batch_size or 1, recipe.num_generations or 1
     )
     batched = max(recipe.engine.max_num_batched_tokens or max(2048, length), sequences)
-    needed = _pool_bytes(policy, length=length, sequences=sequences, batched_tokens=batched)
+    kv_dtype = _kv_dtype(policy, recipe)
+    block = _block_size(recipe)
+    needed = _pool_bytes(
+        policy,
+        length=length,
+        sequences=sequences,
+        batched_tokens=batched,
+        kv_dtype=kv_dtype,
+        block_size=block,
+    )
     planned = 0
     if plan is not None:
         planned = sum(t.bytes for t in plan.phase("rollout").terms if t.name == "kv_cache")
@@ -150,6 +165,8 @@ def settings_for(
         max_num_seqs=sequences,
         max_num_batched_tokens=batched,
         kv_bytes=kv_bytes,
+        kv_dtype="fp8" if kv_dtype == "fp8" else "auto",
+        block_size=block,
         lora_rank=0 if recipe.method is Method.FULL else recipe.lora.rank,
         sleep_level=sleep_level(recipe),
         memory_share=share,
@@ -159,16 +176,49 @@ def settings_for(
     )
 
 
-def _pool_bytes(policy: Policy, *, length: int, sequences: int, batched_tokens: int) -> int:
+def _kv_dtype(policy: Policy, recipe: Recipe) -> str:
+    """Return the dtype of keys and values: the policy's own, or fp8. Raises UsageError for another."""
+    own = {value: name for name, value in DTYPES.items()}[policy.dtype]
+    asked = recipe.engine.kv_dtype or own
+    if asked not in (own, "fp8"):
+        raise UsageError(
+            f"recipe.engine.kv_dtype: {asked} is not what vLLM can hold beside {own} weights",
+            hint=f"{own} or fp8",
+        )
+    return asked
+
+
+def _block_size(recipe: Recipe) -> int | None:
+    """Return the block size that the recipe asks for, or None. Raises UsageError for one without a kernel."""
+    if "block_size" not in recipe.engine.model_fields_set:
+        return None
+    step = KERNEL_BLOCK_CPU if runs_on_cpu() else KERNEL_BLOCK
+    if recipe.engine.block_size % step:
+        raise UsageError(
+            f"recipe.engine.block_size: {recipe.engine.block_size} tokens fit no attention kernel here",
+            hint=f"a multiple of {step}",
+        )
+    return recipe.engine.block_size
+
+
+def _pool_bytes(
+    policy: Policy,
+    *,
+    length: int,
+    sequences: int,
+    batched_tokens: int,
+    kv_dtype: str,
+    block_size: int | None,
+) -> int:
     """Return the pool that holds `sequences` of `length` tokens, and vLLM's null block."""
     on_cpu, law = runs_on_cpu(), pick("vllm").engine
     kv = vllm_kv(
         find_model(policy.source, revision=policy.revision),
         kv_bytes=0,
         max_model_len=length,
-        kv_dtype={value: name for name, value in DTYPES.items()}[policy.dtype],
-        block_size=CPU_BLOCK_TOKENS if on_cpu else 16,
-        kernel_block=32 if on_cpu else 16,
+        kv_dtype=kv_dtype,
+        block_size=block_size or (CPU_BLOCK_TOKENS if on_cpu else KERNEL_BLOCK),
+        kernel_block=KERNEL_BLOCK_CPU if on_cpu else KERNEL_BLOCK,
         # the CPU platform switches asynchronous scheduling off
         in_flight_tokens=batched_tokens * (1 if on_cpu else law.in_flight_batches),
     )

@@ -1,7 +1,5 @@
 """One reporter on a thread of its own: no step waits for it, and what it raises ends it alone."""
 
-import contextlib
-import io
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -10,13 +8,17 @@ from typing import Any
 
 from trainer.reporters.protocol import Reporter, RunFacts, Started, Table
 
-START_LIMIT_S = 60.0
+START_LIMIT_S = 30.0
+"""What the first step waits; a tracker that is slower to start gets what was logged when it is there."""
+GIVE_UP_S = 600.0
+"""Of a start: a database that is made, a network that comes and goes."""
 CALL_LIMIT_S = 120.0
 """Of one call: a tracker that takes longer is stuck, and what waits for it would pile up."""
 FINISH_LIMIT_S = 30.0
 STOP_LIMIT_S = 5.0
 """After SIGTERM, once the state is saved."""
 MAX_ERROR_CHARACTERS = 200
+THREAD = "report to "
 
 
 class Courier:
@@ -32,7 +34,7 @@ class Courier:
         self._make = make
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._busy_since: float | None = None
-        self._thread = threading.Thread(target=self._work, name=f"report to {name}", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=f"{THREAD}{name}", daemon=True)
 
     def start(self, facts: RunFacts) -> None:
         """Start the reporter; `waits` is set when it is there."""
@@ -68,8 +70,9 @@ class Courier:
     def check(self) -> None:
         """Give the reporter up if it has been at one call for too long."""
         since = self._busy_since
-        if not self.failed and since is not None and time.monotonic() - since > CALL_LIMIT_S:
-            self.failed = f"no answer within {CALL_LIMIT_S:g} s"
+        limit = GIVE_UP_S if self.started is None else CALL_LIMIT_S
+        if not self.failed and since is not None and time.monotonic() - since > limit:
+            self.failed = f"no answer within {limit:g} s"
 
     def _send(self, job: Callable[[], None]) -> None:
         if not self.failed:
@@ -86,11 +89,20 @@ class Courier:
             self._busy_since = None
 
 
-@contextlib.contextmanager
-def stdout_kept_clean() -> Any:
-    """Swallow what trackers print while the run waits for them: stdout is a verb's answer."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield
+class Muffled:
+    """A stdout that swallows what trackers print: it is for a verb's answer."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write what is not of a courier's thread."""
+        if threading.current_thread().name.startswith(THREAD):
+            return len(text)
+        return int(self._stream.write(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def one_line(error: BaseException) -> str:

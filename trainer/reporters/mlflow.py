@@ -22,11 +22,11 @@ class MlflowReporter:
 
     def start(self, facts: RunFacts) -> Started:
         """Begin a run in the experiment of the project, or go on with one."""
-        for name in ("mlflow", "alembic"):
-            logging.getLogger(name).setLevel(logging.WARNING)
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
+        for name in ("mlflow", "alembic"):  # after the import, which sets them up
+            logging.getLogger(name).setLevel(logging.WARNING)
         beside = facts.output.resolve().parent
         local = f"sqlite:///{beside / DATABASE}"
         uri = os.environ.get("MLFLOW_TRACKING_URI") or local

@@ -4,7 +4,9 @@ Figures have the names of metrics.jsonl and evaluations.jsonl, in groups as tran
 train/, eval/, and memory/ with planned beside measured bytes of every phase.
 """
 
+import contextlib
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +21,7 @@ from trainer.reporters.courier import (
     START_LIMIT_S,
     STOP_LIMIT_S,
     Courier,
-    stdout_kept_clean,
+    Muffled,
 )
 from trainer.reporters.protocol import RunFacts
 from trainer.say import Say
@@ -38,6 +40,8 @@ class Reports:
         self._ready = ready
         self._output = output
         self._ids: dict[str, str] = {}
+        self._there: set[str] = set()
+        self._muffled = contextlib.ExitStack()
         self._say: Say = lambda text: None
 
     def open(self, first_step: int, *, say: Say) -> None:
@@ -48,26 +52,25 @@ class Reports:
         train = self._ready.train
         config = run_config(self._ready, self._output)
         deadline = time.monotonic() + START_LIMIT_S
-        with stdout_kept_clean():
-            for courier in self._couriers:
-                courier.start(
-                    RunFacts(
-                        project=train.project,
-                        name=train.run_name or self._output.resolve().name,
-                        output=self._output,
-                        config=config,
-                        first_step=first_step,
-                        run_id=self._ids.get(courier.name) if first_step else None,
-                    )
-                )
-            for courier in self._couriers:
-                if not courier.waits.wait(max(0.0, deadline - time.monotonic())):
-                    courier.failed = f"not ready within {START_LIMIT_S:g} s"
+        stdout: Any = Muffled(sys.stdout)
+        self._muffled.enter_context(contextlib.redirect_stdout(stdout))
         for courier in self._couriers:
-            if courier.started is not None and not courier.failed:
-                self._ids[courier.name] = courier.started.run_id
-                say(f"{courier.name}: {courier.started.where}")
-        self._drop_failed()
+            courier.start(
+                RunFacts(
+                    project=train.project,
+                    name=train.run_name or self._output.resolve().name,
+                    output=self._output,
+                    config=config,
+                    first_step=first_step,
+                    run_id=self._ids.get(courier.name) if first_step else None,
+                )
+            )
+        for courier in self._couriers:
+            courier.waits.wait(max(0.0, deadline - time.monotonic()))
+        self._settle()
+        for courier in self._couriers:
+            if courier.name not in self._there:
+                say(f"{courier.name}: still starting; the run goes on, what it logs waits for it")
         if first_step == 0 and self._ready.measured is not None:
             self._table(0, "memory/rehearsal", rehearsal_table(self._ready))
 
@@ -89,12 +92,12 @@ class Reports:
         if not self._couriers:
             return
         deadline = time.monotonic() + (STOP_LIMIT_S if stopped else FINISH_LIMIT_S)
-        with stdout_kept_clean():
+        with self._muffled:
             for courier in self._couriers:
                 courier.finish(failed=failed)
             for courier in self._couriers:
                 courier.join(deadline)
-        self._drop_failed()
+            self._settle(over=True)
 
     def state(self) -> dict[str, str]:
         """Return each tracker's run, for a resume to go on with."""
@@ -105,7 +108,7 @@ class Reports:
         self._ids = dict(ids)
 
     def _log(self, step: int, figures: Mapping[str, float]) -> None:
-        self._drop_failed()
+        self._settle()
         for courier in self._couriers:
             courier.log(step, figures)
 
@@ -113,12 +116,17 @@ class Reports:
         for courier in self._couriers:
             courier.table(step, name, columns)
 
-    def _drop_failed(self) -> None:
-        """Say once of each tracker that has failed that it did, and go on without it."""
+    def _settle(self, *, over: bool = False) -> None:
+        """Say once of each tracker where it reports to, or that it failed, and go on without it."""
         for courier in self._couriers:
             courier.check()
             if courier.failed:
-                self._say(f"{courier.name}: {courier.failed}; the run goes on without it")
+                what_now = "" if over else "; the run goes on without it"
+                self._say(f"{courier.name}: {courier.failed}{what_now}")
+            elif courier.started is not None and courier.name not in self._there:
+                self._there.add(courier.name)
+                self._ids[courier.name] = courier.started.run_id
+                self._say(f"{courier.name}: {courier.started.where}")
         self._couriers = [courier for courier in self._couriers if not courier.failed]
 
 

@@ -40,7 +40,8 @@ class WandbReporter:
             "config": facts.config,
             "settings": settings,
         }
-        mode, why = os.environ.get("WANDB_MODE"), ""
+        mode: Any = os.environ.get("WANDB_MODE")
+        why = ""
         if mode is None and not has_key(settings.base_url):
             mode, why = "offline", "no key: wandb login, or WANDB_API_KEY; "
         try:

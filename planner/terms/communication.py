@@ -1,0 +1,63 @@
+"""communication: the flat buffers that FSDP2 gathers through and reduces from.
+
+torch 2.13, distributed/fsdp/_fully_shard/{_fsdp_param_group,_fsdp_collectives}.py: a unit's shards
+arrive in one flat buffer, which is copied out into its parameters and stays until the next unit's
+copy is done; the backward asks for the next unit's buffer before the running one's layer; gradients
+leave through a flat input, alive until the next unit's reduction.
+"""
+
+from typing import NamedTuple
+
+from planner.models.spec import ModelSpec
+from planner.run.recipe import Method
+from planner.run.resolve import Resolved
+from planner.terms.gradients import whole_width
+from planner.terms.term import Term
+from planner.terms.weights import flat_units, gathered
+
+SOURCE = "torch 2.13 distributed/fsdp/_fully_shard/_fsdp_collectives.py"
+
+
+class Buffers(NamedTuple):
+    """Bytes of the flat buffers by phase."""
+
+    start: int
+    """At the first layer's copy-out: the root's and the layer's."""
+    forward: int
+    loss: int
+    gather: int
+    """What the backward asked for ahead of the running layer."""
+    reduced: int
+    """A layer's gradients on their way."""
+    end: int
+    """While the root unit's gradients are reduced."""
+    root_gradients: int
+    """The root unit's whole gradients that wait for the end of the backward, the embeddings' apart."""
+
+    def in_backward(self, layers_left: int, layers: int) -> int:
+        """Return the buffers while a layer runs backward with `layers_left` of `layers` to come."""
+        return (self.gather if layers_left > 1 else 0) + (
+            self.reduced if layers_left < layers else 0
+        )
+
+
+def buffers(model: ModelSpec, r: Resolved) -> Buffers:
+    """Return the flat buffers of a run; zeros where units are not gathered through any."""
+    if not r.placement.flat_buffers:
+        return Buffers(0, 0, 0, 0, 0, 0, 0)
+    root = gathered(model, r, 0).bytes
+    unit = gathered(model, r, 1).bytes - root
+    if r.method is not Method.FULL:
+        return Buffers(root + unit, unit, unit, unit, 0, 0, 0)
+    largest = max(layer.parameters for layer in model.layers)
+    waits = sum(module.parameters for module in model.final)
+    if model.head is not None:
+        waits += model.head.parameters
+    wide, outside = whole_width(r), flat_units(model)[0]
+    end = outside * wide + -(-outside * wide // r.placement.gradient_shards)
+    return Buffers(root + unit, unit, unit, unit, largest * wide, end, waits * wide)
+
+
+def term(size: int, what: str) -> Term:
+    """Return the term of a phase."""
+    return Term("communication", size, "flat buffers: " + what + " {0:,} B", (size,), SOURCE)

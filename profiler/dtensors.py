@@ -1,0 +1,86 @@
+"""What FSDP2 and DTensor hide from a dispatch mode, made visible to a StorageTracker.
+
+A DTensor's operator comes back as that of its local part; while DTensor works out shapes nothing is
+allocated; FSDP2 makes and frees gathered parameters by resizing storages, which no operator shows;
+and a collective's wait returns its argument. Sources: torch 2.13, distributed/fsdp/_fully_shard/
+{_fsdp_param,_fsdp_collectives}.py, distributed/tensor/_sharding_prop.py.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from profiler.storages import StorageTracker
+
+_WRAPPERS: dict[type, bool] = {}
+COMMUNICATION = "communication"
+
+
+def is_wrapper(kind: type) -> bool:
+    """Return whether tensors of this type are DTensors, whose storage is their local part's."""
+    known = _WRAPPERS.get(kind)
+    if known is None:
+        names = {f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__}
+        known = _WRAPPERS[kind] = "torch.distributed.tensor.DTensor" in names
+    return known
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of `tensor`."""
+    if not is_wrapper(type(tensor)):
+        return tensor
+    part: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    return part
+
+
+@contextmanager
+def visible(tracker: "StorageTracker") -> Iterator[None]:
+    """Let `tracker` see what sharded modules allocate while active."""
+    import torch.distributed.fsdp._fully_shard._fsdp_param_group as groups
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    def quietly(original: Callable[..., Any]) -> Callable[..., Any]:
+        def propagate(*args: Any, **kwargs: Any) -> Any:
+            with tracker.unseen():
+                return original(*args, **kwargs)
+
+        return propagate
+
+    def resizing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def resize(storage: Any, size: int) -> Any:
+            result = original(storage, size)
+            tracker.resized(storage, size, term="weights")
+            return result
+
+        return resize
+
+    def communicating(original: Callable[..., Any]) -> Callable[..., Any]:
+        def communicate(*args: Any, **kwargs: Any) -> Any:
+            with tracker.allocating(COMMUNICATION):
+                return original(*args, **kwargs)
+
+        return communicate
+
+    def reducing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def reduce(params: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
+            for gradient in gradients:  # whole ones, until they are copied into the flat input
+                tracker.adopt(gradient, term="gradients", module=tracker.where(), op="backward")
+            with tracker.allocating(COMMUNICATION):
+                return original(params, gradients, *args, **kwargs)
+
+        return reduce
+
+    with ExitStack() as stack:
+        for owner, name, change in (
+            (ShardingPropagator, "_propagate_tensor_meta_non_cached", quietly),
+            (torch.UntypedStorage, "resize_", resizing),
+            (groups, "foreach_all_gather", communicating),
+            (groups, "foreach_reduce", reducing),
+        ):
+            original = getattr(owner, name)
+            setattr(owner, name, change(original))
+            stack.callback(setattr, owner, name, original)
+        yield

@@ -1,0 +1,90 @@
+"""One rank of a run on many GPUs, without the others: FSDP2 on a process group that sends nothing.
+
+torch's "fake" group has any world size and moves no data; on fake tensors nothing is read, so rank r
+allocates what it would beside N - 1 real ones. N = 512 costs what N = 8 does.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from planner.errors import UnsupportedError
+from profiler.dtensors import local
+from profiler.materialise import term_of_parameter
+from profiler.storages import StorageTracker
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """How a model is divided, and which of the ranks is traced."""
+
+    ranks: int
+    rank: int = 0
+    param_dtype: str = ""
+    """MixedPrecisionPolicy.param_dtype: what gathered parameters are cast to; "" = as stored."""
+    reduce_dtype: str = ""
+    """In which gradients travel; "" = as they are."""
+    reshard_after_forward: bool | int | None = True
+    """Layers are divided again after their forward; the root unit stays whole, as in torch."""
+    syncs_each: bool = True
+    """Gradients are reduced after every micro-batch, not only after the last."""
+
+
+@contextmanager
+def process_group(shard: Shard) -> Iterator[None]:
+    """Have a process group of the shard's size while active: the caller's own, or a fake one."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        if dist.get_world_size() != shard.ranks:
+            raise UnsupportedError(
+                f"this process is one of {dist.get_world_size()}; a trace of {shard.ranks} ranks "
+                "needs a process of its own"
+            )
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=shard.rank, world_size=shard.ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def divide(model: torch.nn.Module, layers: list[torch.nn.Module], shard: Shard) -> None:
+    """Make every layer a unit of FSDP2 and what is left the root unit, on the meta device."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh("cpu", (shard.ranks,))
+    policy = MixedPrecisionPolicy(
+        param_dtype=DTYPES[shard.param_dtype] if shard.param_dtype else None,
+        reduce_dtype=DTYPES[shard.reduce_dtype] if shard.reduce_dtype else None,
+    )
+    for layer in layers:
+        fully_shard(
+            layer, mesh=mesh, mp_policy=policy, reshard_after_forward=shard.reshard_after_forward
+        )
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def allocate(model: torch.nn.Module, tracker: StorageTracker) -> None:
+    """Give every parameter's shard and every buffer memory under the caller's modes."""
+    with tracker.unseen():
+        model.to_empty(device="cpu")
+    named: dict[str, Any] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for path, tensor in named.items():
+        module = path.rpartition(".")[0]
+        tracker.adopt(local(tensor), term=term_of_parameter(path), module=module, op="load")
+
+
+def synced(model: Any, shard: Shard | None, *, last: bool) -> None:
+    """Say whether this micro-batch's gradients are reduced, as accelerate's no_sync does."""
+    if shard is not None and not shard.syncs_each:
+        model.set_requires_gradient_sync(last)

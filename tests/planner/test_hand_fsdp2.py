@@ -1,0 +1,95 @@
+"""FSDP2's bytes on one rank, computed by hand from the shapes of a small Llama."""
+
+from typing import Any
+
+import pytest
+
+from planner.families import model_spec_from_config
+from planner.machines.machine import make_machine
+from planner.plan import Plan, plan
+from planner.run.runfile import make_recipe
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+LAYER = 2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 176 + 2 * 64
+ROOT = 2 * 1000 * 64 + 64
+HEAD = 1000 * 64 + 64  # with the final norm: what is reduced last but has its gradient first
+
+
+def planned(ranks: int, **fields: Any) -> Plan:
+    settled: dict[str, Any] = {"method": "full", "checkpointing": "full", "context": 4096, **fields}
+    recipe = make_recipe(
+        task="sft", framework="hf-trainer", sharding="fsdp2", micro_batch_size=1, **settled
+    )
+    return plan(
+        model_spec_from_config(CONFIG, name="toy"), recipe, make_machine("h100", gpus=ranks)
+    )
+
+
+def term(result: Plan, phase: str, name: str) -> int:
+    return sum(each.bytes for each in result.phase(phase).terms if each.name == name)
+
+
+def test_every_phase_of_a_rank() -> None:
+    result = planned(8)
+    shard = 2 * (2 * LAYER + ROOT) // 8
+    assert term(result, "load", "weights") == shard
+    assert term(result, "forward", "weights") == shard + 2 * (ROOT + LAYER)
+    assert term(result, "forward", "communication") == 2 * LAYER
+    assert term(result, "loss", "weights") == shard + 2 * ROOT
+    assert term(result, "loss", "communication") == 2 * LAYER
+    assert term(result, "step", "gradients") == shard
+    assert term(result, "step", "communication") == 0
+
+
+def test_short_samples_meet_the_roots_buffer_at_the_first_layer() -> None:
+    result = planned(8, context=16)
+    assert term(result, "forward", "communication") == 2 * (ROOT + LAYER)
+    assert term(result, "forward", "activations") == 2 * 16 * 64
+
+
+def test_backward_has_the_next_layers_buffer_and_whole_gradients() -> None:
+    result = planned(8, context=8192)
+    assert term(result, "backward", "communication") == 2 * LAYER
+    # largest in the last layer's MLP, when down_proj's gradient exists; the head's waits for the root
+    assert term(result, "backward", "gradients") == 2 * (64 * 176 + HEAD)
+
+
+def test_gradients_wait_whole_for_the_last_micro_batch() -> None:
+    once, more = planned(8), planned(8, gradient_accumulation=4)
+    assert term(once, "forward", "gradients") == 0
+    assert term(more, "forward", "gradients") == 2 * (2 * LAYER + ROOT)
+    assert term(more, "step", "gradients") == 2 * (2 * LAYER + ROOT) // 8
+
+
+def test_fp32_shards_are_gathered_and_reduced_in_16_bits() -> None:
+    result = planned(8, mixed_precision="bf16")
+    assert term(result, "load", "weights") == 4 * (2 * LAYER + ROOT) // 8
+    assert term(result, "loss", "communication") == 2 * LAYER
+    assert term(result, "step", "gradients") == 4 * (2 * LAYER + ROOT) // 8
+
+
+@pytest.mark.parametrize(("ranks", "a", "b"), [(8, 2 * 64, 8 * 16), (512, 1 * 64, 1 * 16)])
+def test_adapters_are_cut_in_whole_rows(ranks: int, a: int, b: int) -> None:
+    """A of rank 16 has 16 rows: on 512 ranks the first sixteen hold one each."""
+    fields = {"method": "lora", "lora": {"rank": 16, "targets": ["q_proj"]}, "dtype": "bf16"}
+    result = planned(ranks, **fields)
+    assert term(result, "load", "adapters") == 2 * 4 * (a + b)
+
+
+def test_several_gpus_without_a_layout_are_said_to_hold_a_copy_each() -> None:
+    spec = model_spec_from_config(CONFIG, name="toy")
+    recipe = make_recipe(task="sft", method="full", framework="hf-trainer")
+    said = plan(spec, recipe, make_machine("h100", gpus=8)).assumptions
+    assert any("8 GPUs without --shard" in note and "fsdp2" in note for note in said)
+    alone = plan(spec, recipe, make_machine("h100")).assumptions
+    assert not any("--shard" in note for note in alone)

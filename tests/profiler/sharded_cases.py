@@ -1,0 +1,72 @@
+"""Steps that two gloo ranks and the trace run alike."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from planner.run.recipe import Checkpointing, Method
+from profiler.sharded import Shard
+from profiler.subjects.hf_sft import HfSft
+from profiler.subjects.options import StepOptions
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1031,  # not divided by two ranks
+    "tie_word_embeddings": False,
+}
+GEMMA: dict[str, Any] = LLAMA | {
+    "model_type": "gemma2",
+    "head_dim": 16,
+    "tie_word_embeddings": True,
+    "vocab_size": 1024,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One step."""
+
+    config: dict[str, Any] = field(default_factory=lambda: LLAMA)
+    method: Method = Method.FULL
+    dtype: str = "bf16"
+    checkpointing: Checkpointing = Checkpointing.FULL
+    accumulation: int = 1
+    shard: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "full": Case(),
+    "fp32 stored and bf16 gathered": Case(
+        dtype="fp32", shard={"param_dtype": "bf16", "reduce_dtype": "fp32"}
+    ),
+    "no checkpointing": Case(checkpointing=Checkpointing.NONE),
+    "accumulated": Case(accumulation=3),
+    "accumulated without sync": Case(accumulation=3, shard={"syncs_each": False}),
+    "kept after forward": Case(shard={"reshard_after_forward": False}),
+    "lora": Case(method=Method.LORA),
+    "lora without checkpointing": Case(method=Method.LORA, checkpointing=Checkpointing.NONE),
+    "tied": Case(config=GEMMA),
+}
+
+
+def subject(case: Case, *, ranks: int = 2, rank: int = 0) -> HfSft:
+    """Return the case's step as rank `rank` of `ranks`."""
+    return HfSft(
+        StepOptions(
+            config=case.config,
+            method=case.method,
+            dtype=case.dtype,
+            adapter_dtype=case.dtype,
+            lora_rank=4,
+            checkpointing=case.checkpointing,
+            gradient_accumulation=case.accumulation,
+            micro_batch=1,
+            length=96,
+            workspace_bytes=0,
+            shard=Shard(ranks=ranks, rank=rank, **case.shard),
+        )
+    )

@@ -1,0 +1,86 @@
+"""A rank of a fake process group allocates what a rank of a real one does, byte for byte."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from profiler.attribute import assign_terms
+from profiler.trace import run_subject
+from tests.profiler.sharded_cases import CASES, subject
+from tests.profiler.sharded_plans import CONFIGS, beside
+from tests.profiler.sharded_rank import peaks
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.xdist_group("process-groups")
+FAST = ("accumulated without sync", "lora")
+
+
+def run_on_gloo(names: list[str], folder: Path) -> dict[str, dict[str, int]]:
+    """Run cases on two gloo ranks; rank 0's peaks."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.profiler.sharded_rank", str(rank), str(folder / "store"), ",".join(names)],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=600)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    found: dict[str, dict[str, int]] = json.loads(said[0].splitlines()[-1])
+    return found
+
+
+def on_a_fake_group(name: str) -> dict[str, int]:
+    step = subject(CASES[name])
+    tracker = run_subject(step)
+    assign_terms(tracker.events, vocab=step.vocab, embedding=step.trained_embedding)
+    return peaks(tracker.events)
+
+
+def test_a_fake_rank_allocates_what_a_real_one_does(tmp_path: Path) -> None:
+    assert {name: on_a_fake_group(name) for name in FAST} == run_on_gloo(list(FAST), tmp_path)
+
+
+@pytest.mark.slow
+def test_every_setting_on_a_fake_rank_equals_a_real_one(tmp_path: Path) -> None:
+    assert {name: on_a_fake_group(name) for name in CASES} == run_on_gloo(list(CASES), tmp_path)
+
+
+PLANS = [
+    ("llama", 8, {"method": "full"}),
+    ("llama", 512, {"method": "lora"}),
+]
+MORE = [
+    (family, ranks, {"method": method})
+    for family in CONFIGS
+    for ranks in (2, 8, 64, 512)
+    for method in ("full", "lora")
+] + [
+    ("llama", 8, {"method": "full", "mixed_precision": "bf16"}),
+    ("llama", 8, {"method": "full", "gradient_accumulation": 4}),
+    ("llama", 8, {"method": "full", "checkpointing": "none"}),
+    ("llama", 8, {"method": "lora", "checkpointing": "none"}),
+]
+
+
+@pytest.mark.parametrize(("family", "ranks", "fields"), PLANS)
+def test_the_plan_of_a_rank_is_its_trace(family: str, ranks: int, fields: dict[str, Any]) -> None:
+    compared = beside(family, ranks, **fields)
+    assert abs(compared.peak.error or 0) < 0.005
+    assert compared.planned_phase == compared.measured_phase
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "ranks", "fields"), MORE)
+def test_plan_and_trace_at_every_size(family: str, ranks: int, fields: dict[str, Any]) -> None:
+    compared = beside(family, ranks, **fields)
+    print(family, ranks, fields, f"{compared.peak.error:+.3%}")
+    assert abs(compared.peak.error or 0) < 0.01

@@ -1,0 +1,148 @@
+"""`vramwise train --dry-run`: everything of a run that can be checked without its weights.
+
+It is planned for the machine that the file names, or for this one where it names none. Data on this machine is
+looked through, with the model's tokenizer where that is here too; nothing is fetched, nothing is written.
+"""
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from planner.errors import UsageError
+from planner.machines.machine import Machine
+from planner.models.hub import find_model
+from planner.plan import Plan
+from planner.run.lora_fields import with_start
+from planner.run.recipe import Recipe, RunFile, Task
+from planner.run.runfile import machine_of
+from planner.run.train_bytes import with_train
+from planner.units import format_bytes
+from trainer.config import TrainSection, with_epochs
+from trainer.data import check_columns, load_samples
+from trainer.devices import this_machine
+from trainer.evaluation_phase import check_evaluation_fits, evaluation_phase
+from trainer.fields import unread_notes
+from trainer.foreign import Given, read_given
+from trainer.model import load_tokenizer
+from trainer.preflight import (
+    choose_layout,
+    longest_prompt,
+    longest_sequence,
+    settled,
+    solve,
+    step_prompts,
+)
+from trainer.prompt_data import read_prompts
+from trainer.rewards import check_reward_columns, load_rewards
+from trainer.say import Say, silent
+from trainer.schedule import check_steps
+from trainer.session import check_output
+from trainer.sft import make_order
+from trainer.sft_data import read_examples
+from trainer.validation import load_validation, read_held_out
+
+
+def check_run(path: Path, *, say: Say = silent) -> dict[str, Any]:
+    """Return the plan of the run at `path`; raises VramwiseError for what would stop it."""
+    given = read_given(path)
+    for line in given.lines:
+        say(line)
+    run, train = given.run, given.train
+    check_output(train, resume=False)
+    recipe, planned = _planned(run, train)
+    for note in unread_notes(planned.resolved):
+        say(note)
+    rows, held_out = _data(given, say)
+    if rows is not None and train.epochs is not None:
+        train = with_epochs(train, per_epoch=rows, per_step=step_prompts(recipe, train))
+    if train.epochs is None:
+        check_steps(train)
+    phases = list(planned.phases)
+    if train.validation is not None:
+        check_evaluation_fits(planned, prompts=held_out or 1)
+        phases.append(evaluation_phase(planned, prompts=held_out or 1))
+    for phase in phases:
+        say(f"{phase.name:<10}{format_bytes(phase.total_bytes):>14}")
+    return {
+        "schema_version": 1,
+        "model": run.model,
+        "task": str(recipe.task),
+        "steps": train.steps if train.epochs is None else None,
+        "rows": rows,
+        "machine": planned.machine.label,
+        "verdict": planned.verdict,
+        "peak": f"{format_bytes(planned.peak_bytes)} in {planned.peak_phase}",
+        "peak_bytes": planned.peak_bytes,
+        "capacity_bytes": planned.capacity_bytes,
+        "phases": [{"name": p.name, "total_bytes": p.total_bytes} for p in phases],
+        "recipe": recipe.model_dump(mode="json", exclude_unset=True),
+        "imported": [vars_of(difference) for difference in given.differences],
+    }
+
+
+def vars_of(difference: Any) -> dict[str, str]:
+    """Return what became of a foreign field, as JSON."""
+    names = ("field", "value", "kind", "ours", "note")
+    return {name: getattr(difference, name) for name in names}
+
+
+def _planned(run: RunFile, train: TrainSection) -> tuple[Recipe, Plan]:
+    spec = find_model(run.model, revision=run.revision)
+    started, _ = with_start(spec, with_train(run).recipe)
+    wanted = settled(started)
+    _, asked = choose_layout(spec, wanted, train)
+    if asked:
+        wanted = wanted.model_copy(update={"packing": True})
+    return solve(spec, wanted, _machine(run, train), train)
+
+
+def _machine(run: RunFile, train: TrainSection) -> Machine:
+    if train.device_memory or not (run.machine.gpu or run.machine.vram):
+        return this_machine(run, train)
+    return machine_of(run.machine)
+
+
+def _data(given: Given, say: Say) -> tuple[int | None, int]:
+    """Return (rows, held-out rows) of data that is here; None where it is not looked at."""
+    run, train, root = given.run, given.train, given.root
+    grpo = run.recipe.task is Task.GRPO
+    with closing(load_rewards(train.rewards, root=root)):
+        pass  # their names, options and files
+    if not _here(train.dataset.name, root):
+        say(f"data: {train.dataset.name} is on the hub, and was not looked at")
+        return None, 0
+    samples = load_samples(train.dataset, root=root)
+    check_columns(samples, train.dataset, task=str(run.recipe.task))
+    if grpo:
+        check_reward_columns(train.rewards, list(samples[0]))
+    if train.validation is not None and not _here(train.validation.name, root):
+        say(f"validation: {train.validation.name} is on the hub, and was not looked at")
+        train = train.model_copy(update={"validation": None})
+    held_out = load_validation(train, samples, root=root, task=run.recipe.task)
+    if not Path(run.model).is_dir():
+        say(f"data: {len(samples):,} rows; the tokenizer is on the hub: lengths were not looked at")
+        return len(samples), len(held_out or ())
+    tokenizer = load_tokenizer(run.model, revision=run.revision)
+    if grpo:
+        limit = longest_prompt(run)
+        prompts = read_prompts(
+            samples, tokenizer, train.dataset, limit=limit, rewards=train.rewards
+        )
+        say(f"data: {prompts.summary()}")
+        return len(samples), len(held_out or ())
+    limit = longest_sequence(run)
+    examples = read_examples(samples, tokenizer, train.dataset, limit=limit, loss_on=train.loss_on)
+    say(f"data: {examples.summary()}")
+    _, per_epoch = make_order(examples, run, train)
+    held = None if held_out is None else read_held_out(held_out, run, train, tokenizer)
+    return per_epoch, len(held or ())
+
+
+def _here(name: str, root: Path) -> bool:
+    if name == "arithmetic" or name.startswith("reasoning-gym/"):
+        return True
+    path = Path(name).expanduser()
+    path = path if path.is_absolute() else root / path
+    if path.suffix in (".jsonl", ".json", ".csv", ".parquet") and not path.exists():
+        raise UsageError(f"train.dataset: no such file: {path}")
+    return path.exists()
