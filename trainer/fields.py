@@ -243,8 +243,8 @@ def _refuse_train(recipe: Recipe, train: Any) -> None:
                 hint="leave it out: only hub data sets and folders have one",
             )
     kind = recipe.optimizer
-    for name, useless in (("adam_betas", NO_BETAS), ("adam_eps", NO_EPS)):
-        if name in _changed(train) and kind in useless:
+    for name, without in (("adam_betas", NO_BETAS), ("adam_eps", NO_EPS)):
+        if name in _changed(train) and kind in without:
             raise UsageError(
                 f"train.{name}: {getattr(train, name)} has no effect with optimizer {kind}",
                 hint="leave it out",

@@ -83,15 +83,31 @@ def real_sizes(kind: str) -> Iterator[None]:
     os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"] = "1"
     for name, function in before.items():
         setattr(module, name, _outside(function))
+    text: Any = getattr(module, "Qwen3VLTextModel", None)
+    added = None if text is None else text._deepstack_process
+    if text is not None:
+        text._deepstack_process = _add_to_first_rows
     try:
         yield
     finally:
+        if text is not None:
+            text._deepstack_process = added
         for name, function in before.items():
             setattr(module, name, function)
         if checks is None:
             del os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"]
         else:
             os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"] = checks
+
+
+def _add_to_first_rows(
+    _self: Any, hidden: torch.Tensor, _mask: torch.Tensor, features: torch.Tensor
+) -> torch.Tensor:
+    """Add Qwen3-VL's deep features to as many rows as its mask would pick, by the same operations."""
+    rows = torch.arange(features.shape[0], device=hidden.device)
+    copy = hidden.clone()
+    copy[0, rows] = copy[0, rows] + features.to(hidden.dtype)
+    return copy
 
 
 def _outside(function: Callable[..., Any]) -> Callable[..., Any]:

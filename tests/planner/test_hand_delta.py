@@ -66,6 +66,15 @@ def test_kimi_s_decay_has_a_number_for_every_channel() -> None:
     assert kept(KIMI, FULL) == inside + kernel + norm + 128 + 2 * 32 + 256 + 256 + 128
 
 
+def test_a_convolution_alone_keeps_every_factor() -> None:
+    config = {**SMALL, **HEADS, "model_type": "lfm2", "full_attn_idxs": [3], "block_ff_dim": 128}
+    layer = model_spec_from_config(config).layers[0]
+    # B, C and x in one 384; B * x, and what is convolved
+    assert kept(layer, FROZEN) == 384 + 128 + 128
+    # trained: the stream, and out_proj's input
+    assert kept(layer, FULL) == 384 + 128 + 128 + 2 * 128
+
+
 def test_the_gradient_of_a_gated_delta_net_needs_the_states_of_every_chunk() -> None:
     tape = Tape()
     mixer = mixer_of(NEXT.mixer)

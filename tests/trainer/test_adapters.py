@@ -169,6 +169,54 @@ def test_an_adapter_goes_on_where_it_was(biased, begun):
         assert torch.allclose(logits(policy), moved, atol=1e-6)
 
 
+def test_a_four_bit_base_goes_on_with_an_adapter(biased, begun, tmp_path):
+    folder, _ = begun
+    policy = policy_of(
+        biased, method="qlora", dtype="bf16", beta=0.1, rank=3, targets=["q_proj", "up_proj"],
+        **{"from": str(folder), "bias": "none"},
+    )  # fmt: skip
+    began = logits(policy)
+    plain = policy_of(
+        biased, method="qlora", dtype="bf16", rank=3, targets=["q_proj", "up_proj"], alpha=7.0
+    )
+    assert not torch.allclose(began, logits(plain), atol=1e-1)
+    train(policy)
+    checkpoint.write_weights(policy, tmp_path)
+    checkpoint.read_weights(plain, tmp_path)
+    assert torch.allclose(logits(plain), logits(policy), atol=1e-2)
+    with policy.reference():
+        assert torch.allclose(logits(policy), began, atol=1e-2)
+
+
+def test_adapters_on_fused_experts_merge(tmp_path):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from trainer.small_model import small_tokenizer
+
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=96, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=1,
+            num_attention_heads=2, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
+            initializer_range=0.2,
+        )
+    )  # fmt: skip
+    model.save_pretrained(tmp_path / "base")
+    small_tokenizer().save_pretrained(tmp_path / "base")
+    policy = policy_of(
+        tmp_path / "base", targets=["q_proj"], target_parameters=["mlp.experts.down_proj"]
+    )
+    train(policy)
+    (tmp_path / "adapter").mkdir()
+    checkpoint.write_weights(policy, tmp_path / "adapter")
+    merge_checkpoint(
+        tmp_path / "adapter", tmp_path / "merged", base=str(tmp_path / "base"), dtype="fp32"
+    )
+    with torch.no_grad():
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(input_ids=IDS).logits
+    assert torch.allclose(merged, logits(policy), atol=5e-4)
+
+
 def test_an_adapter_of_another_model_is_one_line(small_model, begun, tmp_path_factory):
     other = make_small_model(tmp_path_factory.mktemp("wide") / "m", hidden=32)
     with pytest.raises(VramwiseError, match=r"lora\.from: .*size mismatch"):
