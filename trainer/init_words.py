@@ -123,16 +123,15 @@ def _words(annotation: Any, metadata: Any = ()) -> str:
     if get_origin(annotation) is Literal:
         return ", ".join(map(str, get_args(annotation)))
     if isinstance(annotation, EnumType):
-        return ", ".join(str(item.value) for item in annotation)
+        members: Any = annotation
+        return ", ".join(str(member.value) for member in members)
     if get_origin(annotation) is UnionType or str(get_origin(annotation)) == "typing.Union":
         return next(filter(None, (_words(part) for part in get_args(annotation))), "")
     if hasattr(annotation, "__metadata__"):
         return _words(annotation.__origin__, annotation.__metadata__)
     if annotation is bool:
         return "true or false"
-    bounds: list[Any] = []
-    for item in metadata:
-        bounds += getattr(item, "metadata", [item])
+    bounds = [part for item in metadata for part in _parts(item)]
     said = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     return ", ".join(
         f"{text} {value:g}"
@@ -140,6 +139,11 @@ def _words(annotation: Any, metadata: Any = ()) -> str:
         for name, text in said.items()
         if (value := getattr(bound, name, None)) is not None and value < BEYOND
     )
+
+
+def _parts(item: Any) -> list[Any]:
+    """Return what pydantic has put into one piece of metadata."""
+    return list(getattr(item, "metadata", [item]))
 
 
 def _section(annotation: Any) -> type[BaseModel]:
