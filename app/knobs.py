@@ -70,7 +70,7 @@ class Knob:
     """The tasks it means something for."""
 
 
-_TRAINS = (Task.GRPO, Task.SFT, Task.DPO)
+_TRAINS = tuple(task for task in Task if task is not Task.SERVE)
 _GENERATES = (Task.GRPO, Task.SERVE)
 _QUANTIZATIONS = tuple(dict.fromkeys(value or "none" for value in QUANTIZATIONS.values()))
 FRAMEWORKS_FIRST = ("vramwise", "trl", "unsloth", "hf-trainer", "axolotl", "llamafactory")
@@ -96,8 +96,8 @@ def _switch(key: str, path: str, label: str, group: Group, **rest: Any) -> Knob:
 
 
 KNOBS: tuple[Knob, ...] = (
-    _choice("task", "task", "Task", Group.RUN, ("grpo", "sft", "dpo", "serve"), default="grpo",
-            help="What the run does: GRPO (reinforcement learning), supervised fine-tuning, DPO or serving."),
+    _choice("task", "task", "Task", Group.RUN, ("grpo", "sft", "dpo", "kto", "orpo", "simpo", "reward", "embed", "rerank", "serve"), default="grpo",
+            help="What the run does: GRPO, supervised fine-tuning, preferences, a reward model, embeddings, a reranker or serving."),
     _choice("method", "method", "Method", Group.RUN, ("qlora", "lora", "full"), default="qlora", tasks=_TRAINS,
             help="qlora: adapters on a 4-bit base. lora: adapters on a 16-bit base. full: all weights."),
     _count("context", "context", "Context", Group.FIRST, MAX_TOKENS, default=2048,

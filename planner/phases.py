@@ -7,25 +7,34 @@ from planner.dtypes import element_bytes
 from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
 from planner.quant.table import BITSANDBYTES
-from planner.run.recipe import VLLM, EngineKind, Method, Reference, Task
+from planner.run.recipe import VLLM, EngineKind, Method
 from planner.run.resolve import Resolved
-from planner.terms.activations import Activations, activations, dequantized
+from planner.run.tasks import TASKS
+from planner.terms.activations import Activations, dequantized
 from planner.terms.adapters import lora, pissa_work, trains_embedding, trains_head, trains_tied
+from planner.terms.columns import micro_batch
 from planner.terms.communication import Buffers, buffers, term
+from planner.terms.companions import offloaded
+from planner.terms.critic import Critic, critic, rollout_logits
 from planner.terms.embedding import backward_blocks
 from planner.terms.engine import EngineCosts, Serving, engine_costs
 from planner.terms.generation import generating, rolling
 from planner.terms.gradients import accumulated, gradient_width, gradients, whole_width
 from planner.terms.host import host
+from planner.terms.lifecycle import lifecycle, lifecycle_host
 from planner.terms.logits import Logits, head_gradient_width, held_outputs, kept_rows, logits
 from planner.terms.optimizer import optimizer
 from planner.terms.overhead import workspace
-from planner.terms.term import Term
+from planner.terms.passes import passes
+from planner.terms.term import Term, merged
 from planner.terms.vision import Vision, vision
 from planner.terms.vllm_weights import vllm_weights_term
 from planner.terms.weights import flat_units, gathered, weights
 
-PHASES = ("load", "rollout", "score", "forward", "loss", "backward", "step")
+PHASES = (
+    "load", "rollout", "score", "reference", "teacher", "reward", "critic",
+    "forward", "loss", "backward", "step", "evaluate", "save", "resume",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +77,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     if not r.trains:
         return _serve(model, r, machine, base, space)
     adapter, grads, states = lora(model, r), gradients(model, r), optimizer(model, r)
-    acts, head = activations(model, r, r.tokens), logits(model, r)
+    acts, head = micro_batch(model, r), logits(model, r)
     fixed = (base, adapter, states.states, space)
     held = accumulated(model, r, grads)
     outputs = held_outputs(model, r)
@@ -78,7 +87,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     resident = running.resident
     seen = vision(model, r, acts.forward)
     phases = [_phase("load", base, adapter, _load(model, r, base))]
-    if r.task is Task.GRPO:
+    if TASKS[r.task].generates:
         phases.append(_rollout(model, r, running, _resting(r, fixed, ROLLOUT_LEAVES)))
         phases.append(
             _phase(
@@ -90,10 +99,9 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
                 resident,
             )
         )
-    elif r.reference is not Reference.NONE:
-        phases.append(
-            _phase("score", *fixed, seen.no_grad, _acts("score", acts.no_grad, acts), head.score)
-        )
+    for side in passes(model, r, acts, head):
+        alive = (base, adapter, space) if side.before_training else fixed
+        phases.append(_phase(side.name, *merged(*alive, seen.no_grad, *side.terms, resident)))
     # what outlives is of the step before
     acting, flown = _forward(model, r, flat, acts.forward + acts.outliving)
     phases.append(
@@ -138,13 +146,42 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     phases.append(
         _phase("step", base, adapter, grads, step, outputs, seen.after, left, space, resident)
     )
+    second = critic(r)
+    if second is not None:
+        phases = _with_critic(phases, second, grads, rollout_logits(model, r), fixed)
+    phases.extend(_phase(each.name, *merged(*each.terms)) for each in lifecycle(model, r, phases))
     inputs = Term(
         "activations", acts.host, "offloaded checkpoint inputs, pinned", (), "checkpoint offload"
     )
     staying = _resting(r, fixed, ROLLOUT_LEAVES)
     waiting = tuple(term for term in fixed if term not in staying)  # at its most, in the rollout
-    held_there = host(model, r, states.host, (inputs, running.host, *waiting))
+    others = (inputs, running.host, *waiting, offloaded(r), *lifecycle_host(model, r))
+    held_there = host(model, r, states.host, others)
     return Budget(tuple(phases), held_there, running.problem, running.serving)
+
+
+def _with_critic(
+    phases: list[Phase], second: Critic, grads: Term, logit: Term, fixed: tuple[Term, ...]
+) -> list[Phase]:
+    """Return the policy's phases with the critic beside them, and the critic's own before the step."""
+    found = []
+    for phase in phases:
+        more: tuple[Term, ...] = second.standing if phase.name != "load" else (second.adapters,)
+        if phase.name in ("rollout", "score", "reference", "reward"):
+            copies = 2 if phase.name == "rollout" else 1  # the list of steps and its stack
+            more = (*more, *copies * (logit,))
+        elif phase.name in ("forward", "loss", "backward"):
+            more = (*more, second.held)
+        elif phase.name == "step":
+            own = (second.spec, second.r)
+            held = accumulated(*own, second.gradients)
+            seen = vision(*own, second.acts.forward)
+            back = _backward(*own, second.acts, second.gradients, held, buffers(*own), seen)
+            together = grads if second.held.bytes else Term("gradients", 0)
+            found.append(_phase("critic", *merged(*fixed, *second.standing, together, *back)))
+            more = (*more, second.step, second.gradients)
+        found.append(_phase(phase.name, *merged(*phase.terms, *more)))
+    return found
 
 
 def _loss(model: ModelSpec, r: Resolved, acts: Activations, head: Logits) -> tuple[int, Term, int]:
@@ -324,6 +361,9 @@ def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, i
         # it, and then torch adds them into a third buffer
         copies = 2 if r.law.kind == "full" and r.law.chunk_count < 2 else 1
         grads += copies * model.vocab * model.hidden * head_gradient_width(r)
+    elif r.columns:
+        # another text's gradient of the embedding is there when this one's is made
+        grads += model.vocab * model.hidden * head_gradient_width(r)
     return grads, r.tokens * model.hidden * element_bytes(r.dtype) + scratch
 
 

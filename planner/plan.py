@@ -14,6 +14,8 @@ from planner.run.experts import LOOPS, uneven_notes
 from planner.run.framework import planned_as, spelled
 from planner.run.recipe import VLLM, Recipe, Task
 from planner.run.resolve import Resolved, resolve
+from planner.run.task_model import task_model
+from planner.run.tasks import planned_task
 from planner.terms.engine import Serving
 from planner.terms.free_chunks import with_chunks
 from planner.terms.term import Term
@@ -267,6 +269,7 @@ def plan(model: ModelSpec, recipe: Recipe, machine: Machine, *, risk: float = TA
     """
     if not 0 < risk < EVEN:
         raise UsageError(f"risk: {risk:g} is not allowed", hint=f"between 0 and {EVEN:g}, as 0.01")
+    model = task_model(model, planned_task(recipe))
     resolved = resolve(model, recipe, machine)
     return plan_resolved(model, resolved, machine, risk=risk)
 

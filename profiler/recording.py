@@ -24,7 +24,10 @@ TERMS = (
     "overhead",
     "communication",
 )
-PHASES = ("load", "rollout", "score", "forward", "loss", "backward", "step", "evaluation")
+PHASES = (
+    "load", "rollout", "score", "reference", "teacher", "reward", "critic",
+    "forward", "loss", "backward", "step", "evaluation", "evaluate", "save", "resume",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

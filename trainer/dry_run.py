@@ -18,6 +18,7 @@ from profiler.storages import StorageTracker
 from profiler.subjects.from_recipe import step_options
 from profiler.subjects.hf_sft import HfSft, loss_phase
 from profiler.subjects.options import StepOptions
+from profiler.subjects.tasks import task_subject
 from profiler.subjects.trl_grpo import Temperature, TrlGrpo
 from profiler.subjects.trl_sft import TrlSft
 from profiler.trace import Subject
@@ -36,9 +37,7 @@ def subject_for(
     options = step_options(resolved, config, gpu=gpu, layers=layers, steps=steps)
     step = resolved.switches.trace_step
     if resolved.task not in (Task.SFT, Task.GRPO):
-        raise UnsupportedError(
-            f"task {resolved.task} cannot be traced", hint="sft and grpo have steps to trace"
-        )
+        return task_subject(resolved, options, config)
     grpo = resolved.task is Task.GRPO
     if options.shard is not None and step not in ("hf", "hf-full"):
         raise UnsupportedError(

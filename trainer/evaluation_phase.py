@@ -8,7 +8,7 @@ import torch
 from planner.errors import VramwiseError
 from planner.phases import Phase, budget
 from planner.plan import Plan
-from planner.run.recipe import Reference, Task
+from planner.run.recipe import Task
 from planner.terms.generation import rolling
 from planner.units import format_bytes
 from trainer.batching import MicroBatch
@@ -27,10 +27,10 @@ def evaluation_phase(planned: Plan, *, prompts: int) -> Phase:
         work = rolling(planned.spec, planned.resolved, prompts=prompts)
         terms = (*kept, *([work] if work.bytes else []))
         return Phase("evaluation", terms, sum(term.bytes for term in terms))
-    # the planner's own scoring pass; a reference by switching adapters off holds nothing more
-    scored = replace(planned.resolved, reference=Reference.ADAPTER_OFF)
-    phases = budget(planned.spec, scored, planned.machine).phases
-    return replace(next(phase for phase in phases if phase.name == "score"), name="evaluation")
+    # the planner's own evaluation, of micro-batches as large as training's
+    own = replace(planned.resolved, eval_samples=1, eval_batch=planned.resolved.batch)
+    phases = budget(planned.spec, own, planned.machine).phases
+    return replace(next(phase for phase in phases if phase.name == "evaluate"), name="evaluation")
 
 
 @torch.no_grad()

@@ -53,6 +53,11 @@ ONLY_GRPO = (
 )  # fmt: skip
 ONLY_SFT = ("loss_on", "padding_free", "neftune_alpha", "router_aux_loss_coef")
 SFT_COLUMNS = ("completion_column", "messages_column", "text_column")
+OTHER_TASKS = (
+    "teacher", "teacher_placement", "teacher_top_k", "value_model", "reward_model", "negatives",
+    "mini_batch",
+)  # fmt: skip
+"""Recipe fields of tasks that are planned and not trained here."""
 DIFFERENCES = (
     "dtype", "autocast", "quantization", "master_weights", "adapter_dtype", "optimizer",
     "prompt_tokens", "completion_tokens", "sequences", "num_generations", "checkpointing", "attention",
@@ -140,6 +145,10 @@ def _recipe(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
         ("master_weights", bool(recipe.master_weights) and (matrix or trained == "fp32"), "false: fp32 weights are their own masters"),
         ("loss", recipe.loss is Loss.FULL, "chunked: the trainer never makes full logits"),
         ("compile", recipe.compile, "false"),
+        ("evaluation", recipe.evaluation != type(recipe.evaluation)(), "nothing: train.validation says when and on what"),
+        *((name, getattr(recipe, name) is not None, "nothing: other tasks have it") for name in OTHER_TASKS),
+        ("save", recipe.save != "none", "none: train.save_every writes checkpoints"),
+        ("resume", recipe.resume, "false: vramwise train RUN.yaml --resume goes on with one"),
         ("compile_loss", bool(recipe.compile_loss), "false"),
         ("float8", recipe.float8 is not None, "nothing: the trainer multiplies in 16 or 32 bits"),
         ("float8_all_gather", recipe.float8_all_gather, "false"),

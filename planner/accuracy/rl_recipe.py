@@ -24,7 +24,10 @@ from planner.run.recipe import (
     Task,
 )
 
-_TASKS = {"sft": Task.SFT, "dpo": Task.DPO, "orpo": Task.DPO, "kto": Task.DPO}
+_TASKS = {
+    str(task): task
+    for task in (Task.SFT, Task.DPO, Task.KTO, Task.ORPO, Task.SIMPO, Task.REWARD, Task.PPO)
+}
 _GRPO = frozenset({"grpo", "gspo", "dapo", "dr_grpo", "rloo", "reinforce", "cispo"})
 _CHECKPOINTING = {
     "full": Checkpointing.FULL,

@@ -46,7 +46,7 @@ def _computation_changes(r: Resolved) -> list[Change]:
     if not r.trains:
         return []
     found = []
-    batch = r.sequences // 2 if r.task is Task.DPO else r.sequences
+    batch = r.batch
     if batch > 1:
         half = -(-batch // 2)
         for size in sorted({half, 1}, reverse=True):

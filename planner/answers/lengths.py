@@ -110,7 +110,7 @@ def assess(
     if recipe.packing and cap:  # packed rows are full whatever the samples are
         ordered = [cap] * len(shown)
     base = plan(model, recipe, machine)
-    rows = base.resolved.sequences // (2 if recipe.task is Task.DPO else 1)
+    rows = base.resolved.batch
     limit = _longest(model, recipe, machine, ordered[-1], base)
     too_long = len(ordered) - bisect_right(ordered, limit) if limit else len(ordered)
     draws = max(1, rows) * recipe.gradient_accumulation * machine.num_gpus

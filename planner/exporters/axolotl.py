@@ -10,11 +10,19 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 _CCE = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
 
 
+TASKS = (Task.SFT, Task.GRPO, Task.DPO, Task.KTO, Task.ORPO, Task.SIMPO)
+"""Tasks whose word is axolotl's `rl`, and sft."""
+
+
 def export(run: RunFile, *, version: str | None = None) -> Exported:
     """Return a run as an axolotl config."""
     writer, recipe = Writer(run), run.recipe
     if recipe.task is Task.SERVE:
         raise UnsupportedError("export: axolotl trains; a serving run goes to vllm")
+    if recipe.task not in TASKS:
+        raise UnsupportedError(
+            f"export: axolotl is not written for {recipe.task.value}", hint=", ".join(TASKS)
+        )
     put = writer.put
     put("base_model", run.model)
     if recipe.task is not Task.SFT:

@@ -8,6 +8,8 @@ from planner.run.recipe import Checkpointing, EngineKind, Loss, Method, RunFile,
 VERSION = "1.16.0"
 LIGER_KERNEL = (0, 26)
 """GRPO reads use_liger_kernel from here on, use_liger_loss before."""
+VERBS = (Task.SFT, Task.GRPO, Task.DPO, Task.KTO, Task.REWARD)
+"""Tasks that `trl` has a command for."""
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
@@ -19,6 +21,10 @@ def export(run: RunFile, *, version: str | None = None) -> Exported:
     writer, recipe = Writer(run), run.recipe
     if recipe.task is Task.SERVE:
         raise UnsupportedError("export: TRL trains; a serving run goes to vllm")
+    if recipe.task not in VERBS:
+        raise UnsupportedError(
+            f"export: `trl` has no command for {recipe.task.value}", hint=", ".join(VERBS)
+        )
     put = writer.put
     put("model_name_or_path", run.model)
     put("torch_dtype" if at < (0, 24) else "dtype", DTYPES.get(recipe.dtype or "", None))
@@ -98,7 +104,7 @@ def _task(writer: Writer, at: tuple[int, int]) -> None:
         put("max_length", writer.context())
         if recipe.task is Task.SFT:
             put("packing", recipe.packing)
-        else:
+        elif recipe.task is not Task.REWARD:
             put("beta", recipe.beta)
         return
     put("num_generations", recipe.num_generations)

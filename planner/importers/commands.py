@@ -12,7 +12,14 @@ from planner.importers.settings import Imported
 from planner.importers.shell import flags
 from planner.run.recipe import Task
 
-_VERBS = {"sft": Task.SFT, "grpo": Task.GRPO, "dpo": Task.DPO, "kto": Task.DPO, "rloo": Task.GRPO}
+_VERBS = {
+    "sft": Task.SFT,
+    "grpo": Task.GRPO,
+    "dpo": Task.DPO,
+    "kto": Task.KTO,
+    "reward": Task.REWARD,
+    "rloo": Task.GRPO,
+}
 _LAUNCH_ONLY = ("config_file", "num_processes", "accelerate_config", "dataset_name")
 
 

@@ -25,7 +25,7 @@ def read(
     recipe: dict[str, Any] = {"framework": settings.framework("llamafactory")}
     model = str(settings.raw("model_name_or_path", to="model"))
     stage = str(settings.raw("stage", to="task", default="sft"))
-    recipe["task"] = {"dpo": Task.DPO, "kto": Task.DPO}.get(stage, Task.SFT)
+    recipe["task"] = {"dpo": Task.DPO, "kto": Task.KTO}.get(stage, Task.SFT)
     if stage not in ("sft", "pt", "dpo", "kto"):
         settings.effect(f"stage {stage} is planned as SFT: its second model is not counted")
     method = _method(settings, recipe, model)

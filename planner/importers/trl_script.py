@@ -11,7 +11,10 @@ from planner.run.recipe import Task
 
 TRAINERS: tuple[tuple[tuple[str, ...], Task], ...] = (
     (("GRPOConfig", "GRPOTrainer", "RLOOConfig"), Task.GRPO),
-    (("DPOConfig", "DPOTrainer", "KTOConfig", "ORPOConfig"), Task.DPO),
+    (("KTOConfig", "KTOTrainer"), Task.KTO),
+    (("ORPOConfig", "ORPOTrainer"), Task.ORPO),
+    (("DPOConfig", "DPOTrainer"), Task.DPO),
+    (("RewardConfig", "RewardTrainer"), Task.REWARD),
     (("SFTConfig", "SFTTrainer", "TrainingArguments"), Task.SFT),
 )
 _LOADERS = (

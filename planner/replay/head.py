@@ -11,11 +11,13 @@ from planner.replay.player import Player
 from planner.run.logits_law import LogitsLaw, width
 from planner.run.resolve import Resolved
 from planner.terms.adapters import trains_head
+from planner.terms.gradients import gradient_width
 from planner.terms.logits import (
     chunk_rows,
     head_gradient_width,
     head_width,
     logit_width,
+    logits,
     scored_rows,
     tile_shape,
 )
@@ -71,10 +73,32 @@ class Head:
         """
         if self.law.kind == "full":
             return self._full(hidden, grads, accumulate=accumulate)
+        if self.law.kind in ("score", "none"):
+            return self._without_vocabulary(hidden, grads, accumulate=accumulate)
         return self._in_parts(hidden, grads, accumulate=accumulate)
+
+    def wait(self) -> list[Chunk]:
+        """Take what the head's forward leaves while another model runs; the caller gives it back."""
+        return self.player.take_all([logits(self.model, self.r).held.bytes])
+
+    def _without_vocabulary(
+        self, hidden: Chunk | None, grads: list[Chunk], *, accumulate: bool
+    ) -> Chunk:
+        """Play a head of one number a token, or the choice of a token's hidden state."""
+        player, act = self.player, element_bytes(self.r.compute_dtype)
+        numbers = self.tokens * act if self.law.kind == "score" else 0
+        made = player.take_all([numbers])
+        whole = player.block(self.tokens * self.model.hidden * act)
+        if self.law.kind == "score" and self.trained and not accumulate:
+            grads.extend(player.take_all([self.model.hidden * gradient_width(self.r)]))
+        player.give(hidden, *made)
+        return whole
 
     def score(self, hidden: Chunk | None) -> None:
         """Play log-probabilities without a graph."""
+        if self.law.kind in ("score", "none"):
+            self.player.give(hidden)
+            return
         if self.law.kind == "full":
             copies = self._copies()
             forward, _ = self._steps(logit_width(self.r))

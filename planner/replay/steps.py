@@ -12,7 +12,7 @@ from planner.models.spec import ModelSpec
 from planner.replay.head import Head
 from planner.replay.layers import Layers
 from planner.replay.norm import norm_events
-from planner.replay.player import DeviceFullError, Player
+from planner.replay.player import Blocks, DeviceFullError, Player
 from planner.replay.rollout import play_rollout
 from planner.replay.tensors import Trained, factored, loaded, trained
 from planner.replay.units import Units
@@ -20,8 +20,10 @@ from planner.replay.update import Update
 from planner.replay.warmup import warmup_bytes
 from planner.run.recipe import Checkpointing, EngineKind, Method, Reference, Task
 from planner.run.resolve import Resolved
+from planner.run.tasks import PREFERENCE, TASKS
 from planner.terms.activations import masks, op_settings
 from planner.terms.adapters import trains_embedding, trains_tied
+from planner.terms.companions import as_companion, resident
 from planner.terms.embedding import backward_blocks
 from planner.terms.gradients import gradient_width
 from planner.terms.logits import head_gradient_width
@@ -84,6 +86,21 @@ def replay_run(
         full,
         loaded_bytes,
     )
+
+
+class Running(NamedTuple):
+    """A forward whose graph waits for its backward."""
+
+    tokens: int
+    settings: OpSettings
+    units: Units | None
+    layers: Layers
+    rotary: list[Chunk]
+    masked: list[Chunk]
+    kept: Blocks
+    """The final norm's output and what it saved."""
+    accumulate: bool
+    """Its gradients are added to those of another."""
 
 
 class Run:
@@ -158,8 +175,9 @@ class Run:
             temporary = player.take(tensor.passing)
             player.take_all(tensor.blocks)
             player.give(temporary)
-        if self.r.reference is Reference.SEPARATE and self.r.trains:
-            for tensor in loaded(self.model, self.r):
+        for companion, _ in resident(self.r):
+            other = as_companion(self.r, companion)
+            for tensor in loaded(companion.spec, other):
                 player.take_all(tensor.blocks)
 
     def _shard(self) -> None:
@@ -177,13 +195,16 @@ class Run:
     def step(self, length: int) -> None:
         """Play one optimizer step on sequences of `length` tokens."""
         tokens = self.r.sequences * length
-        if self.r.task is Task.GRPO and self.r.engine is EngineKind.TRANSFORMERS:
+        if TASKS[self.r.task].generates and self.r.engine is EngineKind.TRANSFORMERS:
             play_rollout(self.model, self.r, self.player)
-        if self.r.task is Task.GRPO or self.r.reference is not Reference.NONE:
+        if self.r.task is Task.GRPO or (self._asks and not self._asks_after_forward):
             self._score(tokens)
         grads: list[Chunk] = []
         for number in range(min(2, self.r.grad_accum)):
-            self._micro_batch(length, tokens, grads, accumulate=number > 0)
+            if self.r.columns:
+                self._columns(length, grads)
+            else:
+                self._micro_batch(length, tokens, grads, accumulate=number > 0)
         self.update.step(grads)
 
     def _embed(self, tokens: int, settings: OpSettings) -> Chunk:
@@ -200,6 +221,15 @@ class Run:
         return self.player.take_all([length * width * settings.residual] * 2)
 
     def _score(self, tokens: int) -> None:
+        teacher = self.r.companion("teacher")
+        if teacher is not None:
+            other = as_companion(self.r, teacher)
+            Run(teacher.spec, other, self.player).score_plain(tokens)
+            return
+        self.score_plain(tokens)
+
+    def score_plain(self, tokens: int) -> None:
+        """Play one forward of this model and its head without a graph."""
         units = Units(self.model, self.r, self.player) if self.sharded else None
         layers = Layers(self.model, self.r, self.once, tokens, self.player, units)
         x = layers.no_grad(self._embed(tokens, self.once))
@@ -213,13 +243,29 @@ class Run:
     def _micro_batch(
         self, length: int, tokens: int, grads: list[Chunk], *, accumulate: bool
     ) -> None:
+        self._backward(self._forward(length, tokens, accumulate=accumulate), grads)
+
+    def _columns(self, length: int, grads: list[Chunk]) -> None:
+        """Play a micro-batch of embeddings: all graphs first, or under GradCache one after another."""
+        shapes = [(tokens * length // self.r.seq_tokens, rows) for rows, tokens in self.r.columns]
+        if self.r.cached:
+            for number, (tokens, rows) in enumerate(shapes):
+                self._micro_batch(tokens, rows * tokens, grads, accumulate=number > 0)
+            return
+        running = [
+            self._forward(tokens, rows * tokens, accumulate=number < len(shapes) - 1)
+            for number, (tokens, rows) in enumerate(shapes)
+        ]
+        for each in reversed(running):  # the last forward's nodes run backward first
+            self._backward(each, grads)
+
+    def _forward(self, length: int, tokens: int, *, accumulate: bool) -> "Running":
         player, settings = self.player, self.once._replace(accumulate=accumulate)
         reduces = self.r.placement.gradient_shards > 1 or self.r.placement.offload.gradients
         units = Units(self.model, self.r, player) if self.sharded or reduces else None
         if units is not None:
             units.start()
         layers = Layers(self.model, self.r, settings, tokens, player, units)
-        head = Head(self.model, self.r, tokens, player)
         rotary = self._rotary(length, settings)
         masked = player.take_all(
             [masks(self.model, self.r, settings) * length // self.r.seq_tokens]
@@ -227,24 +273,48 @@ class Run:
         last = layers.forward(self._embed(tokens, settings))
         events = norm_events(self.model, settings)
         kept = player.play(events.forward, tokens, {events.forward.x: last})
-        out = kept.pop(events.forward.out)
-        outside: list[Chunk] = grads if units is None else []
         if self.r.checkpointing is Checkpointing.NONE:  # else every checkpoint has it
             player.give(*masked)
             masked = []
+        return Running(tokens, settings, units, layers, rotary, masked, kept, accumulate)
+
+    def _backward(self, running: "Running", grads: list[Chunk]) -> None:
+        player, tokens, units = self.player, running.tokens, running.units
+        events, accumulate = norm_events(self.model, running.settings), running.accumulate
+        kept = running.kept
+        out = kept.pop(events.forward.out)
+        outside: list[Chunk] = grads if units is None else []
+        head = Head(self.model, self.r, tokens, player)
         player.give(self.outputs)
+        if self._asks_after_forward:
+            waiting = head.wait()
+            self._score(tokens)
+            player.give(*waiting)
         grad = head.run(out, outside, accumulate=accumulate)
         self.outputs = head.outputs
         left = player.play(events.backward, tokens, {**kept, events.backward.grad_out: grad})
         grad = left.pop(events.backward.grad_in)
         done = left.pop(events.forward.x, None)
         outside.extend(left.values())
-        first = layers.backward(done, grad, grads)
-        player.give(*rotary, *masked)
+        first = running.layers.backward(done, grad, grads)
+        player.give(*running.rotary, *running.masked)
         self._embedding_grad(tokens, outside, accumulate=accumulate)
         player.give(first)
         if units is not None:
             units.finish(outside, grads)
+
+    @property
+    def _asks(self) -> bool:
+        """A reference or a teacher on this GPU runs in every micro-batch."""
+        if self.r.task is Task.DISTILL:
+            teacher = self.r.companion("teacher")
+            return teacher is not None and teacher.resident
+        return self.r.reference not in (Reference.NONE, Reference.PRECOMPUTED)
+
+    @property
+    def _asks_after_forward(self) -> bool:
+        together = self.r.task in (*PREFERENCE, Task.DISTILL)
+        return together and self._asks and not self.r.switches.reference_first
 
     def _embedding_grad(self, tokens: int, grads: list[Chunk], *, accumulate: bool) -> None:
         if not trains_embedding(self.model, self.r):

@@ -6,6 +6,7 @@ from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
 from planner.run.framework_files import Framework
 from planner.run.recipe import EngineKind, Method, Recipe, Task
+from planner.run.tasks import TASKS
 
 DEFAULT_LORA_RANK = 16
 """vLLM's max_lora_rank."""
@@ -22,9 +23,8 @@ def engine_kind(recipe: Recipe, defaults: dict[str, Any]) -> EngineKind:
         return recipe.engine.kind
     if recipe.task is Task.SERVE:
         return EngineKind.VLLM_SERVER
-    return (
-        EngineKind(defaults.get("engine", "none")) if recipe.task is Task.GRPO else EngineKind.NONE
-    )
+    generates = TASKS[recipe.task].generates
+    return EngineKind(defaults.get("engine", "none")) if generates else EngineKind.NONE
 
 
 INSIDE = (EngineKind.VLLM_SHARED, EngineKind.VLLM_PUSH)

@@ -22,6 +22,7 @@ from planner.run.logits_law import LogitsLaw
 from planner.run.recipe import EngineSection, Recipe, Section, Task
 from planner.run.runfile import validate
 from planner.run.switches import Switches
+from planner.run.tasks import TASKS
 
 if TYPE_CHECKING:
     from packaging.version import Version
@@ -59,18 +60,22 @@ class Framework:
     @cache  # noqa: B019  (frameworks live as long as the process)
     def task_defaults(self, task: str) -> dict[str, Any]:
         """Return the defaults of one task."""
-        return {**self.defaults.get("all", {}), **self.defaults.get(task, {})}
+        relative = self.defaults.get(_relative(task), {})
+        return {**self.defaults.get("all", {}), **relative, **self.defaults.get(task, {})}
 
     def switches_of(self, task: str) -> Switches:
         """Return the switches, with what one task does otherwise."""
-        return self.task_switches.get(task, self.switches)
+        relative = self.task_switches.get(_relative(task), self.switches)
+        return self.task_switches.get(task, relative)
 
     def law(self, task: str, loss: str) -> LogitsLaw:
         """Return the logits law of a task and loss kind ("full" or "chunked")."""
-        for key in (f"{task}-{loss}", loss):
-            if key in self.logits:
-                return self.logits[key]
-        return common_laws()[loss]
+        common = common_laws()
+        for key in (f"{task}-{loss}", f"{_relative(task)}-{loss}"):
+            for laws in (self.logits, common):
+                if key in laws:
+                    return laws[key]
+        return self.logits[loss] if loss in self.logits else common[USUAL.get(loss, loss)]
 
     @property
     def range(self) -> str:
@@ -91,6 +96,15 @@ class Framework:
 
     def __hash__(self) -> int:
         return hash(self.name)
+
+
+def _relative(task: str) -> str:
+    """Return the task whose habits hold where a file states none for this one."""
+    return TASKS[Task(task)].relative.value if task in tuple(Task) else task
+
+
+USUAL = {"full-fp32": "full-fp32-outputs"}
+"""The common law of a loss that a file does not state under the loss' own name."""
 
 
 @cache

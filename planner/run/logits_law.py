@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Field
 
 from planner.run.recipe import Section
 
-Width = Literal["act", "upcast", "fp32", "bf16", "fp16", "int64", "bool"]
+Width = Literal["act", "upcast", "fp32", "bf16", "fp16", "int64", "bool", "half-act", "half-fp32"]
 
 
 def _pairs(value: Any) -> Any:
@@ -20,8 +20,9 @@ Tensors = Annotated[tuple[tuple[str, Width], ...], BeforeValidator(_pairs)]
 class LogitsLaw(Section):
     """What one implementation of the loss keeps per (token x vocabulary) element, or its tiles."""
 
-    kind: Literal["full", "chunked", "tiled"]
-    """full, chunked (whole rows of the vocabulary) or tiled (rows by columns, never a whole row)."""
+    kind: Literal["full", "chunked", "tiled", "score", "none"]
+    """full, chunked (whole rows of the vocabulary) or tiled (rows by columns, never a whole row);
+    score: one number a token; none: no head at all."""
     forward: Tensors = ()
     """(tensor, dtype) alive when the forward of the loss is at its largest; see `width`."""
     backward: Tensors = ()
@@ -58,6 +59,8 @@ class LogitsLaw(Section):
     """(tensor, dtype) of [V, H] copied from the head's weight for a chunk, trained or not."""
     drops_hidden: bool = False
     """The rows are copied, so the norm's output is free again before the head runs."""
+    holds_tile: bool = False
+    """The tile's buffer is a variable of the backward: it lives while the gradients are cast at its end."""
     max_chunk_bytes: int = 0
     """Chunk rows are chosen so that one chunk stays below this."""
     whole_rows: int = 0
@@ -79,10 +82,12 @@ def width(dtype: str, act_bytes: int) -> int:
     """Return bytes per element of a law's dtype word.
 
     act: the compute dtype. fp32, bf16: what they say. upcast: an fp32 copy, nothing when the
-    values are fp32 already.
+    values are fp32 already. half-act, half-fp32: of half of the rows, the chosen ones of pairs.
     """
+    if dtype == "half-act":
+        return act_bytes // 2
     if dtype == "act":
         return act_bytes
     if dtype == "upcast":
         return 4 if act_bytes < 4 else 0
-    return {"fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "bool": 1}[dtype]
+    return {"fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "bool": 1, "half-fp32": 2}[dtype]

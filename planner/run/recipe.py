@@ -25,6 +25,14 @@ class Task(StrEnum):
     SFT = "sft"
     GRPO = "grpo"
     DPO = "dpo"
+    KTO = "kto"
+    ORPO = "orpo"
+    SIMPO = "simpo"
+    REWARD = "reward"
+    PPO = "ppo"
+    DISTILL = "distill"
+    EMBED = "embed"
+    RERANK = "rerank"
     SERVE = "serve"
 
 
@@ -75,12 +83,25 @@ class Loss(StrEnum):
 
 
 class Reference(StrEnum):
-    """Where the KL reference model lives."""
+    """Where the reference model lives."""
 
     NONE = "none"
     ADAPTER_OFF = "adapter-off"
     SEPARATE = "separate"
     OFFLOADED = "offloaded"
+    """In host memory, on the GPU for its own pass."""
+    PRECOMPUTED = "precomputed"
+    """Its log-probabilities were made before training and stored."""
+
+
+class TeacherPlacement(StrEnum):
+    """Where a teacher's weights are."""
+
+    RESIDENT = "resident"
+    OFFLOADED = "offloaded"
+    """In host memory, on the GPU for its own pass."""
+    SERVED = "served"
+    """In another process or machine: its log-probabilities of the top tokens come by network."""
 
 
 class EngineKind(StrEnum):
@@ -199,6 +220,19 @@ class OffloadSection(Section):
     are where its config says pin_memory."""
 
 
+class EvaluationSection(Section):
+    """Evaluation while a run goes on, as the HF Trainer does it."""
+
+    samples: Annotated[int, Field(ge=0, le=2**31, strict=True)] = 0
+    """Held-out samples; 0 = no evaluation."""
+    batch_size: Count | None = None
+    """Samples of one forward on one GPU (per_device_eval_batch_size)."""
+    logits: bool = False
+    """Metrics want the logits (compute_metrics), which are gathered from all GPUs and kept."""
+    accumulation_steps: Count | None = None
+    """Batches after which kept logits move to the host (eval_accumulation_steps); None = at the end."""
+
+
 class Recipe(Section):
     """Every choice that moves a byte. None = the framework's default."""
 
@@ -265,6 +299,24 @@ class Recipe(Section):
     """SFT of a mixture: the loss that balances its experts; run files say it in train.router_aux_loss_coef."""
     beta: Annotated[float, Field(ge=0)] | None = None
     reference: Reference | None = None
+    teacher: str | None = None
+    """distill: the teacher, a catalogue name, folder or hub id."""
+    teacher_placement: TeacherPlacement | None = None
+    teacher_top_k: Count | None = None
+    """distill: log-probabilities per token that a served teacher sends."""
+    value_model: str | None = None
+    """ppo: what the critic starts from; None = the policy's own kind."""
+    reward_model: str | None = None
+    """ppo: the model that judges; None = the policy's own kind, "none" = a function."""
+    negatives: Annotated[int, Field(ge=0, le=4096, strict=True)] | None = None
+    """embed: hard negatives of one pair; rerank: negative documents of one query."""
+    mini_batch: Count | None = None
+    """embed: pairs embedded at once under GradCache; None = all of the batch with their graphs."""
+    evaluation: EvaluationSection = EvaluationSection()
+    save: Literal["none", "whole", "sharded"] = "none"
+    """Plan the saving of a checkpoint: gathered on rank 0, or each rank its own shard."""
+    resume: bool = False
+    """Plan the start from a checkpoint."""
     sharding: Sharding = Sharding.NONE
     compile: bool = False
     """torch.compile of the layers or the model, as the framework does it."""

@@ -10,11 +10,12 @@ from planner.mixers.registry import mixer_of
 from planner.models.spec import ModelSpec
 from planner.quant.table import BITSANDBYTES
 from planner.run.base_scheme import base_scheme
+from planner.run.companions import Companion, companions
 from planner.run.compiling import compile_fields, compiled_law
 from planner.run.engine_choices import choose, engine_fields, engine_kind, four_bit_refusal
 from planner.run.experts import expert_fields
 from planner.run.framework import fallback_note, pick
-from planner.run.framework_files import Framework
+from planner.run.framework_files import Framework, common_laws
 from planner.run.image_fields import image_fields, image_notes, sees_images_whole
 from planner.run.logits_law import LogitsLaw
 from planner.run.lora_fields import lora_fields, with_start
@@ -35,6 +36,14 @@ from planner.run.recipe import (
     Task,
 )
 from planner.run.switches import Switches
+from planner.run.task_fields import (
+    Column,
+    lifecycle_fields,
+    pair_fields,
+    refuse_foreign,
+    sequences_of,
+)
+from planner.run.tasks import DEFAULT_BETA, TASKS, Head, planned_task
 from planner.run.train_bytes import beside
 from planner.run.unread import unread
 
@@ -85,7 +94,26 @@ class Resolved:
     offload: OffloadSection
     optimizer_in_backward: bool
     sequences: int
-    """Sequences in one forward pass (DPO: chosen and rejected)."""
+    """Sequences whose graph is held at once (DPO: chosen and rejected; embed: all texts)."""
+    batch: int
+    """Samples of one micro-batch: sequences, pairs or queries."""
+    negatives: int
+    at_once: int
+    """embed: pairs whose graphs are held at once; fewer than `batch` under GradCache."""
+    cached: bool
+    """embed: GradCache, which embeds without a graph first and a mini-batch with one after another."""
+    columns: tuple[Column, ...]
+    """embed: the forwards of one micro-batch."""
+    companions: tuple[Companion, ...]
+    """Models beside the trained one."""
+    teacher_top_k: int
+    eval_samples: int
+    eval_batch: int
+    eval_logits: bool
+    eval_accumulation: int
+    """Batches after which kept logits leave the GPU; 0 = at the end."""
+    save: str
+    resume: bool
     grad_accum: int
     prompt_tokens: int
     completion_tokens: int
@@ -148,8 +176,14 @@ class Resolved:
 
     @property
     def tokens(self) -> int:
-        """Tokens in one forward pass on one GPU."""
+        """Tokens whose graph is held at once on one GPU."""
+        if self.columns:
+            return sum(column.sequences * column.tokens for column in self.columns)
         return self.sequences * self.seq_tokens
+
+    def companion(self, role: str) -> Companion | None:
+        """Return the model of a role, if the run has one."""
+        return next((each for each in self.companions if each.role == role), None)
 
     @property
     def accumulates_whole(self) -> bool:
@@ -205,10 +239,13 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
 
     Raises UsageError for contradictions, UnsupportedError for what the model cannot express.
     """
+    task = planned_task(recipe)
+    if task is not recipe.task:
+        recipe = recipe.model_copy(update={"task": task})
+    refuse_foreign(recipe, task)
     recipe, started = with_start(model, recipe)
     framework = _on_card(pick(recipe.framework), machine)
-    switches = framework.switches_of(recipe.task.value)
-    task = recipe.task
+    switches = framework.switches_of(task.value)
     defaults = framework.task_defaults(task.value)
     notes = [*filter(None, [fallback_note(framework, recipe.framework)]), *started]
     trains = task is not Task.SERVE
@@ -216,7 +253,11 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     quantization = base_scheme(model, recipe, framework, trains=trains, notes=notes)
     prompt, completion = _lengths(model, recipe, defaults, notes)
     generations = choose(recipe.num_generations, defaults, "num_generations", 1)
-    sequences = _sequences(recipe, framework, defaults, generations, notes)
+    batch = _batch(recipe, framework, defaults, generations, notes)
+    pairs = pair_fields(recipe, task, batch, prompt, completion)
+    sequences = sequences_of(task, pairs["at_once"], pairs["negatives"])
+    if pairs["columns"]:
+        prompt, completion = 0, max(column.tokens for column in pairs["columns"])
     loss = Loss(choose(recipe.loss, defaults, "loss", "full"))
     compiled = compile_fields(recipe, framework, machine)
     engine = engine_kind(recipe, defaults)
@@ -226,8 +267,8 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     if task is Task.GRPO and not switches.generates_quantized:
         refused = four_bit_refusal(engine, recipe.method)
         notes.extend([f"{framework.title} refuses this run: {refused}"] if refused else [])
-    beta = choose(recipe.beta, defaults, "beta", 0.1 if task is Task.DPO else 0.0)
-    reference = _reference(recipe, task, float(beta))
+    beta = float(choose(recipe.beta, defaults, "beta", DEFAULT_BETA.get(task, 0.0)))
+    reference = _reference(recipe, task, beta)
     if recipe.engine.expert_parallel and not any(layer.mlp.num_experts for layer in model.layers):
         notes.append("expert_parallel moves nothing: the model has no experts")
     if trains:
@@ -271,7 +312,11 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         offload=_offload(recipe, trains),
         optimizer_in_backward=recipe.optimizer_in_backward,
         sequences=sequences,
-        grad_accum=recipe.gradient_accumulation,
+        **pairs,
+        **lifecycle_fields(recipe, defaults, trains=trains),
+        companions=companions(model, recipe, task, reference),
+        # GradCache adds up the gradients of its mini-batches
+        grad_accum=recipe.gradient_accumulation * -(-batch // pairs["at_once"]),
         prompt_tokens=prompt,
         completion_tokens=completion,
         num_generations=generations,
@@ -291,7 +336,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         entropy=bool(recipe.entropy) and trains,
         tiled_mlp=_tiled(recipe, switches, defaults),
         **beside(model, recipe, switches),
-        beta=float(beta),
+        beta=beta,
         reference=reference,
         sharding=recipe.sharding,
         gpus=machine.num_gpus,
@@ -407,6 +452,9 @@ def _lengths(
     model: ModelSpec, recipe: Recipe, defaults: dict[str, Any], notes: list[str]
 ) -> tuple[int, int]:
     prompt, completion, context = recipe.prompt_length, recipe.completion_length, recipe.context
+    if recipe.task is Task.EMBED:  # a query and a document, each a text of its own
+        usual = context or completion or prompt or int(defaults.get("context", 512))
+        return prompt or 0, completion or usual
     if context is not None:
         if prompt is not None and completion is not None and prompt + completion != context:
             raise UsageError(
@@ -423,7 +471,7 @@ def _lengths(
             if completion > context:
                 raise UsageError(f"completion_length: {completion} is more than context {context}")
             return context - completion, completion
-        if recipe.task in (Task.GRPO, Task.DPO):
+        if TASKS[recipe.task].reference or recipe.task in (Task.ORPO, Task.SIMPO):
             notes.append("all of the context counts as completion: the worst case for the loss")
         return 0, context
     if prompt is None and completion is None:
@@ -436,7 +484,8 @@ def _lengths(
             )
             return 0, model.longest
         return int(defaults.get("prompt_length", 512)), int(defaults.get("completion_length", 512))
-    if recipe.task in (Task.SFT,) and (prompt is None or completion is None):
+    one_text = (Task.SFT, Task.DISTILL, Task.RERANK, Task.REWARD)
+    if recipe.task in one_text and (prompt is None or completion is None):
         return prompt or 0, completion or 0 if completion else (0 if prompt else 1024)
     return (
         prompt if prompt is not None else int(defaults.get("prompt_length", 512)),
@@ -444,7 +493,7 @@ def _lengths(
     )
 
 
-def _sequences(
+def _batch(
     recipe: Recipe,
     framework: Framework,
     defaults: dict[str, Any],
@@ -452,8 +501,6 @@ def _sequences(
     notes: list[str],
 ) -> int:
     rows: int = choose(recipe.micro_batch_size, defaults, "micro_batch_size", 1)
-    if recipe.task is Task.DPO:
-        return 2 * rows
     switches = framework.switches_of(recipe.task.value)
     if recipe.task is Task.GRPO and switches.raise_batch_to_generations and rows % generations:
         notes.append(f"{framework.name} raises the batch from {rows} to {generations} generations")
@@ -462,13 +509,11 @@ def _sequences(
 
 
 def _reference(recipe: Recipe, task: Task, beta: float) -> Reference:
-    if task not in (Task.GRPO, Task.DPO):
+    if not TASKS[task].reference:
         return Reference.NONE
     if recipe.reference is not None:
         return recipe.reference
     if beta == 0:
-        return Reference.NONE
-    if recipe.algorithm in ("orpo", "simpo", "cpo"):
         return Reference.NONE
     return Reference.SEPARATE if recipe.method is Method.FULL else Reference.ADAPTER_OFF
 
@@ -476,6 +521,9 @@ def _reference(recipe: Recipe, task: Task, beta: float) -> Reference:
 def _law(
     framework: Framework, task: Task, loss: Loss, autocast: str, *, compiled: bool
 ) -> LogitsLaw:
+    head = TASKS[task].head
+    if head is not Head.VOCABULARY:
+        return common_laws()[head.value]
     kind, switches = loss.value, framework.switches_of(task.value)
     if compiled:
         return compiled_law(framework, task, kind)

@@ -145,6 +145,13 @@ class Switches(Section):
     transformers: Annotated[str, Field(pattern=r"^(\d+\.\d+)?$")] = ""
     """Release of transformers whose loss code runs, like 4.48; empty: 4.49 or newer."""
 
+    reference_first: Flag = False
+    """Pairs and distillation: the reference or teacher runs before the policy's forward. Others, TRL and
+    what is built on it, run it after, while the policy's graph waits for its loss."""
+    critic_apart: Flag = False
+    """PPO's critic has an optimizer and a backward of its own (verl's critic worker)."""
+    keeps_rollout_logits: Flag = False
+    """PPO: the scores of every generated token stay on the GPU until the rollout is scored (TRL)."""
     grpo_temperature: Temperature = "none"
     """How full logits are divided by the sampling temperature: in-place on a slice, whose CopySlices
     node copies the gradient of all logits, or as a copy."""

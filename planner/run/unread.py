@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel
 
 from planner.run.recipe import VLLM, Checkpointing, EngineKind, Loss, Method, Recipe, Task
+from planner.run.tasks import TASKS, Head
 
 if TYPE_CHECKING:
     from planner.run.resolve import Resolved
@@ -43,6 +44,9 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[["Resolved"], bool], str], ...] = 
         "nothing is trained",
     ),
     (("optimizer_in_backward", "gradient_dtype"), lambda r: r.method is Method.FULL, "the weights are frozen"),
+    (("evaluation.samples", "save", "resume"), lambda r: r.trains, "nothing is trained"),
+    (("evaluation.batch_size", "evaluation.logits"), lambda r: r.eval_samples > 0, "nothing is evaluated"),
+    (("evaluation.accumulation_steps",), lambda r: r.eval_samples > 0 and r.eval_logits, "no logits are kept"),
     (
         ("checkpoint_every",),
         lambda r: r.checkpointing in (Checkpointing.EVERY_K, Checkpointing.SELECTIVE_LAYER),
@@ -55,7 +59,8 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[["Resolved"], bool], str], ...] = 
     (("loss_chunk_rows",), lambda r: r.loss is Loss.CHUNKED, "the loss is not chunked"),
     (("double_quant",), lambda r: r.quantization in ("nf4", "fp4"), "the base is not in nf4 or fp4"),
     (("num_generations",), lambda r: r.task is Task.GRPO, "only grpo generates"),
-    (("beta", "reference"), lambda r: r.task in (Task.GRPO, Task.DPO), "only grpo and dpo have a reference"),
+    (("beta", "reference"), lambda r: TASKS[r.task].reference, "only grpo, dpo, kto and ppo have a reference"),
+    (("loss", "loss_chunk_rows"), lambda r: TASKS[r.task].head is Head.VOCABULARY, "the task has no logits"),
     (
         ("engine.kv_dtype", "engine.max_num_seqs"),
         lambda r: r.engine is not EngineKind.NONE,

@@ -16,6 +16,7 @@ from planner.mixers.registry import mixer_of
 from planner.models.spec import LayerSpec, ModelSpec
 from planner.run.recipe import VLLM, EngineKind, Task
 from planner.run.resolve import Resolved
+from planner.run.tasks import TASKS
 from planner.terms.kv_cache import rollout_sequences, sequence_bytes
 from planner.terms.overhead import workspace
 from planner.terms.term import Term
@@ -111,12 +112,12 @@ NO_KV = Term("kv_cache", 0)
 
 def colocated(r: Resolved) -> bool:
     """Return whether a vLLM engine lives on the training GPU."""
-    return r.engine in (EngineKind.VLLM_SHARED, EngineKind.VLLM_PUSH) and r.task is Task.GRPO
+    return r.engine in (EngineKind.VLLM_SHARED, EngineKind.VLLM_PUSH) and TASKS[r.task].generates
 
 
 def copy_bytes(model: ModelSpec, r: Resolved) -> int:
     """Return the engine's own weights on this GPU; 0 when they are shared or elsewhere."""
-    if r.engine is not EngineKind.VLLM_PUSH or r.task is not Task.GRPO:
+    if r.engine is not EngineKind.VLLM_PUSH or not TASKS[r.task].generates:
         return 0
     # vLLM loads fp32 checkpoints in 16 bit
     served = replace(r, dtype="bf16") if r.dtype == "fp32" else r

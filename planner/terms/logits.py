@@ -9,8 +9,9 @@ from planner.run.logits_law import LogitsLaw, width
 from planner.run.recipe import Method
 from planner.run.resolve import Resolved
 from planner.terms.adapters import rest_width, trains_head
+from planner.terms.distillation import beside_student
 from planner.terms.gradients import gradient_width
-from planner.terms.term import Term
+from planner.terms.term import Term, plus
 from planner.terms.weights import trained_width
 
 
@@ -24,6 +25,8 @@ class Logits(NamedTuple):
     """While the trained head's gradient is made: the logits' own gradient. Empty if frozen."""
     weight_grad: int
     """Bytes of the head's gradient if it is new, then."""
+    held: Term
+    """Between the loss' forward and its backward: what stands while another model runs."""
 
 
 def scored_rows(r: Resolved, law: LogitsLaw) -> int:
@@ -43,9 +46,34 @@ def kept_rows(model: ModelSpec, r: Resolved) -> Term:
 
 def logits(model: ModelSpec, r: Resolved) -> Logits:
     """Return the loss head's bytes for one micro-batch."""
+    found = _student(model, r)
+    beside = beside_student(model, r, scored_rows(r, r.law), _tile(model, r))
+    if not beside.bytes:
+        return found
+    return found._replace(
+        forward=plus(found.forward, beside), backward=plus(found.backward, beside)
+    )
+
+
+def _tile(model: ModelSpec, r: Resolved) -> int:
+    """Return the elements of one tile of logits."""
+    if r.law.kind not in ("tiled", "chunked"):
+        return 0
+    rows = scored_rows(r, r.law)
+    if r.law.kind == "tiled":
+        tall, columns = tile_shape(model, r, r.law, rows)
+        return tall * columns
+    vocab = min(model.vocab, r.law.chunk_vocab or model.vocab)
+    return chunk_rows(model, r, r.law, rows, logit_width(r)) * vocab
+
+
+def _student(model: ModelSpec, r: Resolved) -> Logits:
+    """Return the bytes of the trained model's own head."""
     law, act = r.law, logit_width(r)
     rows, none = scored_rows(r, law), Term("logits", 0)
-    made = _new_head_gradient(model, r)
+    if law.kind in ("score", "none"):
+        return _without_vocabulary(model, r)
+    made, held = _new_head_gradient(model, r), _held(model, r, rows, act)
     if law.kind == "full":
         copies = law.entropy if r.entropy else ()
         extra, cap = _casts(model, r, rows, act), bool(model.softcap) and not law.caps_inside
@@ -56,12 +84,83 @@ def logits(model: ModelSpec, r: Resolved) -> Logits:
             _full(rows, model.vocab, law.forward, act, law.source, extra, cap),
             _ending(model, r, rows, act, extra) if made else none,
             made,
+            held,
         )
     if law.kind == "tiled":
         work = _tiled(model, r, law, rows, act)
-        return Logits(work, work, _tiled(model, r, law, rows, act, scoring=True), none, made)
+        return Logits(work, work, _tiled(model, r, law, rows, act, scoring=True), none, made, held)
     term = _chunked(model, r, law, rows, act)
-    return Logits(term, term, term, none, 0)
+    return Logits(term, term, _scored_in_chunks(model, r, law, rows, act), none, 0, held)
+
+
+def _scored_in_chunks(model: ModelSpec, r: Resolved, law: LogitsLaw, rows: int, act: int) -> Term:
+    """Return a chunk at work without gradients: the rows where they are copied, a tile, a cast."""
+    chunk = chunk_rows(model, r, law, rows, act)
+    vocab = min(model.vocab, law.chunk_vocab or model.vocab)
+    element = width(law.chunk[0][1], act) if law.chunk else 0
+    copied = rows * model.hidden * act if law.drops_hidden else 0
+    cast = 0 if head_width(r) == act else vocab * model.hidden * act
+    return Term(
+        "logits",
+        copied + chunk * vocab * element + cast,
+        "{0:,} rows: copies {1:,} B + a tile {2:,} x {3:,} x {4} B + cast {5:,} B",
+        (rows, copied, chunk, vocab, element, cast),
+        law.source,
+    )
+
+
+def _held(model: ModelSpec, r: Resolved, rows: int, act: int) -> Term:
+    """Return what the head saves for its backward: tensors that both moments of its law have."""
+    law = r.law
+    if law.kind == "full":
+        kept = {name.removeprefix("outputs."): width(dtype, act) for name, dtype in law.backward}
+        sizes = [kept[name] for name, _ in law.forward if name in kept]
+        count, what = rows * model.vocab, "vocabulary"
+    else:
+        sizes = [width(dtype, act) for _, dtype in law.hidden[:1]]
+        count, what = rows * model.hidden, "hidden"
+    return Term(
+        "logits",
+        count * sum(sizes),
+        "saved for the backward: {0:,} rows x {1} x {2} B",
+        (rows, what, sum(sizes)),
+        law.source,
+    )
+
+
+def _without_vocabulary(model: ModelSpec, r: Resolved) -> Logits:
+    """Return a head of one number a token, or none: the gradient of the hidden states is the largest.
+
+    The number of every token is made, the last one's picked; picking's backward writes all of them.
+    """
+    act, none = element_bytes(r.compute_dtype), Term("logits", 0)
+    # of several texts, the last one's gradient is made first, each in its own backward
+    rows = max((rows * tokens for rows, tokens in r.columns), default=r.tokens)
+    scores = r.law.kind == "score"
+    numbers = rows * act if scores else 0
+    cast = rows * model.hidden * act if scores and r.autocast and _stream(r) != act else 0
+    made = Term(
+        "logits",
+        numbers + cast,
+        "{0:,} tokens: a number each {1:,} B + the head's input cast {2:,} B",
+        (rows, numbers, cast),
+        r.law.source,
+    )
+    wide = _stream(r) if cast or not scores else act
+    whole = rows * model.hidden * wide
+    back = Term(
+        "logits",
+        2 * numbers + cast + whole,
+        "{0:,} tokens x (hidden {1:,} x {2} B of gradient) + numbers {3:,} B + cast {4:,} B",
+        (rows, model.hidden, wide, 2 * numbers, cast),
+        r.law.source,
+    )
+    return Logits(made, back, made, none, 0, made)
+
+
+def _stream(r: Resolved) -> int:
+    """Return bytes of an element of the hidden states."""
+    return trained_width(r) if r.method is Method.FULL else element_bytes(r.dtype)
 
 
 def _new_head_gradient(model: ModelSpec, r: Resolved) -> int:
@@ -210,11 +309,15 @@ def _chunked(model: ModelSpec, r: Resolved, law: LogitsLaw, rows: int, act: int)
         if per_weight and head_gradient_width(r) != per_weight:
             ended = model.vocab * model.hidden * head_gradient_width(r)
         ended += rows * model.hidden * act
+    elif law.holds_tile:
+        ended = rows * model.hidden * act
+    last = tile + ended if law.holds_tile else max(tile, ended)
     return Term(
         "logits",
-        kept + head + max(tile, ended),
-        "{0:,} rows: {1:,} B kept + head {2:,} B + the larger of a tile {3:,} x {4:,} x {5} B (+ cast "
-        "{6:,} B) and the last casts {7:,} B",
+        kept + head + last,
+        "{0:,} rows: {1:,} B kept + head {2:,} B + "
+        + ("" if law.holds_tile else "the larger of ")
+        + "a tile {3:,} x {4:,} x {5} B (+ cast {6:,} B) and the last casts {7:,} B",
         (rows, kept, head, chunk, vocab, element, cast, ended),
         law.source,
     )

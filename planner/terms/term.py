@@ -45,3 +45,32 @@ class Term:
 def total(terms: tuple[Term, ...]) -> int:
     """Return the sum of terms."""
     return sum(term.bytes for term in terms)
+
+
+def merged(*terms: Term) -> tuple[Term, ...]:
+    """Return the terms with those of one name made one: a phase has each name once."""
+    found: dict[str, Term] = {}
+    for term in terms:
+        if not term.bytes:
+            continue
+        before = found.get(term.name)
+        found[term.name] = term if before is None else plus(before, term)
+    return tuple(found.values())
+
+
+class _Both:
+    """Two formulas, put into words only when printed."""
+
+    __slots__ = ("first", "second")
+
+    def __init__(self, first: Term, second: Term) -> None:
+        self.first, self.second = first, second
+
+    def __format__(self, spec: str) -> str:
+        return f"{self.first.formula} + {self.second.formula}"
+
+
+def plus(first: Term, second: Term) -> Term:
+    """Return two terms of one name as one, with both formulas."""
+    source = first.source if first.source == second.source else f"{first.source}; {second.source}"
+    return Term(first.name, first.bytes + second.bytes, "{0}", (_Both(first, second),), source)

@@ -1,9 +1,10 @@
-"""weights: the base model on one GPU, a separate reference copy, and what sharding gathers."""
+"""weights: the base model on one GPU, the models beside it, and what sharding gathers."""
 
 from planner.dtypes import element_bytes
 from planner.models.spec import LINEARS, ModelSpec
-from planner.run.recipe import Method, Reference
+from planner.run.recipe import Method
 from planner.run.resolve import Resolved
+from planner.terms.companions import with_companions
 from planner.terms.counts import base_weights
 from planner.terms.rope_tables import rope_tables
 from planner.terms.shards import adapter_shard, layer_shard, model_shard, root_shard
@@ -43,16 +44,9 @@ def weights(model: ModelSpec, r: Resolved) -> Term:
         size += tables
         template += f" + cosines and sines of all positions {{{len(args)}:,}} B"
         args = (*args, tables)
-    if r.reference is Reference.SEPARATE and r.trains:
-        reference = -(-model.parameters * element_bytes(r.dtype) // shards)
-        return Term(
-            "weights",
-            size + reference,
-            f"{template} + reference copy {{{len(args)}:,}} B",
-            (*args, reference),
-            "config.json, module by module",
-        )
-    return Term("weights", size, template, args, "config.json, module by module")
+    return with_companions(
+        Term("weights", size, template, args, "config.json, module by module"), r
+    )
 
 
 def flat_units(model: ModelSpec) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ OPTIONS: dict[str, Any] = {
     "gpus": _option(int | None, "--gpus", "How many of them.", _RUN),
     "vram": _option(str | None, "--vram", "Memory torch sees, instead of or on top of --gpu: 24GiB.", _RUN),
     "host_ram": _option(str | None, "--host-ram", "Host memory, for example 64GiB.", _RUN),
-    "task": _option(str | None, "--task", "sft, grpo, dpo or serve.", _RUN),
+    "task": _option(str | None, "--task", "sft, grpo, dpo, kto, orpo, simpo, reward, ppo, distill, embed, rerank or serve.", _RUN),
     "method": _option(str | None, "--method", "full, lora or qlora.", _RUN),
     "framework": _option(str | None, "--framework", "vramwise, trl, trl==1.9, unsloth, hf-trainer ...", _RUN),
     "framework_version": _option(str | None, "--framework-version", "Of the framework: 1.9, 0.18.2.", _RUN),
@@ -84,7 +84,20 @@ OPTIONS: dict[str, Any] = {
     "loss": _option(str | None, "--loss", "full or chunked logits.", _HOW),
     "entropy": _option(bool | None, "--entropy/--no-entropy", "An entropy of full logits is taken.", _HOW),
     "beta": _option(float | None, "--beta", "KL weight; 0 = no reference.", _HOW),
-    "reference": _option(str | None, "--reference", "none, adapter-off, separate, offloaded.", _HOW),
+    "reference": _option(str | None, "--reference", "none, adapter-off, separate, offloaded, precomputed.", _HOW),
+    "teacher": _option(str | None, "--teacher", "distill: the teacher's name, folder or hub id.", _HOW),
+    "teacher_placement": _option(str | None, "--teacher-placement", "resident, offloaded or served.", _HOW),
+    "teacher_top_k": _option(int | None, "--teacher-top-k", "Log-probabilities a token that a served teacher sends.", _HOW),
+    "value_model": _option(str | None, "--value-model", "ppo: what the critic starts from.", _HOW),
+    "reward_model": _option(str | None, "--reward-model", "ppo: the judge; none = a function.", _HOW),
+    "negatives": _option(int | None, "--negatives", "embed, rerank: hard negatives of one sample.", _SIZE),
+    "mini_batch": _option(int | None, "--mini-batch", "embed: pairs embedded at once under GradCache.", _SIZE),
+    "eval_samples": _option(int | None, "--eval-samples", "Evaluate on so many held-out samples.", _SIZE),
+    "eval_batch_size": _option(int | None, "--eval-batch-size", "Samples of one forward of it.", _SIZE),
+    "eval_logits": _option(bool | None, "--eval-logits/--no-eval-logits", "Metrics want the logits: gathered and kept.", _SIZE),
+    "eval_accumulation_steps": _option(int | None, "--eval-accumulation-steps", "Batches after which they leave the GPU.", _SIZE),
+    "save_checkpoint": _option(str | None, "--save-checkpoint", "Plan saving one: whole or sharded.", _HOW),
+    "resume": _option(bool | None, "--resume/--no-resume", "Plan the start from a checkpoint.", _HOW),
     "packing": _option(bool | None, "--packing/--no-packing", "Sequences joined without padding.", _HOW),
     "shard": _option(str | None, "--shard", "none, ddp, zero1, zero2, zero3 or fsdp.", _HOW),
     "engine": _option(str | None, "--engine", "none, transformers, vllm-shared, vllm-push, vllm-server.", _ENGINE),
@@ -95,6 +108,11 @@ OPTIONS: dict[str, Any] = {
     "sleep_level": _option(int | None, "--sleep-level", "0, 1 or 2: what vLLM gives back while training.", _ENGINE),
 }  # fmt: skip
 RECIPE_FIELDS = {
+    "eval_samples": "evaluation.samples",
+    "eval_batch_size": "evaluation.batch_size",
+    "eval_logits": "evaluation.logits",
+    "eval_accumulation_steps": "evaluation.accumulation_steps",
+    "save_checkpoint": "save",
     "batch_size": "micro_batch_size",
     "grad_accum": "gradient_accumulation",
     "generations": "num_generations",
@@ -179,6 +197,9 @@ def describe(subject: str, flags: dict[str, Any]) -> Described:
         if flags.get("launch"):
             document |= launch_document(flags["launch"])
     run = _with_flags(document, flags, validate)
+    for name in (run.recipe.teacher, run.recipe.value_model, run.recipe.reward_model):
+        if name not in (None, "", "none") and flags["offline"]:
+            find_model(name, offline=True)  # raises unless it is here
     model = resolve_model(run.model) if imported is not None and run.revision is None else None
     if model is None:
         model = find_model(run.model, revision=run.revision, offline=bool(flags["offline"]))

@@ -18,6 +18,8 @@ from profiler.subjects.selective import contexts, keep_whole
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FLASH = "vramwise_fa2"
+TASK_TYPES = {"vocabulary": "CAUSAL_LM", "score": "SEQ_CLS", "none": "FEATURE_EXTRACTION"}
+"""PEFT's; a sequence classifier's score is trained whole (modules_to_save)."""
 NF4_BLOCK = 64
 ABSMAX_BLOCK = 256
 
@@ -56,9 +58,11 @@ def build(options: StepOptions) -> torch.nn.Module:
 def base_model(options: StepOptions) -> Any:
     """Return the plain causal LM on the meta device."""
     from transformers import (
+        AutoModel,
         AutoModelForCausalLM,
         AutoModelForImageTextToText,
         AutoModelForMultimodalLM,
+        AutoModelForSequenceClassification,
     )
     from transformers.modeling_utils import AttentionInterface
 
@@ -81,6 +85,10 @@ def base_model(options: StepOptions) -> Any:
     ]
     known = [each for each in families[options.multimodal :] if kind in each._model_mapping]
     family: Any = known[0] if known else AutoModelForImageTextToText
+    if options.head == "score":
+        family, config.num_labels, config.pad_token_id = AutoModelForSequenceClassification, 1, 0
+    elif options.head == "none":
+        family = AutoModel
     settings = {"dtype": torch_dtype(options.dtype), "attn_implementation": attention}
     settings |= _experts(options)
     try:
@@ -223,7 +231,7 @@ def add_adapters(model: Any, options: StepOptions) -> Any:
                 bias=options.lora_bias,  # type: ignore[arg-type]
                 target_modules=targets if isinstance(targets, str) else list(targets),
                 target_parameters=list(options.lora_target_parameters) or None,
-                task_type="CAUSAL_LM",
+                task_type=TASK_TYPES[options.head],
             ),
             autocast_adapter_dtype=options.adapter_dtype == "fp32",
         )

@@ -9,6 +9,7 @@ from planner.models.lora_targets import peft_targets
 from planner.run.experts import MODULES
 from planner.run.recipe import Checkpointing, Method, Sharding
 from planner.run.resolve import Resolved
+from planner.run.tasks import TASKS
 from planner.terms.overhead import blas_workspace_bytes
 from profiler.sharded import Shard
 from profiler.subjects.options import StepOptions
@@ -41,6 +42,7 @@ def step_options(
         )
     return StepOptions(
         config=config,
+        head=TASKS[resolved.task].head.value,
         method=resolved.method,
         # FSDP under mixed precision holds trained weights in fp32
         dtype="fp32" if _narrow(resolved) else resolved.dtype,
@@ -76,6 +78,12 @@ def step_options(
         layers=layers,
         fp32_outputs=resolved.switches.fp32_outputs and bool(resolved.autocast),
         keep_outputs=resolved.switches.keeps_outputs,
+        eval_batches=0
+        if TASKS[resolved.task].generates
+        else -(-resolved.eval_samples // resolved.eval_batch),
+        eval_rows=resolved.eval_batch * TASKS[resolved.task].rows,
+        eval_logits=resolved.eval_logits,
+        eval_accumulation=resolved.eval_accumulation,
         workspace_bytes=blas_workspace_bytes(gpu),
         shard=_shard(resolved),
     )

@@ -74,6 +74,34 @@ class HfSft:
                     synced(model, self.shard, last=number == options.gradient_accumulation)
                     self.micro_step(model, tracker, scaler)
                 finish_step(options, trained, optimizer, scaler, tracker)
+            if options.eval_batches:
+                self.outputs = None
+                with tracker.in_phase("evaluate"), torch.no_grad():
+                    self.evaluate(model.eval())
+
+    def evaluate(self, model: Any) -> None:
+        """Run an evaluation as the Trainer's evaluation_loop does, with its own container of logits."""
+        from transformers.trainer_pt_utils import EvalLoopContainer
+
+        options = self.options
+        kept = EvalLoopContainer(do_nested_concat=True)
+        for number in range(1, options.eval_batches + 1):
+            shape = (options.eval_rows, options.length)
+            tokens = torch.zeros(shape, dtype=torch.long)
+            inputs = {"input_ids": tokens, "labels": torch.zeros(shape, dtype=torch.long)}
+            if options.padded:
+                inputs["attention_mask"] = torch.ones(shape, dtype=torch.long)
+            with autocast(options):
+                outputs = model(**inputs)
+            logits = outputs.logits.float() if options.converts_outputs else outputs.logits
+            del outputs
+            if not options.eval_logits:  # prediction_step returns the loss alone
+                del logits
+                continue
+            kept.add(logits)
+            if options.eval_accumulation and number % options.eval_accumulation == 0:
+                kept.tensors = None  # they are on the host now
+                del logits
 
     def inputs(self) -> dict[str, Any]:
         """Return one micro-batch."""
@@ -170,5 +198,10 @@ def decoder_of(model: Any) -> torch.nn.Module:
     """Return the decoder stack under adapters and head."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     named = getattr(inner, inner.base_model_prefix, None)
-    decoder: torch.nn.Module = inner.get_decoder() if named is None else named
+    if named is None and not hasattr(inner, "get_output_embeddings"):
+        named = inner
+    bare = named is None and inner.get_output_embeddings() is None
+    decoder: torch.nn.Module = (
+        inner if bare else named if named is not None else inner.get_decoder()
+    )
     return decoder

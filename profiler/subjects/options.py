@@ -14,6 +14,8 @@ class StepOptions:
 
     config: dict[str, Any]
     """The model's config.json."""
+    head: str = "vocabulary"
+    """vocabulary, score (a sequence classifier of one number) or none (the bare decoder)."""
     method: Method = Method.LORA
     dtype: str = "bf16"
     """dtype of the base weights: bf16, fp16, fp32."""
@@ -72,6 +74,14 @@ class StepOptions:
     """accelerate's conversion of the outputs to fp32; None = with autocast, as accelerate does."""
     transformers: str = ""
     """Release whose causal loss is used ("4.45"); empty = the installed one."""
+    eval_batches: int = 0
+    """Batches of an evaluation after the steps; 0 = none."""
+    eval_rows: int = 1
+    """Sequences of one of them."""
+    eval_logits: bool = False
+    """Their logits are kept for metrics."""
+    eval_accumulation: int = 0
+    """Batches after which those leave the device; 0 = at the end."""
     max_grad_norm: float = 1.0
     """0 = no clipping."""
     shard: Shard | None = None

@@ -72,6 +72,14 @@ class TrlGrpo(HfSft):
             loss = scaler.scale(loss)
         loss.backward()
 
+    def evaluate(self, model: Any) -> None:
+        """Run an evaluation's batches through the head as training does: there are no logits to keep."""
+        options = self.options
+        for _ in range(options.eval_batches):
+            self.log_probs(
+                model, torch.zeros((options.eval_rows, options.length), dtype=torch.long)
+            )
+
     def log_probs(self, model: Any, tokens: torch.Tensor) -> torch.Tensor:
         """tokens [B, S] -> log-probabilities of the completions [B, R]."""
         targets = tokens[:, -self.completion :]

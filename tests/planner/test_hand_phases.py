@@ -199,13 +199,14 @@ def test_grpo_rolls_out_and_scores() -> None:
     assert set(score) == {*fixed, "activations", "logits"}
 
 
-def test_dpo_scores_only_with_a_reference() -> None:
+def test_dpo_asks_only_a_reference_it_has() -> None:
     with_it = planned(**ADAPTED, task="dpo")
-    assert [p.name for p in with_it.phases][1] == "score"
+    assert [p.name for p in with_it.phases][1] == "reference"
     fixed = {"weights", "adapters", "optimizer", "overhead"}
-    assert set(terms(with_it, "score")) == fixed | {"activations", "logits"}
+    # the policy's graph waits: its inputs and what its head saved; and the reference's own layer or head
+    assert set(terms(with_it, "reference")) == fixed | {"activations", "logits"}
     without = planned(**ADAPTED, task="dpo", beta=0.0)
-    assert "score" not in [p.name for p in without.phases]
+    assert "reference" not in [p.name for p in without.phases]
 
 
 def test_what_outlives_a_step_is_there_in_the_next_forward() -> None:

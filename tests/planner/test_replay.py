@@ -135,7 +135,7 @@ def test_every_ordered_law_is_as_large_as_its_sums_say():
                 alive[made] = alive.pop(gone)
             else:
                 alive.pop(gone, None)
-        widths = {"act": 2, "fp32": 4, "upcast": 4}
+        widths = {"act": 2, "fp32": 4, "upcast": 4, "half-act": 1, "half-fp32": 2}
         for tensors in (law.forward, law.backward):
             largest = max(largest, sum(widths[dtype] for _, dtype in tensors))
         assert abs(alive_most - largest) <= 2, name

@@ -18,6 +18,8 @@ GRPO: dict[str, Any] = {"task": "grpo", "framework": "trl-1.9"}
 FULL: dict[str, Any] = {"method": "full", "framework": "hf-trainer", "dtype": "bf16"}
 VLLM: dict[str, Any] = {"task": "grpo", "engine": {"kind": "vllm-push"}}
 SERVE: dict[str, Any] = {"task": "serve"}
+GATHERED: dict[str, Any] = {**FULL, "evaluation": {"samples": 64, "logits": True}}
+DISTILL: dict[str, Any] = {"task": "distill", "framework": "trl", "teacher": "llama-3.2-3b"}
 TWO_CARDS = (
     "sharding",
     "float8_all_gather",
@@ -88,6 +90,19 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "router_loss": ({"framework": "vramwise"}, True),
     "beta": ({**GRPO, "method": "full"}, 0.1),
     "reference": ({**GRPO, "method": "full", "beta": 0.1}, "offloaded"),
+    "evaluation.samples": (FULL, 64),
+    "evaluation.batch_size": ({**FULL, "evaluation": {"samples": 64}}, 32),
+    "evaluation.logits": ({**FULL, "evaluation": {"samples": 64}}, True),
+    "evaluation.accumulation_steps": (GATHERED, 1),
+    "save": (FULL, "whole"),
+    "resume": (FULL, True),
+    "teacher": (DISTILL, "llama-3.1-8b"),
+    "teacher_placement": (DISTILL, "served"),
+    "teacher_top_k": ({**DISTILL, "context": 8192, "teacher_placement": "served"}, 4096),
+    "value_model": ({"task": "ppo"}, "llama-3.1-8b"),
+    "reward_model": ({"task": "ppo"}, "none"),
+    "negatives": ({"task": "embed", "method": "full"}, 4),
+    "mini_batch": ({"task": "embed", "method": "full", "micro_batch_size": 64}, 4),
     "sharding": (FULL, "zero3"),
     "compile": ({"framework": "torchtune"}, True),
     "compile_loss": ({"framework": "torchtitan", "method": "full"}, True),
@@ -152,6 +167,12 @@ UNREAD: dict[str, tuple[dict[str, Any], Any]] = {
             "dropout": 0.1,
         }.items()
     },
+    "evaluation.samples": (SERVE, 64),
+    "evaluation.batch_size": (FULL, 32),
+    "evaluation.logits": (FULL, True),
+    "evaluation.accumulation_steps": ({**FULL, "evaluation": {"samples": 8}}, 2),
+    "save": (SERVE, "whole"),
+    "resume": (SERVE, True),
     "optimizer": (SERVE, "sgd"),
     "optimizer_offload": (SERVE, True),
     "neftune": (SERVE, True),
