@@ -74,7 +74,7 @@ class Plan:
     @property
     def low_bytes(self) -> int:
         """torch's pool is larger than this in 95% of runs like this one, and never below what stands."""
-        likely = int(self.reserved.on_card * self._spread("reserved").quantile(TAIL))
+        likely = int(self.reserved.on_card * self._spread(self._below("reserved")).quantile(TAIL))
         return max(likely, self._standing_bytes)
 
     @property
@@ -96,16 +96,18 @@ class Plan:
 
     def _spread(self, quantity: str) -> Distribution:
         r = self.resolved
-        if quantity == "reserved" and r.switches.expandable_segments:
-            quantity = (
-                "allocated"  # nothing is lost between segments: reserved spreads as tensors do
-            )
         return distribution(quantity, kind_of(r), r.framework.family)
 
     def interval(self, quantity: str, value: float) -> tuple[float, float]:
         """Return the 5% and 95% of a figure (allocated, reserved or device) over runs like this one."""
-        spread = self._spread(quantity)
-        return value * spread.quantile(TAIL), value * spread.quantile(1 - TAIL)
+        below, above = self._spread(self._below(quantity)), self._spread(quantity)
+        return value * below.quantile(TAIL), value * above.quantile(1 - TAIL)
+
+    def _below(self, quantity: str) -> str:
+        """Return the quantity that says how far a figure may be below: in expandable segments what is
+        reserved follows what is alive, so it is not as far below as where segments were counted."""
+        expandable = self.resolved.switches.expandable_segments
+        return "allocated" if quantity == "reserved" and expandable else quantity
 
     @cached_property
     def risk(self) -> Risk:
