@@ -63,7 +63,7 @@ class Distill(TrlGrpo):
         student = self._outputs(model, tokens)
         with tracker.in_phase("teacher"), torch.no_grad():
             teacher = self._outputs(self.other, tokens)
-        divergence = GKDTrainer.generalized_jsd_loss(
+        divergence = GKDTrainer.generalized_jsd_loss(  # type: ignore[no-untyped-call]
             student[:, :-1, :], teacher[:, :-1, :], reduction="none"
         )
         where = torch.zeros(tokens.shape[0] * (tokens.shape[1] - 1), dtype=torch.long)
@@ -72,15 +72,15 @@ class Distill(TrlGrpo):
 
     def _outputs(self, model: Any, tokens: torch.Tensor) -> torch.Tensor:
         with autocast(self.options):
-            made: torch.Tensor = model(**self.inputs(tokens)).logits
+            made: torch.Tensor = model(**self.masked(tokens)).logits
         return made.float() if self.options.converts_outputs else made
 
     def _chunked(self, model: Any, tokens: torch.Tensor, tracker: StorageTracker) -> torch.Tensor:
         heads = [_head(model), self.other.get_output_embeddings()]
         with autocast(self.options):
-            student = decoder_of(model)(**self.inputs(tokens))[0]
+            student = decoder_of(model)(**self.masked(tokens))[0]
             with tracker.in_phase("teacher"), torch.no_grad():
-                teacher = decoder_of(self.other)(**self.inputs(tokens))[0]
+                teacher = decoder_of(self.other)(**self.masked(tokens))[0]
             where = torch.zeros(tokens.shape[0] * self.completion, dtype=torch.long)
             rows = [each.reshape(-1, each.shape[-1])[where] for each in (student, teacher)]
             del student, teacher

@@ -103,7 +103,7 @@ class TrlOdds(TrlPairs):
         tracker.phase = "forward"
         tokens = torch.zeros((options.micro_batch, options.length), dtype=torch.long)
         with autocast(options):
-            outputs = model(**self.inputs(tokens))
+            outputs = model(**self.masked(tokens))
             logits = outputs.logits
         if options.converts_outputs:
             logits = logits.float()
