@@ -35,16 +35,45 @@ class Decay(StrEnum):
 class Rates(Protocol):
     """What of the train section decides the learning rate."""
 
-    lr: float
-    steps: int
-    warmup_steps: int
-    warmup_ratio: float | None
-    schedule: Schedule
-    min_lr: float | None
-    min_lr_ratio: float | None
-    decay_steps: int | None
-    decay_ratio: float | None
-    decay_type: Decay
+    @property
+    def lr(self) -> float:
+        """TrainSection.lr."""
+
+    @property
+    def steps(self) -> int:
+        """TrainSection.steps."""
+
+    @property
+    def warmup_steps(self) -> int:
+        """TrainSection.warmup_steps."""
+
+    @property
+    def warmup_ratio(self) -> float | None:
+        """TrainSection.warmup_ratio."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """TrainSection.schedule."""
+
+    @property
+    def min_lr(self) -> float | None:
+        """TrainSection.min_lr."""
+
+    @property
+    def min_lr_ratio(self) -> float | None:
+        """TrainSection.min_lr_ratio."""
+
+    @property
+    def decay_steps(self) -> int | None:
+        """TrainSection.decay_steps."""
+
+    @property
+    def decay_ratio(self) -> float | None:
+        """TrainSection.decay_ratio."""
+
+    @property
+    def decay_type(self) -> Decay:
+        """TrainSection.decay_type."""
 
 
 def learning_rate(step: int, train: Rates) -> float:

@@ -72,8 +72,9 @@ def _teacher(r: Resolved, acts: Activations, head: Logits) -> list[Pass]:
     scores = _teachers_logits(teacher.spec, other) if whole else Term("logits", 0)
     layer = micro_batch(teacher.spec, other).no_grad
     work = _work(layer, scores, teacher.spec, other, "the teacher")
-    held = (_students(acts), head.held if whole else Term("logits", 0))
-    beside = held if _after_forward(r) else ()
+    beside: tuple[Term, ...] = ()
+    if _after_forward(r):
+        beside = (_students(acts), head.held if whole else Term("logits", 0))
     return [Pass("teacher", (visiting(teacher, r), *beside, work))]
 
 
