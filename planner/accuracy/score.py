@@ -210,7 +210,7 @@ def _run_key(row: Row) -> tuple[str, bool]:
 def _judge(row: Row, prediction: Prediction, result: Accuracy) -> None:
     """Keep the plan's verdict on the run, once for each run and end."""
     plan = prediction.plan
-    if plan is not None and plan.machine.gpu is not None:
+    if plan is not None and plan.machine.gpu is not None and prediction.judged:
         key = _run_key(row)
         result.runs.setdefault(key, Verdict(row.id, row.source, key[1], plan.verdict, plan))
 

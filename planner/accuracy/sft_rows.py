@@ -1,6 +1,7 @@
 """Fine-tuning rows: one plan a run, and which of its figures the row is."""
 
 import re
+from dataclasses import replace
 from typing import NamedTuple
 
 from planner.accuracy.inference_rows import generation_run
@@ -129,7 +130,9 @@ def _notebook(run: Run, notebook: Notebook) -> Prediction:
     """Return the figure of a notebook's run, whose samples have the lengths of its data set."""
     if run.quantity.startswith("static"):
         result = plan(run.model, run.recipe, run.machine)
-        return _static(run.quantity, result.reserved_over().loaded, result)
+        loaded = _static(run.quantity, result.reserved_over().loaded, result)
+        # of the run itself only the longest length allowed is known
+        return replace(loaded, judged=bool(notebook.context))
     if notebook.context:
         return _answer(run)
     data = data_set(notebook.data)
