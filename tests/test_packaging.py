@@ -79,6 +79,8 @@ def test_constraints_pin_every_direct_dependency(name):
         item.split(">")[0].split("=")[0].split("[")[0].strip().lower().replace("_", "-")
         for item in wanted
     }
+    if name == "constraints-cuda.txt":
+        names -= {"trackio"}  # it needs an older pillow than vLLM for CUDA (setup_env.py)
     assert not (names - {"vllm"} | {vllm}) - pinned
 
 

@@ -140,13 +140,7 @@ def tokenize_example(
     dialogue = as_dialogue(sample, section)
     if dialogue is not None:
         ids, trained = _tokenize_dialogue(*dialogue, sample, tokenizer, section, loss_on=loss_on)
-    elif (
-        any(
-            sample.get(name) is not None
-            for name in (section.prompt_column, section.completion_column)
-        )
-        and section.completion_column in sample
-    ):
+    elif pair_of(sample, section):
         ids, trained = _tokenize_pair(sample, tokenizer, section, loss_on=loss_on)
     else:
         text = sample.get(section.text_column)
@@ -240,6 +234,12 @@ def _tokenize_spans(
         ids += piece
         flags += [int(any(start <= low and high <= end for start, end in spans))] * len(piece)
     return ids, flags
+
+
+def pair_of(sample: Sample, section: DatasetSection) -> bool:
+    """Return whether a row is a prompt and its completion: both columns are there, and not both empty."""
+    names = (section.prompt_column, section.completion_column)
+    return all(name in sample for name in names) and any(sample[name] is not None for name in names)
 
 
 def _tokenize_pair(

@@ -237,13 +237,15 @@ class Program:
         if s.dora:
             held += norm_matrices(tape, sides)
         low = self._adapter((inner,), s.rank * columns, s.rank * inside)
+        if not s.dora:  # DoRA's sum reads it again
+            tape.drop(*passing)
         high = self._adapter((low,), s.rank * rows, rows * inside)
         tape.drop(low)
         if s.dora:
             scaled = scaled_sum(tape, base, inner, high, sides)
+            tape.drop(*passing)
         else:
             scaled = self.cast(high, rows * inside)
-        tape.drop(*passing)
         out = self._sum(base, scaled)
         tape.drop(*held)
         return out

@@ -14,6 +14,7 @@ TERM_NAMES = (
     "kv_cache",
     "engine",
     "overhead",
+    "communication",
 )
 
 

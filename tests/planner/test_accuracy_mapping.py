@@ -99,7 +99,7 @@ def test_one_cell_moves_one_field(changes, field, value):
         ({"method": "qlora", "base_quant": "bnb-nf4", "seq_len": ""}, "sequence length"),
         ({"seq_len": "", "method": "full"}, "does not state the sequence length"),
         ({"gpu": "24GB GPU"}, "the card '24GB GPU' is not known"),
-        ({"gpu": "A100"}, "the card 'A100' is not known"),
+        ({"gpu": "A100X"}, "the card 'A100X' is not known"),
         ({"gpu": ""}, "names no card"),
         ({"method": "osf"}, "not a fine-tuning method"),
     ],

@@ -93,7 +93,7 @@ RUN = "\nmodel: Qwen/Qwen2.5-7B\nLoRA\nper_device_train_batch_size: 8\nmax_seq_l
     ("said", "law", "assumed"),
     [
         ("trl==1.9.2\ntransformers==4.50.0", "trl-1.9", False),
-        ("Unsloth 2025.3.19: Fast Qwen2 patching", "unsloth", False),
+        ("Unsloth 2025.3.19: Fast Qwen2 patching", "unsloth-2025.1", False),
         ("transformers==4.49.0", "hf-trainer-4.49", False),
         ("axolotl==0.29.0", "axolotl", False),
         ("trl>=0.14", "hf-trainer", True),  # a lower bound pins nothing

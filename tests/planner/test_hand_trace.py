@@ -143,7 +143,7 @@ def test_a_mixtral_layer() -> None:
     assert forward == [*NORM, *attention, 128, *NORM, *mixture, 128]
     assert backward[:13] == [
         256, 512,  # the cast's, the order's: the sum's is a view of it
-        512, 256, 8, -256,  # the weighted rows', down's cast, the weights', a product
+        512, 256, 8, -1024,  # the weighted rows', down's cast, the weights', two fp32 products
         512,  # the product through down
         512, 512,  # silu's and up's
         512, 1024,  # gate through silu; both in one buffer
@@ -219,8 +219,8 @@ def test_a_linear_attention_layer() -> None:
     tape = Written()
     x = tape.value(128)
     run_layer(Program(tape, FULL), x, linear, 64)
-    # q and k 2 x 16 each, v and z 4 x 16 each: 192 columns; b and a 4 each; inner 64
-    assert tape.sizes[1:14] == [*NORM, 384, 16, 128, 128, 128, 128]
+    # q and k 2 x 16 each, v and z 4 x 16 each: 192 columns; b and a 4 each; v and z copied out, b and a
+    assert tape.sizes[1:14] == [*NORM, 384, 16, 128, 128, 8, 8]
 
 
 def test_every_projection_of_a_delta_net_counts() -> None:
@@ -230,7 +230,13 @@ def test_every_projection_of_a_delta_net_counts() -> None:
         "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
         "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
     }  # fmt: skip
-    assert mixer_of(MixerKind.LINEAR, **dense) == [256, 128, 8, 8, 128, 128, 128, 128]
+    assert mixer_of(MixerKind.LINEAR, **dense)[:17] == [
+        256, 128, 8, 8,
+        256, 8,  # q, k and v convolved; beta
+        16, 16, 16, 16,  # a in fp32, shifted, softplus, the decay
+        128, 128,  # q and k for each of the four value heads
+        128, 128, 128, 48, 512,  # normalised q and k, v, norms and decays, 64 x 64 of a chunk a head
+    ]  # fmt: skip
     # Kimi: q, k, v 64 each; the decay 16 and from it 64; b 4; the gate 16 and from it 64
     lists = {"full_attn_layers": [4], "kda_layers": [1, 2, 3]}
     kimi = {
@@ -239,8 +245,10 @@ def test_every_projection_of_a_delta_net_counts() -> None:
         "num_experts_per_token": 2, "moe_intermediate_size": 128, "first_k_dense_replace": 1,
         "linear_attn_config": {"num_heads": 4, "head_dim": 16, **lists},
     }  # fmt: skip
-    gates = [32, 128, 8, 32, 128]
-    assert mixer_of(MixerKind.LINEAR, **kimi) == [128] * 3 + gates + [128] * 4
+    made = mixer_of(MixerKind.LINEAR, **kimi)
+    assert made[:7] == [128, 128, 128, 384, 384, 32, 128]  # in one, convolved; the decay's two
+    assert made[15:17] == [8, 8]  # b and beta
+    assert made[25:28] == [128, 32, 128]  # the kernel's result, the gate's two
 
 
 def test_mamba_1s_second_projection_reads_the_convolution() -> None:
@@ -256,8 +264,7 @@ def mixer_of(kind: MixerKind, **config: Any) -> list[float]:
     layer = next(layer for layer in model.layers if layer.mixer.kind is kind)
     tape = Written()
     run_layer(Program(tape, FULL), tape.value(128), layer, 64)
-    sizes = tape.sizes[1 + len(NORM) :]
-    return sizes[: sizes.index(256, 1)] if 256 in sizes[1:] and kind is MixerKind.LINEAR else sizes
+    return tape.sizes[1 + len(NORM) :]
 
 
 def test_adapters_in_order() -> None:
@@ -294,8 +301,9 @@ def test_a_shared_expert_runs_after_the_routed_ones() -> None:
         }
     )  # fmt: skip
     forward, _ = passes(model)
-    # its gate, silu, up and product 64 each, down, and the sum of both; then the residual's
-    assert forward[-7:] == [64, 64, 64, 64, 128, 128, 128]
+    # its gate, silu, up and product 64 each, down; its gate's number, the sigmoid and the product with
+    # it; the sum of both; then the residual's
+    assert forward[-10:] == [64, 64, 64, 64, 128, 2, 2, 128, 128, 128]
 
 
 def test_keys_that_double_as_values() -> None:

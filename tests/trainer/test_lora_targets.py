@@ -13,7 +13,7 @@ from planner.run.recipe import LoraSection, Method, Recipe, Task
 from planner.run.resolve import resolve
 from profiler.subjects.build import build, transformers_config
 from profiler.subjects.from_recipe import step_options
-from trainer.model import _add_adapters
+from trainer.adapters import add_adapters
 
 SIZES = {
     "vocab_size": 64,
@@ -98,7 +98,7 @@ def test_a_word_means_the_same_modules_everywhere(kind: str, word: str) -> None:
         resolved = resolve(spec, recipe, make_machine("h100"))
         if not planned:
             with pytest.raises(refused):
-                _add_adapters(
+                add_adapters(
                     base,
                     recipe.lora,
                     dtype=torch.float32,
@@ -110,7 +110,7 @@ def test_a_word_means_the_same_modules_everywhere(kind: str, word: str) -> None:
                 step_options(resolved, config)
             return
         base.requires_grad_(False)
-        ours = _add_adapters(
+        ours = add_adapters(
             base, recipe.lora, dtype=torch.float32, device=torch.device("cpu"), seed=0, alpha=None
         )
         traced = build(step_options(resolved, config))

@@ -160,7 +160,7 @@ def test_wandb_keeps_offline_runs_of_one_id(reported):
 def test_trackio_has_one_run(reported, at_home):
     trackio = pytest.importorskip("trackio")
     folder, results = reported
-    (run,) = trackio.Api().runs("sums")
+    (run,) = {each.name: each for each in trackio.Api().runs("sums")}.values()
     assert run.name == run_ids(folder)["trackio"] == "first"
     (database,) = (at_home / "trackio").glob("sums*.db")
     with sqlite3.connect(database) as connection:
