@@ -35,7 +35,9 @@ def recipes(draw: st.DrawFn) -> dict[str, Any]:
         "context": draw(st.integers(2, 20_000)),
         "micro_batch_size": draw(st.integers(1, 16)),
         "gradient_accumulation": draw(st.integers(1, 4)),
-        "checkpointing": draw(st.sampled_from([c for c in Checkpointing if not c.startswith("selective")])),
+        "checkpointing": draw(
+            st.sampled_from([c for c in Checkpointing if not c.startswith("selective")])
+        ),
         "attention": draw(st.sampled_from(list(Attention))),
         "optimizer": draw(st.sampled_from(list(Optimizer))),
         "optimizer_offload": draw(st.booleans()),
