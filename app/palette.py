@@ -15,7 +15,7 @@ TERM_COLOURS = {
     "kv_cache": "#DEC0E2",
     "engine": "#843B6D",
     "overhead": "#869590",
-    "communication": "#5b6ee1",
+    "communication": "#C0F8A0",
 }
 UNKNOWN_COLOUR = "#B8B8B8"
 """A recording's memory that no term owns."""
