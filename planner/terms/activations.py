@@ -95,8 +95,11 @@ class Activations(NamedTuple):
     made a leaf, and its gradient; under reentrant checkpoints masks and positions too."""
 
 
-def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
-    """Return the sizes that decide what a layer's operations allocate."""
+def op_settings(model: ModelSpec, r: Resolved, tokens: int | None = None) -> OpSettings:
+    """Return the sizes that decide what a layer's operations allocate.
+
+    `tokens`: of the pass, where it is not a micro-batch's: fewer than a tile are never tiled.
+    """
     full = r.method is Method.FULL and r.trains
     upcast = r.switches.kbit_upcast != "none" and r.quantization in BITSANDBYTES
     width = trained_width(r) if full else element_bytes(r.dtype)
@@ -108,7 +111,8 @@ def op_settings(model: ModelSpec, r: Resolved) -> OpSettings:
     scores = eager or masks or _math_sdpa(model, r, upcast=upcast)
     lora = r.trains and not full
     rest = adapters(model, r).rest if lora else NOTHING
-    tile = MLP_TILE_TOKENS if r.tiled_mlp and r.tokens > MLP_TILE_TOKENS else 0
+    many = (r.tokens if tokens is None else tokens) > MLP_TILE_TOKENS
+    tile = MLP_TILE_TOKENS if r.tiled_mlp and many else 0
     return OpSettings(
         full=full,
         adapted=adapters(model, r).leaves if lora else frozenset(),
@@ -250,7 +254,7 @@ def _tail(model: ModelSpec, settings: OpSettings) -> Tail:
 
 def activations(model: ModelSpec, r: Resolved, tokens: int) -> Activations:
     """Return the activations of `tokens` tokens through the whole model."""
-    settings = op_settings(model, r)
+    settings = op_settings(model, r, tokens)
     tail = _tail(model, settings)
     fixed, mask = _rotary(model, r, settings), masks(model, r, settings)
     plain = max(

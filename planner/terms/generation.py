@@ -68,7 +68,7 @@ def rolling(model: ModelSpec, r: Resolved, *, prompts: int = 0) -> Term:
 
 
 def _one_layer(model: ModelSpec, r: Resolved, tokens: int) -> int:
-    settings = op_settings(model, r)
+    settings = op_settings(model, r, tokens)
     return max(
         largest(no_grad_costs(layer, model.hidden, settings), tokens).at(tokens)
         for layer in model.layers

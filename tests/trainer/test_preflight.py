@@ -56,9 +56,8 @@ def test_what_was_planned_is_what_is_measured(
     for phase in ("load", "forward", "backward"):
         assert measured[phase] == pytest.approx(planned[phase], rel=0.1), phase
         assert phase in said
-    # the plan prefills prompts of recipe.prompt_length, longer than these, in every row at once; its
-    # step counts torch's temporaries, not our chunks
-    assert 0.4 * planned["rollout"] <= measured["rollout"] <= 1.05 * planned["rollout"]
+    # the plan's step counts torch's temporaries, not our chunks
+    assert 0.9 * planned["rollout"] <= measured["rollout"] <= 1.05 * planned["rollout"]
     assert measured["step"] <= 1.02 * planned["step"]
     assert ready.measured.peak_phase == ready.plan.peak_phase
 
