@@ -15,6 +15,7 @@ from planner.models.spec import ModelSpec
 from planner.run.recipe import Method
 from planner.run.resolve import Resolved
 from planner.run.tasks import TASKS, Head
+from planner.terms.activations import op_settings
 from planner.terms.adapters import trained_parameters
 from planner.terms.columns import micro_batch
 from planner.terms.logits import logits
@@ -72,10 +73,12 @@ def _evaluation(model: ModelSpec, r: Resolved) -> tuple[Term, ...]:
     """Return a batch's forward without a graph, and the logits of the batches before it."""
     rows = r.eval_batch * TASKS[r.task].rows
     own = replace(r, sequences=rows, columns=(), cached=False, checkpointing=r.checkpointing)
-    layer = micro_batch(model, own).no_grad
+    # the model's forward holds the embeddings' output beside the layer at work
+    embedded = own.tokens * model.hidden * op_settings(model, own).residual
+    layer = micro_batch(model, own).no_grad + embedded
     head = logits(model, own).score
     hidden = own.tokens * model.hidden * element_bytes(r.compute_dtype)
-    text = "{0} sequence(s), one layer without a graph {1:,} B"
+    text = "{0} sequence(s), the embeddings' output and one layer without a graph {1:,} B"
     work = Term("activations", layer, text, (rows, layer), "planner/layer/blocks.py")
     if head.bytes + hidden > layer:
         work = Term("activations", hidden, "last hidden states {0:,} B", (hidden,), TRAINER)

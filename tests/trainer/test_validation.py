@@ -160,7 +160,7 @@ def test_a_resumed_run_goes_on_with_the_best_so_far(sft, train_run_of, tmp_path)
     assert second.best_step is not None
 
 
-@pytest.mark.parametrize(("task", "low", "high"), [("grpo", 0.75, 1.1), ("sft", 0.92, 1.12)])
+@pytest.mark.parametrize(("task", "low", "high"), [("grpo", 0.75, 1.1), ("sft", 0.92, 1.05)])
 def test_an_evaluation_is_a_planned_phase_and_rehearsed(grpo, sft, tmp_path, task, low, high):
     """Every head has keys of its own here: no fused CUDA kernel takes grouped fp32 keys, so that a plan
     holds the scores in full, which the CPU's kernel never makes (the other models here: 0.6 of the plan).
