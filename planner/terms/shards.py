@@ -23,11 +23,14 @@ def shard(modules: Iterable[ModuleSpec], ranks: int) -> int:
 
 
 def root_shard(model: ModelSpec, ranks: int) -> int:
-    """Return the same of what is outside the layers: embeddings, final norm, head."""
-    outside = [*model.embeddings, *model.final]
-    if model.head is not None and not model.tied:
-        outside.append(model.head)
-    return shard(outside, ranks)
+    """Return the same of the root unit: embeddings, final norm, head, and towers before the text."""
+    return shard([*outside_layers(model), *model.towers], ranks)
+
+
+def outside_layers(model: ModelSpec) -> list[ModuleSpec]:
+    """Return the text's own modules that are in no layer; a tied head is its embedding."""
+    head = [model.head] if model.head is not None and not model.tied else []
+    return [*model.embeddings, *model.final, *head]
 
 
 def layer_shard(layer: LayerSpec, ranks: int) -> int:

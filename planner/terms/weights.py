@@ -7,7 +7,13 @@ from planner.run.resolve import Resolved
 from planner.terms.companions import with_companions
 from planner.terms.counts import base_weights
 from planner.terms.rope_tables import rope_tables
-from planner.terms.shards import adapter_shard, layer_shard, model_shard, root_shard
+from planner.terms.shards import (
+    adapter_shard,
+    layer_shard,
+    model_shard,
+    outside_layers,
+    root_shard,
+)
 from planner.terms.term import Term
 
 
@@ -60,10 +66,7 @@ def gathered(model: ModelSpec, r: Resolved, layers: int) -> Term:
     if not r.placement.gathers:
         return Term("weights", 0)
     width = min(element_bytes(r.compute_dtype), trained_width(r))
-    outside = [*model.embeddings, *model.final]
-    if model.head is not None and not model.tied:
-        outside.append(model.head)
-    root = sum(module.parameters for module in outside) * width
+    root = sum(module.parameters for module in outside_layers(model)) * width
     base = base_weights(model, r)
     largest = max(layer.parameters for layer in model.layers)
     if base.quantized:

@@ -6,6 +6,7 @@ import pytest
 
 from planner.families import model_spec_from_config
 from planner.machines.machine import make_machine
+from planner.models.catalogue import catalogue_model
 from planner.plan import Plan, plan
 from planner.run.runfile import make_recipe
 
@@ -93,3 +94,14 @@ def test_several_gpus_without_a_layout_are_said_to_hold_a_copy_each() -> None:
     assert any("8 GPUs without --shard" in note and "fsdp2" in note for note in said)
     alone = plan(spec, recipe, make_machine("h100")).assumptions
     assert not any("--shard" in note for note in alone)
+
+
+def test_a_tower_is_in_the_root_unit() -> None:
+    model = catalogue_model("qwen2.5-vl-3b")
+    recipe = make_recipe(task="sft", method="full", framework="hf-trainer", sharding="fsdp2")
+    result = plan(model, recipe, make_machine("h100", gpus=2))
+    assert model.towers
+    assert term(result, "load", "weights") == 2 * model.parameters // 2
+    root = model.parameters - sum(layer.count * layer.parameters for layer in model.layers)
+    gathered = term(result, "loss", "weights") - term(result, "load", "weights")
+    assert gathered == 2 * root
