@@ -127,6 +127,7 @@ def differences(plans: dict[str, Plan]) -> list[dict[str, str]]:
 def _settings(result: Plan) -> dict[str, str]:
     r = result.resolved
     hidden = {"framework", "framework_asked", "switches", "law", "assumptions", "trains"}
+    hidden |= {"batch", "at_once"}  # `sequences` follows from them
     names = [name for name in r.__slots__ if name not in hidden]
     values = {name: getattr(r, name) for name in names}
     return {

@@ -152,7 +152,7 @@ def test_runs_are_added_removed_and_kept_in_the_link() -> None:
     at.get_by_key("batch").set_value(4).run()
     at.button(key="pin_here").click().run()
     assert len(at.dataframe[0].value) == 2
-    assert "sequences" in set(at.dataframe[1].value["setting"])
+    assert set(at.dataframe[1].value["setting"]) == {"sequences"}
     kept = at.query_params["pin"]
     assert len(kept) == 2
     again = AppTest.from_file(str(APP / "main.py"), default_timeout=60)
