@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import ceil, floor, sqrt
 
 from planner.errors import UnsupportedError, UsageError
-from planner.models.tiles import anyres_tokens, best_resolution, canvas, ragged, split
+from planner.models.tiles import anyres_tokens, best_resolution, canvas, split
 from planner.models.vision_spec import Cut, VisionSpec
 
 MAX_RATIO = 200
@@ -53,11 +53,6 @@ def cut_image(vision: VisionSpec, width: int, height: int, images: int = 1) -> C
         # an image is repeated to fill a patch of several frames
         return _grid(vision, wide, high, 1, f"{width} x {height} resized to {wide} x {high}")
     side = vision.size
-    if vision.cut is Cut.RAGGED:
-        columns, rows = ragged(vision, width, height)
-        unit = vision.patch * vision.merge
-        said = f"{width} x {height} resized to {columns * unit} x {rows * unit}"
-        return _cutting(vision, columns * rows * vision.merge**2, rows * (columns + 1), said)
     if vision.cut is Cut.FIXED:
         return _tiled(vision, 1, vision.tokens, f"{width} x {height} resized to {side} x {side}")
     if vision.cut is Cut.ANYRES:

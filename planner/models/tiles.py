@@ -5,7 +5,7 @@ processing_llava_onevision.py, models/got_ocr2/image_processing_got_ocr2.py (Int
 models/idefics3/image_processing_idefics3.py, models/pixtral/image_processing_pixtral.py.
 """
 
-from math import ceil, floor, sqrt
+from math import ceil, sqrt
 
 from planner.models.vision_spec import VisionSpec
 
@@ -90,11 +90,3 @@ def _tiles(wide: int, high: int, side: int) -> tuple[int, int]:
         high = ceil(high / side) * side
         wide = int(high * ratio)
     return max(1, ceil(wide / side)), max(1, ceil(high / side))
-
-
-def ragged(vision: VisionSpec, width: int, height: int) -> tuple[int, int]:
-    """Return columns and rows of Pixtral's merged patches."""
-    if (ratio := max(width, height) / vision.size) > 1:
-        width, height = floor(width / ratio), floor(height / ratio)
-    unit = vision.patch * vision.merge
-    return (width - 1) // unit + 1, (height - 1) // unit + 1

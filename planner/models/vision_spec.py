@@ -19,8 +19,6 @@ class Cut(StrEnum):
     """Tiles of the canvas nearest in aspect ratio, and a thumbnail (InternVL)."""
     SPLIT = "split"
     """Scaled to a longest edge, split into tiles, and the whole image (Idefics3, SmolVLM)."""
-    RAGGED = "ragged"
-    """Any size up to a longest edge, a token more at each row's end (Pixtral, Mistral 3)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +92,7 @@ class VisionSpec(TowerSpec):
     """Video frames in one patch."""
     channels: int = 3
     size: int = 0
-    """Side of the fixed size, or of a tile; the longest edge of ragged images."""
+    """Side of the fixed size, or of a tile."""
     class_token: int = 0
     """Rows of a tile before its patches."""
     tokens: int = 0
