@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from profiler.attribute import Summary, assign_terms, summarise, to_events
+from profiler.dtensors import is_wrapper, visible
 from profiler.recording_parts import Event, LiveTensor, PhaseRecord
 from profiler.startup.vramwise_phases import PhaseTracker
 from profiler.storages import DEVICE, HOST, Block, BlockEvent, StorageTracker
@@ -68,6 +69,7 @@ class Follower:
         self._adopted: set[int] = set()
         self._standing: list[Block] = []
         self._stack = ExitStack()
+        self._sees_shards = False
 
     def start(self) -> None:
         """Begin to follow."""
@@ -91,6 +93,8 @@ class Follower:
         config: Any = getattr(model, "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         self.vocab = self.vocab or int(getattr(text, "vocab_size", 0) or 0)
+        if any(is_wrapper(type(parameter)) for parameter in model.parameters()):
+            self._see_shards()
         with self.storages.in_phase("load"):
             for name, parameter in model.named_parameters():
                 # whatever touched it first: a parameter is a parameter
@@ -106,6 +110,12 @@ class Follower:
                     for tensor in state.values():
                         self._own(tensor, "optimizer", "")
         self._stack.enter_context(self.storages.module_names(model))
+
+    def _see_shards(self) -> None:
+        """See what FSDP2 gathers and sends; once, however many models are sharded."""
+        if not self._sees_shards:
+            self._sees_shards = True
+            self._stack.enter_context(visible(self.storages))
 
     def adopt_known(self) -> None:
         """Adopt every model that the phase tracker has seen."""

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from profiler.attribute import assign_terms
+from profiler.sharded import Shard, process_group
+from profiler.torch_recorder import record
 from profiler.trace import run_subject
 from tests.profiler.sharded_cases import CASES, subject
 from tests.profiler.sharded_plans import CONFIGS, beside
@@ -84,3 +87,23 @@ def test_plan_and_trace_at_every_size(family: str, ranks: int, fields: dict[str,
     compared = beside(family, ranks, **fields)
     print(family, ranks, fields, f"{compared.peak.error:+.3%}")
     assert abs(compared.peak.error or 0) < 0.01
+
+
+def test_a_followed_run_counts_this_ranks_part_and_what_is_gathered() -> None:
+    """Two linears of 64 x 64 in fp32, each a unit, on two ranks: 8,192 B of each here."""
+    from torch.distributed.fsdp import fully_shard
+
+    with process_group(Shard(ranks=2)):
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(2)))
+        for unit in (*model, model):
+            fully_shard(unit, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters())
+        with record(model, optimizer, follow=True) as live:
+            for _ in range(2):
+                model(torch.zeros(4, 64)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    weights = {phase.name: phase.terms_bytes.get("weights", 0) for phase in live.recording.phases}
+    assert weights["load"] == weights["step"] == 2 * 8_192
+    assert weights["forward"] == 2 * 8_192 + 16_384  # one unit at a time is whole
