@@ -278,9 +278,8 @@ def _backward(
         alive += waiting
         flown = flat.in_backward(left, model.num_layers)
         moments.append(_Moment(alive, moment.activations, flown, seen.backward))
-        if (
-            flat.reduced and left == model.num_layers > 1
-        ):  # the next layer meets the first reduction
+        if flat.reduced and left == model.num_layers > 1:
+            # the next layer down meets the first reduction
             shard = _earlier_grads(model, r, grads.bytes, left - 1)
             shard -= _earlier_grads(model, r, most, left - 1) if whole else 0
             kept, flown = moment.activations - acts.kept // left, flat.in_backward(left - 1, left)

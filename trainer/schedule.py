@@ -6,9 +6,12 @@ transformers', whose first step has a rate of 0 and changes nothing.
 
 import math
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from planner.errors import UsageError
+
+if TYPE_CHECKING:
+    from trainer.config import TrainSection
 
 DECAY_RATIO = 0.1
 """wsd: the share of a run that decays when nothing is said."""
@@ -32,51 +35,7 @@ class Decay(StrEnum):
     ONE_SQRT = "1-sqrt"
 
 
-class Rates(Protocol):
-    """What of the train section decides the learning rate."""
-
-    @property
-    def lr(self) -> float:
-        """TrainSection.lr."""
-
-    @property
-    def steps(self) -> int:
-        """TrainSection.steps."""
-
-    @property
-    def warmup_steps(self) -> int:
-        """TrainSection.warmup_steps."""
-
-    @property
-    def warmup_ratio(self) -> float | None:
-        """TrainSection.warmup_ratio."""
-
-    @property
-    def schedule(self) -> Schedule:
-        """TrainSection.schedule."""
-
-    @property
-    def min_lr(self) -> float | None:
-        """TrainSection.min_lr."""
-
-    @property
-    def min_lr_ratio(self) -> float | None:
-        """TrainSection.min_lr_ratio."""
-
-    @property
-    def decay_steps(self) -> int | None:
-        """TrainSection.decay_steps."""
-
-    @property
-    def decay_ratio(self) -> float | None:
-        """TrainSection.decay_ratio."""
-
-    @property
-    def decay_type(self) -> Decay:
-        """TrainSection.decay_type."""
-
-
-def learning_rate(step: int, train: Rates) -> float:
+def learning_rate(step: int, train: "TrainSection") -> float:
     """Return the rate of `step`, counted from 0."""
     warmup = warmup_of(train)
     if step < warmup:
@@ -89,7 +48,7 @@ def learning_rate(step: int, train: Rates) -> float:
     return lowest + (train.lr - lowest) * _left(done, train)
 
 
-def _left(done: float, train: Rates) -> float:
+def _left(done: float, train: "TrainSection") -> float:
     """Return the share of the rate above the floor that is left after `done` of the decay."""
     done = min(1.0, done)
     if done <= 0:
@@ -102,14 +61,14 @@ def _left(done: float, train: Rates) -> float:
     return 1.0 - math.sqrt(done)
 
 
-def warmup_of(train: Rates) -> int:
+def warmup_of(train: "TrainSection") -> int:
     """Return the steps of the warm-up; a ratio is rounded up, as transformers does."""
     if train.warmup_ratio is None:
         return train.warmup_steps
     return math.ceil(train.steps * train.warmup_ratio)
 
 
-def decay_of(train: Rates) -> int:
+def decay_of(train: "TrainSection") -> int:
     """Return the steps of wsd's decay."""
     if train.decay_steps is not None:
         return train.decay_steps
@@ -117,7 +76,7 @@ def decay_of(train: Rates) -> int:
     return max(1, math.ceil(train.steps * ratio))
 
 
-def floor_of(train: Rates) -> float:
+def floor_of(train: "TrainSection") -> float:
     """Return the rate that a schedule ends at."""
     if train.min_lr is not None:
         return train.min_lr
