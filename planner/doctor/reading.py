@@ -1,7 +1,7 @@
 """Reads logs of any size line by line: ANSI colours, progress bars and rank prefixes removed."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -96,19 +96,25 @@ def clean(number: int, raw: str) -> Line:
     return Line(number, rank, _VLLM_STAMP.sub("", text))
 
 
-def read_lines(source: BinaryIO | str) -> Iterator[Line]:
-    """Yield every line near something of interest, and the first MiB whole.
+def read_lines(
+    source: BinaryIO | str, watch: Callable[[bytes], None] | None = None
+) -> Iterator[Line]:
+    """Yield every line near something of interest, and the first MiB whole; `watch` sees every block.
 
     A file is read in blocks, so memory stays bounded; a block in which no anchor occurs is
     counted and dropped, but its tail is kept as the context of the next one. Line numbers
     are those of the file.
     """
     if isinstance(source, str):
+        if watch is not None:
+            watch(source.encode("utf-8", "replace"))
         yield from (clean(number, raw) for number, raw in enumerate(source.split("\n"), 1))
         return
     number, held, held_wanted = 1, b"", True
     seen_bytes = 0
     for block in _blocks(source):
+        if watch is not None:
+            watch(block)
         wanted = seen_bytes < 4 * BLOCK_BYTES or is_interesting(block)
         seen_bytes += len(block)
         if wanted or held_wanted:

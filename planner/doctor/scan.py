@@ -5,8 +5,11 @@ from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
 from planner.doctor.cuda_message import CONTEXT_LINES, START, parse_cuda
-from planner.doctor.events import WRAPPABLE, Event, Facts, match_event
+from planner.doctor.event import Event, Facts
+from planner.doctor.events import WRAPPABLE, match_event
+from planner.doctor.exceptions import other_error
 from planner.doctor.reading import Line, read_lines, redact
+from planner.doctor.series import Growth, Series
 from planner.doctor.vllm_log import VllmLog, read_vllm_line
 
 STACK_LINES = 160
@@ -14,6 +17,9 @@ MAX_EVENTS = 400
 MAX_RANKS = 4096
 MAX_WRAPPED = 4
 """Lines that a wrapped refusal may take before its numbers are complete."""
+MAX_OTHERS = 8
+MAX_DESCRIPTION = 20_000
+"""Characters up to which a text is taken for a person's description."""
 MAX_PROSE = 400_000
 """Characters of a log's beginning that are read for settings (model, batch, lengths)."""
 
@@ -30,6 +36,10 @@ class Scan:
     dropped_events: int = 0
     ranks: set[int] = field(default_factory=set)
     """Ranks whose lines were seen."""
+    others: list[Event] = field(default_factory=list)
+    """Exceptions that are no memory errors, the first of each rank's kind first."""
+    growth: Growth | None = None
+    """How the log's own memory figures move."""
 
     @property
     def errors(self) -> list[Event]:
@@ -54,7 +64,8 @@ def scan(source: BinaryIO | str) -> Scan:
     prose: list[str] = []
     room = MAX_PROSE
     last = ""
-    for line in read_lines(source):
+    series = Series()
+    for line in read_lines(source, series.feed):
         result.lines = line.number
         if line.rank.isdigit() and int(line.rank) < MAX_RANKS:
             result.ranks.add(int(line.rank))
@@ -70,6 +81,9 @@ def scan(source: BinaryIO | str) -> Scan:
         _finish(result, waiting)
     result.events.sort(key=lambda event: event.line)
     result.prose = redact("\n".join(prose))
+    if len(result.prose) < MAX_DESCRIPTION:
+        series.prose(result.prose)
+    result.growth = series.growth()
     return result
 
 
@@ -114,8 +128,26 @@ def _take(result: Scan, line: Line, past: deque[str], pending: dict[str, _Pendin
         )
     elif starts and waiting is None:
         pending[line.rank] = _Pending(line, tuple(past), [line.text])
+    elif waiting is None and len(result.others) < MAX_OTHERS:
+        _keep_exception(result, line, past)
     result.vllm = read_vllm_line(result.vllm, line.text)
     past.append(line.text)
+
+
+def _keep_exception(result: Scan, line: Line, past: deque[str]) -> None:
+    """Keep an exception that is none of memory, once."""
+    said = other_error(line.text)
+    if said is None or any(other.text == said for other in result.others):
+        return
+    result.others.append(
+        Event(
+            kind="other_error",
+            line=line.number,
+            rank=line.rank,
+            text=redact(said),
+            stack=tuple(past),
+        )
+    )
 
 
 def _unwrapped(past: deque[str], text: str) -> tuple[str, str, Facts] | None:
@@ -157,9 +189,11 @@ def _add(result: Scan, event: Event) -> None:
         if _same(other, event):
             first, second = (other, event) if other.line <= event.line else (event, other)
             ranks = dict.fromkeys((*(other.ranks or (other.rank,)), event.rank))
-            result.events[index] = replace(
-                first, ranks=tuple(ranks), facts={**second.facts, **first.facts}
-            )
+            facts = {**second.facts, **first.facts}
+            if first.is_weak and not second.is_weak:  # who says why wins over who only saw it
+                first = replace(second, line=first.line, stack=first.stack)
+                facts |= second.facts
+            result.events[index] = replace(first, ranks=tuple(ranks), facts=facts)
             return
     if len(result.events) >= MAX_EVENTS:
         result.dropped_events += 1
@@ -168,10 +202,12 @@ def _add(result: Scan, event: Event) -> None:
 
 
 def _same(one: Event, two: Event) -> bool:
-    if one.kind != two.kind or one.kind in ("sleep_line", "device_usage", "host_usage"):
+    if one.kind != two.kind or not one.is_error:
         return False
-    if one.kind == "host_killed":
+    if one.kind in ("host_killed", "killed", "worker_died", "host_shm", "hf_dispatch", "tms_oom"):
         return True
+    if one.kind == "driver_refused":
+        return one.facts.get("owner") == two.facts.get("owner")
     keys = ("tried_bytes", "max_seq_len", "needed_bytes", "wanted_bytes", "host_tried_bytes")
     if any(one.facts.get(key) != two.facts.get(key) for key in keys):
         return False

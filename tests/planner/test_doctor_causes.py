@@ -203,14 +203,10 @@ def test_code_around_an_error_is_not_taken_for_the_model() -> None:
     assert found.failures[0].candidates[0].formula.startswith("29,568 * 8,192 * 2 B")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-        "Cuda failure 2 'out of memory'",
-    ],
-)
-def test_refusals_without_numbers_stay_unknown(text: str) -> None:
+def test_refusals_without_numbers_stay_unknown() -> None:
+    text = (
+        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    )
     cause = diagnose(text).failures[0].causes[0]
     assert (cause.category, cause.certainty) == ("unknown", Certainty.UNKNOWN)
     assert "no sizes are printed" in cause.explanation
