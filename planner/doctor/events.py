@@ -4,6 +4,7 @@ import re
 from re import Match
 
 from planner.doctor import host_events
+from planner.doctor.anchors import speaks
 from planner.doctor.event import Event, Facts, Reader, Row, gib, nothing
 
 __all__ = ["Event", "Facts", "match_event"]
@@ -202,29 +203,40 @@ RULES: tuple[tuple[str, re.Pattern[str], Reader], ...] = tuple(
     (kind, re.compile(pattern, flags), reader)
     for kind, pattern, flags, reader in (*_ROWS, *host_events.ROWS)
 )
-QUICK = re.compile(
-    r"max seq len|max(?:imum)? model len|KV cache is needed|cache blocks|auto-fit|Free memory on device|warming up sampler"
-    r"|memory profiling|Sleep mode freed|torch_memory_saver|expandable_segments|TorchMemorySaver|mem-fraction-static"
-    r"|capacity is unbalanced|AlignedAllocator|batch_(?:prefill|decode)_|Load weight end|Memory pool end|out of memory"
-    r"|Failed to CUDA|dispatched on|offloaded to the disk|train a model that|Max_MA|"
-    + host_events.QUICK,
-    re.IGNORECASE,
-)
-"""A cheap test that every rule's line passes."""
-
-
-WRAPPABLE = re.compile(
-    r"max seq len|Free memory on device|Sleep mode freed|Error in memory profiling|Memory on the node"
-    r"|modules are dispatched"
+WRAPPABLE = (
+    "max seq len",
+    "Free memory on device",
+    "Sleep mode freed",
+    "Error in memory profiling",
+    "Memory on the node",
+    "modules are dispatched",
 )
 """Where a refusal of several numbers starts, which a narrow terminal may break."""
 
 
+MAX_SILENT = 2048
+_silent: set[str] = set()
+"""Shapes of lines that no rule matches: a log repeats them with other numbers."""
+_DIGITS = re.compile(r"(?<![\w.-])(?!(?:1|2|9|12|137)(?!\d))\d+")
+"""Numbers that no rule asks for by value."""
+
+
+def may_wrap(text: str) -> bool:
+    """Return whether a refusal of several numbers starts here."""
+    return any(word in text for word in WRAPPABLE)
+
+
 def match_event(text: str) -> tuple[str, str, Facts] | None:
     """Return (kind, matched text, facts) of the first rule that matches a line, or None."""
-    if not QUICK.search(text) or host_events.NOT_MINE.search(text):
+    if not speaks(text) or host_events.NOT_MINE.search(text):
+        return None
+    shape = _DIGITS.sub("0", text)
+    if shape in _silent:
         return None
     for kind, pattern, reader in RULES:
         if match := pattern.search(text):
             return kind, match.group()[:400], reader(match)
+    if len(_silent) >= MAX_SILENT:
+        _silent.clear()
+    _silent.add(shape)
     return None

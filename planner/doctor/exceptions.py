@@ -30,6 +30,10 @@ _LAUNCHER = re.compile(
 
 def other_error(text: str) -> str | None:
     """Return the exception of a line, or a launcher's exit line, when it does not speak of memory."""
+    if not any(
+        word in text for word in ("Err", "Exce", "Interrupt", "NotFound", "Timeout", "exit")
+    ):
+        return None
     match = _EXCEPTION.match(text)
     if match is None:
         found = _LAUNCHER.search(text)

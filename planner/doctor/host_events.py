@@ -189,8 +189,3 @@ ROWS: tuple[Row, ...] = (
         _virtual,
     ),
 )
-QUICK = (
-    r"killed|killer|Memory on the node|of the memory on node|oom|root causes|SYSTEM_ERROR|died|memory limit|OUT_OF_ME"
-    r"|low on resource|Bus error|shared memory|dev/shm|ObjectStoreFull|DefaultCPUAllocator|Unable to allocate|bad_alloc"
-    r"|MemoryError|Cannot allocate|exit|return|signal|SIGKILL|杀死|ray(?:::|_)|status=9|CPU Virtual|(?:host|CPU|system|RAM|memory) out of mem"
-)

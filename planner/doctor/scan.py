@@ -4,9 +4,10 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
+from planner.doctor.anchors import speaks
 from planner.doctor.cuda_message import CONTEXT_LINES, START, parse_cuda
-from planner.doctor.event import Event, Facts
-from planner.doctor.events import WRAPPABLE, match_event
+from planner.doctor.event import NOTICES, Event, Facts
+from planner.doctor.events import match_event, may_wrap
 from planner.doctor.exceptions import other_error
 from planner.doctor.reading import Line, read_lines, redact
 from planner.doctor.series import Growth, Series
@@ -14,6 +15,8 @@ from planner.doctor.vllm_log import VllmLog, read_vllm_line
 
 STACK_LINES = 160
 MAX_EVENTS = 400
+MAX_NOTICES = 40
+"""Usage reports and sleep lines of one kind that are kept."""
 MAX_RANKS = 4096
 MAX_WRAPPED = 4
 """Lines that a wrapped refusal may take before its numbers are complete."""
@@ -94,13 +97,14 @@ def _continued(
     if line.rank or not last:
         return line
     before = history.get(last)
-    waits = last in pending or (before and WRAPPABLE.search(before[-1]))
+    waits = last in pending or (before and may_wrap(before[-1]))
     return Line(line.number, last, line.text) if waits else line
 
 
 def _take(result: Scan, line: Line, past: deque[str], pending: dict[str, _Pending]) -> None:
     waiting = pending.get(line.rank)
-    starts = START.search(line.text) is not None
+    said = speaks(line.text)
+    starts = said and START.search(line.text) is not None
     if waiting is not None:
         closes = (
             starts
@@ -112,7 +116,7 @@ def _take(result: Scan, line: Line, past: deque[str], pending: dict[str, _Pendin
             waiting = None
         else:
             waiting.body.append(line.text)
-    special = match_event(line.text) or _unwrapped(past, line.text)
+    special = (match_event(line.text) if said else None) or _unwrapped(past, line.text)
     if special is not None:
         kind, matched, facts = special
         _add(
@@ -123,14 +127,15 @@ def _take(result: Scan, line: Line, past: deque[str], pending: dict[str, _Pendin
                 rank=line.rank,
                 text=redact(matched),
                 facts=facts,
-                stack=tuple(past),
+                stack=() if kind in NOTICES else tuple(past),
             ),
         )
     elif starts and waiting is None:
         pending[line.rank] = _Pending(line, tuple(past), [line.text])
     elif waiting is None and len(result.others) < MAX_OTHERS:
         _keep_exception(result, line, past)
-    result.vllm = read_vllm_line(result.vllm, line.text)
+    if said:
+        result.vllm = read_vllm_line(result.vllm, line.text)
     past.append(line.text)
 
 
@@ -154,7 +159,7 @@ def _unwrapped(past: deque[str], text: str) -> tuple[str, str, Facts] | None:
     """Return the event of a message that a terminal broke over this and earlier lines."""
     for count in range(1, min(MAX_WRAPPED, len(past)) + 1):
         start = past[-count]
-        if WRAPPABLE.search(start):
+        if may_wrap(start):
             if match_event(start) is not None:
                 return None
             lines = [past[-index] for index in range(count, 0, -1)] + [text]
@@ -184,7 +189,8 @@ def _finish(result: Scan, waiting: _Pending) -> None:
 
 def _add(result: Scan, event: Event) -> None:
     """Keep the event, merged with an equal one of another rank or of a retry."""
-    for index in range(len(result.events) - 1, max(-1, len(result.events) - 65), -1):
+    last = len(result.events) - 1 if event.is_error else -1
+    for index in range(last, max(-1, last - 64), -1):
         other = result.events[index]
         if _same(other, event):
             first, second = (other, event) if other.line <= event.line else (event, other)
@@ -195,7 +201,11 @@ def _add(result: Scan, event: Event) -> None:
                 facts |= second.facts
             result.events[index] = replace(first, ranks=tuple(ranks), facts=facts)
             return
-    if len(result.events) >= MAX_EVENTS:
+    alike = [index for index, other in enumerate(result.events) if other.kind == event.kind]
+    if not event.is_error:
+        if len(alike) >= MAX_NOTICES:  # the last ones stand nearest to the failure
+            del result.events[alike[0]]
+    elif len(alike) >= MAX_EVENTS:
         result.dropped_events += 1
         return
     result.events.append(event)
