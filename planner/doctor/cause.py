@@ -48,6 +48,8 @@ class Signals:
     vllm: VllmLog = field(default_factory=VllmLog)
     notices: tuple[Event, ...] = ()
     """Sleep lines and usage reports of the same log."""
+    held: dict[int, float] = field(default_factory=dict)
+    """The most GB that each rank says it uses."""
     growth: Growth | None = None
     """How the log's own memory figures move from step to step."""
 

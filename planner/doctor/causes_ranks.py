@@ -10,13 +10,6 @@ from planner.units import GiB, format_bytes
 _NO_SYNC = re.compile(
     r"no_sync|gradient_accumulation|GradientAccumulationPlugin|sync_each_batch", re.IGNORECASE
 )
-_OF_RANK = re.compile(
-    r"\brank[ _:=\]]{0,3}(\d{1,4})\b.{0,80}?(?:used|allocated|mem\w*|MA)[^\d\n]{0,24}?(\d{1,3}(?:\.\d{1,3})?) ?(?:GB|GiB|$)",
-    re.IGNORECASE | re.MULTILINE,
-)
-_USED_FIRST = re.compile(
-    r"\[rank ?(\d{1,4})\].{0,120}?used_GB=(\d{1,3}(?:\.\d{1,3})?)", re.IGNORECASE
-)
 UNEVEN = 1.15
 """How much more than the middle rank one must hold to be called fuller."""
 
@@ -73,13 +66,7 @@ def fuller_rank(signals: Signals) -> Cause | None:
     event = signals.event
     if event is None or event.cuda is None:
         return None
-    text = signals.context.text
-    held: dict[int, float] = {}
-    for pattern in (_USED_FIRST, _OF_RANK):
-        for rank, used in pattern.findall(text[:200_000]):
-            held[int(rank)] = max(held.get(int(rank), 0.0), float(used))
-        if len(held) > 2:
-            break
+    held = signals.held
     if len(held) < 3:
         return None
     middle = sorted(held.values())[len(held) // 2]

@@ -174,6 +174,7 @@ def _failure(
         vllm=found.vllm,
         notices=notices,
         growth=found.growth,
+        held=found.held,
     )
     causes = [cause for rule in rules_of(event) if (cause := rule(signals))]
     unique = {cause.category: cause for cause in reversed(causes)}

@@ -84,6 +84,13 @@ def _sglang(match: Match[str]) -> Facts:
 _N = r"(\d+(?:\.\d+)?)"
 _ROWS: tuple[Row, ...] = (
     (
+        "device_usage",
+        rf"\bMA (?P<allocated>{_N}) GB\s+Max_MA (?P<max_allocated>{_N}) GB\s+CA (?P<cached>{_N}) GB\s+"
+        rf"Max_CA (?P<max_cached>{_N}) GB",
+        0,
+        _deepspeed,
+    ),
+    (
         "vllm_kv_len",
         r"max(?:imum)? (?:seq|model) len(?:gth)? \((?P<len>\d+)\)[, ]{1,3}\(?(?P<need>[\d.]+) ?GiB KV cache is needed,"
         r" which is larger than the available KV cache memory \((?P<have>-?[\d.]+) ?GiB\)"
@@ -190,13 +197,6 @@ _ROWS: tuple[Row, ...] = (
         r"|train a model that (?:has been|was) loaded (?:in|with) (?:8-bit|4-bit|8-bit or 4-bit).{0,40}(?:CPU|disk)",
         re.IGNORECASE,
         nothing,
-    ),
-    (
-        "device_usage",
-        rf"\bMA (?P<allocated>{_N}) GB\s+Max_MA (?P<max_allocated>{_N}) GB\s+CA (?P<cached>{_N}) GB\s+"
-        rf"Max_CA (?P<max_cached>{_N}) GB",
-        0,
-        _deepspeed,
     ),
 )
 RULES: tuple[tuple[str, re.Pattern[str], Reader], ...] = tuple(

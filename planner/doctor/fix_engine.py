@@ -33,3 +33,27 @@ def slots(signals: Signals) -> list[Fix]:
         Fix(change="merge the adapter into the weights and serve it without --enable-lora"),
         Fix(change="a LOWER --gpu-memory-utilization where adapters are loaded after the start"),
     ]
+
+
+def waking(signals: Signals) -> list[Fix]:
+    """Room for an engine that comes back: less of the card for it, or less of the trainer in the way."""
+    event = signals.event
+    steps = [
+        Fix(
+            change="wake in two steps: wake_up(tags=['weights']), load and free the new weights, then wake_up(tags=['kv_cache'])"
+        ),
+        Fix(change="a lower vllm_gpu_memory_utilization"),
+    ]
+    if event is None or event.kind != "tms_oom":
+        return steps
+    return [
+        Fix(
+            change="a lower --mem-fraction-static (verl: rollout.gpu_memory_utilization, slime: --sglang-mem-fraction-static): the engine's pool must fit beside the trainer, 0.5 is a usual start"
+        ),
+        Fix(
+            change="before the engine resumes: offload the trainer (param_offload, optimizer_offload) and torch.cuda.empty_cache(), for the driver does not see what PyTorch keeps in reserve"
+        ),
+        Fix(
+            change="resume in two steps: weights first, the KV cache after the new weights are loaded (tags)"
+        ),
+    ]

@@ -85,10 +85,7 @@ MAKERS: dict[str, Maker] = {
         "a lower vllm_gpu_memory_utilization",
         "sleep level 1 or 2 where it is 0",
     ),
-    "wake_up_order": make.plain(
-        "wake in two steps: wake_up(tags=['weights']), load and free the new weights, then wake_up(tags=['kv_cache'])",
-        "a lower vllm_gpu_memory_utilization",
-    ),
+    "wake_up_order": make_engine.waking,
     "attention_quadratic": make.plain(
         "flash attention (attn_implementation=flash_attention_2), or a head size that sdpa's fast kernels take",
         "a shorter length: the cost is quadratic",

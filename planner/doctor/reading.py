@@ -33,8 +33,8 @@ _SECRET = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|AKIA[A-Z0-9]{12,}|gh[pousr]_[A-Za-z0-9]{20,}"
     r"|github_pat_\w{20,}|glpat-[\w-]{16,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{10,}|xox[a-z]-[\w-]{10,})"
     r"|(?i:bearer\s+)[\w.~+/-]{16,}=*|(?<=://)[^/\s:@]{1,64}:[^/\s@]{1,128}(?=@)"
-    r"|(?i:(?:api[_-]?key|(?<![a-z])token|_token|secret|password|passwd)['\"]?\s*[=:]\s*)(?!\d{1,12}(?:\D|$))\S+"
-    r"|(?i:--[\w-]*(?:token|api-key|password|secret)\s+)(?!\d{1,12}(?:\D|$))\S+"
+    r"|(?i:(?:api[_-]?key|(?<![a-z])token|_token|secret|password|passwd)['\"]?\s*[=:]\s*)(?!\d{1,12}(?:[\s,;}\])]|$))\S+"
+    r"|(?i:--[\w-]*(?:token|api-key|password|secret)\s+)(?!\d{1,12}(?:[\s,;}\])]|$))\S+"
 )
 
 
@@ -104,17 +104,19 @@ def read_lines(
             yield from _numbered(number, buffer[start:end])
             number += buffer.count(b"\n", start, end)
             done = end
-        left = max(0, max((at + AFTER_BYTES for at in hits), default=0) - len(buffer))
+        left = max(0, max((last for _, last in hits), default=0) - len(buffer))
         keep = buffer.rfind(b"\n", 0, max(done, len(buffer) - BEFORE_BYTES)) + 1
         keep = max(done, keep)
         number += buffer.count(b"\n", done, keep)
         tail = buffer[keep:]
 
 
-def _spans(buffer: bytes, fresh: int, left: int, hits: list[int]) -> list[tuple[int, int]]:
+def _spans(
+    buffer: bytes, fresh: int, left: int, hits: list[tuple[int, int]]
+) -> list[tuple[int, int]]:
     """Return what of a buffer is read, as (start, end) at line ends: around hits, and what is `left` of one."""
     wanted = [(fresh, fresh + left)] if left else []
-    wanted += [(max(0, at - BEFORE_BYTES), at + AFTER_BYTES) for at in hits]
+    wanted += hits
     spans: list[tuple[int, int]] = []
     for first, last in sorted(wanted):
         start = buffer.rfind(b"\n", 0, first) + 1
@@ -127,8 +129,8 @@ def _spans(buffer: bytes, fresh: int, left: int, hits: list[int]) -> list[tuple[
     return spans
 
 
-def _hits(buffer: bytes, fresh: int) -> list[int]:
-    """Return where anchors stand; of those that are close together the first."""
+def _hits(buffer: bytes, fresh: int) -> list[tuple[int, int]]:
+    """Return what to read around the anchors: first and last byte of each; of a notice its own line."""
     if not may_speak(buffer[fresh:]):
         return []
     lowered = buffer.lower()
@@ -136,11 +138,11 @@ def _hits(buffer: bytes, fresh: int) -> list[int]:
     for anchor in ANCHORS:
         if anchor in NOTICES:
             at = lowered.rfind(anchor, fresh)
-            found += [at] if at >= 0 else []
+            found += [(at, at)] if at >= 0 else []
             continue
         at = lowered.find(anchor, fresh)
         while at >= 0:
-            found.append(at)
+            found.append((max(0, at - BEFORE_BYTES), at + AFTER_BYTES))
             at = lowered.find(anchor, at + AFTER_BYTES // 2)
     return found
 

@@ -103,6 +103,7 @@ def _failure_text(number: int, failure: Failure, diagnosis: Diagnosis) -> str:
         lines.append(f"  {lead.formula}")
     lines += [
         f"  also possible: {cause.title} ({cause.certainty}): {cause.explanation}"
+        + (f" {cause.formula}" if cause.formula else "")
         for cause in others[:2]
     ]
     if failure.planned is not None:

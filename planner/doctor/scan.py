@@ -1,5 +1,6 @@
 """From a log of any size to events: messages, refusals and the lines that led to them."""
 
+import re
 from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO
@@ -13,6 +14,13 @@ from planner.doctor.reading import Line, read_lines, redact
 from planner.doctor.series import Growth, Series
 from planner.doctor.vllm_log import VllmLog, read_vllm_line
 
+_WORKER = re.compile(
+    r"Worker_(?:DP\d+_)?(?:PP(?P<pipeline_parallel_size>\d{1,3})_?)?(?:TP(?P<tensor_parallel_size>\d{1,3}))?"
+)
+_HELD = re.compile(
+    r"(?:used|allocated|\bMA|mem(?:ory)?(?: usage)?)[^\d\n]{1,12}(\d{1,3}\.?\d{0,3})(?: ?Gi?B\b|(?<=\d)(?=[,\s]|$))",
+    re.IGNORECASE,
+)
 STACK_LINES = 160
 MAX_EVENTS = 400
 MAX_NOTICES = 40
@@ -41,6 +49,8 @@ class Scan:
     """Ranks whose lines were seen."""
     others: list[Event] = field(default_factory=list)
     """Exceptions that are no memory errors, the first of each rank's kind first."""
+    held: dict[int, float] = field(default_factory=dict)
+    """The most GB that a rank's own lines say it uses."""
     growth: Growth | None = None
     """How the log's own memory figures move."""
 
@@ -68,10 +78,12 @@ def scan(source: BinaryIO | str) -> Scan:
     room = MAX_PROSE
     last = ""
     series = Series()
+    workers: dict[str, int] = {}
     for line in read_lines(source, series.feed):
         result.lines = line.number
         if line.rank.isdigit() and int(line.rank) < MAX_RANKS:
             result.ranks.add(int(line.rank))
+        _of_rank(result, line, workers)
         if room > 0:
             prose.append(line.text)
             room -= len(line.text) + 1
@@ -87,7 +99,22 @@ def scan(source: BinaryIO | str) -> Scan:
     if len(result.prose) < MAX_DESCRIPTION:
         series.prose(result.prose)
     result.growth = series.growth()
+    if result.vllm.started:
+        said = {name: str(count) for name, count in workers.items() if count > 1}
+        result.vllm = replace(result.vllm, settings={**said, **result.vllm.settings})
     return result
+
+
+def _of_rank(result: Scan, line: Line, workers: dict[str, int]) -> None:
+    """Note what a line tells of its rank: how much it holds, or which of an engine's workers it is."""
+    if line.rank.isdigit() and int(line.rank) < MAX_RANKS and "ried to alloc" not in line.text:
+        for used in _HELD.findall(line.text):
+            rank = int(line.rank)
+            result.held[rank] = max(result.held.get(rank, 0.0), float(used))
+    elif line.rank.startswith("Worker_") and (match := _WORKER.match(line.rank)):
+        for name, number in match.groupdict().items():
+            if number is not None:
+                workers[name] = max(workers.get(name, 0), int(number) + 1)
 
 
 def _continued(

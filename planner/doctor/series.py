@@ -24,9 +24,10 @@ STEADY = 0.8
 
 _UNIT = {"gb": GB, "gib": GiB, "g": GiB, "mb": 10**6, "mib": MiB, "m": MiB}
 _FIGURE = re.compile(
-    rb"(?P<key>[A-Za-z][\w/ .()-]{0,48}?(?:mem|MEM|Mem|alloc|reserved|VRAM|vram|active)[\w/ .():-]{0,24}?)"
-    rb"['\"]?\s{0,3}[:=]\s{0,3}(?:cuda:\d+ )?['\"]?(?P<value>\d{1,6}(?:\.\d{1,6})?) ?(?P<unit>[GMgm]i?[Bb])?(?![\w.])"
+    rb"(?:mem|MEM|Mem|alloc|reserved|VRAM|vram|max_active|\bMA(?= \d))(?P<rest>[\w/.():-]{0,24}(?: ?\(\w{1,4}\)| used| usage| allocated)?)"
+    rb"['\"]?\s{0,3}[:= ]\s{0,3}(?:cuda:\d+ )?['\"]?(?P<value>\d{1,6}(?:\.\d{1,6})?) ?(?P<unit>[GMgm]i?[Bb])?(?![\w.])"
 )
+_BEFORE = re.compile(rb"[\w/.-]{0,40}$")
 _LENGTH = re.compile(
     rb"(?P<key>(?:seq_?len|sequence_length|num_tokens|response_length/max|prompt_length/max|total_length/max"
     rb"|completions/max_length|max_length|max_size:\w+|tokens|global_seqlen/max|longest)\w{0,16})"
@@ -36,7 +37,11 @@ _CHAIN = re.compile(
     r"\d{1,5}(?:\.\d{1,3})? ?(?:Gi?B|G)?(?: ?(?:->|=>|\u2192) ?\d{1,5}(?:\.\d{1,3})? ?(?:Gi?B|G)?){2,}",
     re.IGNORECASE,
 )
-_WORDS = (b"mem", b"Mem", b"MEM", b"alloc", b"VRAM", b"vram")
+_WORDS = (b"mem", b"Mem", b"MEM", b"alloc", b"VRAM", b"vram", b" MA ")
+_TOLD = re.compile(
+    r"\b(?:step|iter(?:ation)?|epoch)s?[ #:=]{1,3}(\d{1,6})\b[^\n\d]{0,40}?(\d{1,3}(?:\.\d{1,2})?) ?(?:Gi?B|G)\b",
+    re.IGNORECASE,
+)
 _OUTSIDE = (
     b"ried to allocate",
     b"Memory on the node",
@@ -45,7 +50,7 @@ _OUTSIDE = (
     b"Load weight",
     b"took",
 )
-_RESERVED = re.compile(rb"reserv|cached|MaxCA", re.IGNORECASE)
+_RESERVED = re.compile(rb"reserv|cached", re.IGNORECASE)
 _HOST = re.compile(rb"cpu|host|rss|ram\b", re.IGNORECASE)
 
 
@@ -99,28 +104,28 @@ class Series:
         """Take the figures of a block of whole lines, of the first lines with any."""
         if not any(word in block for word in _WORDS):
             return
-        taken = 0
-        for line in block.split(b"\n"):
-            if len(line) < MAX_LINE and any(word in line for word in _WORDS):
-                taken += self._line(line)
-                if taken >= MAX_BLOCK_LINES:
-                    return
+        lines = [
+            line
+            for line in block.split(b"\n")
+            if len(line) < MAX_LINE and any(word in line for word in _WORDS)
+        ]
+        for line in lines[:: 1 + len(lines) // MAX_BLOCK_LINES]:
+            self._line(line)
 
-    def _line(self, line: bytes) -> bool:
+    def _line(self, line: bytes) -> None:
         if any(word in line for word in _OUTSIDE):
-            return False
+            return
         length: float | None = None
         if found := _LENGTH.search(line):
             length = float(found["value"])
-        seen = False
         for match in _FIGURE.finditer(line):
-            unit = (match["unit"] or b"").decode().lower() or _unit_of(match["key"])
-            key = _name(match["key"])
+            before = _BEFORE.search(line, max(0, match.start() - 40), match.start())
+            whole = (before.group() if before else b"") + line[match.start() : match.end("rest")]
+            unit = (match["unit"] or b"").decode().lower() or _unit_of(whole)
+            key = _name(whole)
             if not unit or (key not in self.tracks and len(self.tracks) >= MAX_NAMES):
                 continue
             self.tracks.setdefault(key, _Track()).add(float(match["value"]) * _UNIT[unit], length)
-            seen = True
-        return seen
 
     def prose(self, text: str) -> None:
         """Take a chain that a person wrote: 47 -> 67 -> 87 GB."""
@@ -129,6 +134,9 @@ class Series:
                 figures = re.findall(r"\d+(?:\.\d+)?", match.group())
                 self.chain = tuple(float(figure) * GiB for figure in figures)
                 return
+        told = {int(step): float(size) * GiB for step, size in _TOLD.findall(text)}
+        if len(told) >= MIN_POINTS and not self.tracks:
+            self.chain = tuple(size for _, size in sorted(told.items()))
 
     def growth(self) -> Growth | None:
         """Return what the figures show, or None when they say nothing."""
