@@ -318,6 +318,8 @@ class Recipe(Section):
     resume: bool = False
     """Plan the start from a checkpoint."""
     sharding: Sharding = Sharding.NONE
+    bucket_views: bool = False
+    """ddp: gradients are views of its buckets (gradient_as_bucket_view); torch's default doubles them."""
     compile: bool = False
     """torch.compile of the layers or the model, as the framework does it."""
     compile_loss: bool | None = None

@@ -79,6 +79,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[["Resolved"], bool], str], ...] = 
     (("offload.device", "offload.pinned"), lambda r: r.placement.offload.by in ("zero", "zero3", "fsdp"), "no engine offloads"),
     (("experts_implementation", "expert_capacity_factor"), lambda r: bool(r.experts), "no experts are trained through"),
     (("sharding",), lambda r: r.gpus > 1, "there is one GPU"),
+    (("bucket_views",), lambda r: r.placement.buckets, "no ddp has buckets"),
 )  # fmt: skip
 
 

@@ -100,6 +100,7 @@ OPTIONS: dict[str, Any] = {
     "resume": _option(bool | None, "--resume/--no-resume", "Plan the start from a checkpoint.", _HOW),
     "packing": _option(bool | None, "--packing/--no-packing", "Sequences joined without padding.", _HOW),
     "shard": _option(str | None, "--shard", "none, ddp, zero1, zero2, zero3 or fsdp.", _HOW),
+    "bucket_views": _option(bool | None, "--bucket-views/--no-bucket-views", "ddp: gradients are views of its buckets, not beside them.", _HOW),
     "engine": _option(str | None, "--engine", "none, transformers, vllm-shared, vllm-push, vllm-server.", _ENGINE),
     "kv_dtype": _option(str | None, "--kv-dtype", "bf16, fp16, fp32 or fp8.", _ENGINE),
     "gpu_memory_utilization": _option(float | None, "--gpu-memory-utilization", "vLLM's share of the GPU.", _ENGINE),

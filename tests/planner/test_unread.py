@@ -23,6 +23,7 @@ DISTILL: dict[str, Any] = {"task": "distill", "framework": "trl", "teacher": "ll
 TWO_CARDS = (
     "sharding",
     "float8_all_gather",
+    "bucket_views",
     "offload.parameters",
     "offload.device",
     "offload.pinned",
@@ -48,6 +49,7 @@ BIASED, OF_BIASED = "qwen2.5-0.5b", ("lora.bias",)
 ADAPTER = str(Path(__file__).parent / "adapter")
 
 CASES: dict[str, tuple[dict[str, Any], Any]] = {
+    "bucket_views": ({**FULL, "sharding": "ddp"}, True),
     "images": (LONG, 1),
     "image_size": ({**LONG, "images": 1}, "512x512"),
     "image_tokens": ({**LONG, "images": 1}, 64),
