@@ -1,8 +1,7 @@
 """What each rank holds of weights, gradients and states: decided here once, the terms read it.
 
-A rank is one process on one GPU. The next ways to divide a run (data_replicate, tensor, sequence, pipeline,
-context, expert) belong here as further fields: a term asks how many shards its tensor has, never by
-which scheme.
+A rank is one process on one GPU; the degrees of a layout come from planner/run/parallel.py. A term asks how
+many shards its tensor has, never by which scheme.
 """
 
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
+from planner.run.parallel import ZERO
 from planner.run.recipe import Method, Sharding
 
 
@@ -88,6 +88,7 @@ def place(
     sharding: Sharding,
     ranks: int,
     *,
+    shards: int,
     method: Method,
     quantized: bool,
     autocast: bool,
@@ -96,7 +97,7 @@ def place(
     replicates_by_fsdp2: bool = False,
     offload: Offload = NOTHING,
 ) -> Placement:
-    """Return what each of `ranks` holds.
+    """Return what each of `ranks` holds; groups of `shards` of them divide what the scheme divides.
 
     `quantized`: of the base; `loads_whole`: the framework's loader does not divide.
     """
@@ -109,9 +110,9 @@ def place(
     trained_outside = fsdp and quantized
     return Placement(
         ranks=ranks,
-        weight_shards=ranks if divided.weights else 1,
-        gradient_shards=ranks if divided.gradients and not trained_outside else 1,
-        state_shards=ranks if divided.states and not trained_outside else 1,
+        weight_shards=shards if divided.weights else 1,
+        gradient_shards=shards if divided.gradients and not trained_outside else 1,
+        state_shards=shards if divided.states and not trained_outside else 1,
         buckets=replicated and not by_fsdp2,
         bucket_views=replicated and not by_fsdp2 and bucket_views,
         reduces=(several and sharding is not Sharding.NONE) or offload.gradients,
@@ -123,9 +124,6 @@ def place(
         loads_whole=fsdp and several and loads_whole,
         offload=offload,
     )
-
-
-ZERO = (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3)
 
 
 @cache
