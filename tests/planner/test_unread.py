@@ -113,7 +113,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "sharding": (FULL, "zero3"),
     "parallel.data_replicate": ({**FULL, "sharding": "fsdp2"}, 2),
     "reshard_after_forward": ({**FULL, "sharding": "fsdp2"}, False),
-    "reduce_dtype": ({**FULL, "sharding": "fsdp2"}, "fp32"),
+    "reduce_dtype": ({**FULL, "sharding": "fsdp2", "context": 128}, "fp32"),
     "accumulate_sync": (
         {**FULL, "sharding": "fsdp2", "gradient_accumulation": 4, "framework": "hf-trainer"},
         True,
