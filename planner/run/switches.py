@@ -95,6 +95,19 @@ class Switches(Section):
     expandable_segments: Flag = False
     """The framework sets PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before torch starts."""
 
+    # parallel training code of its own
+    layers: Literal["transformers", "megatron"] = "transformers"
+    """Whose layers run: transformers' (and what keeps the same), or Megatron-Core's."""
+    gradient_buffers: Flag = False
+    """Gradients have places in one buffer from the start, as wide as `gradient_dtype`, fp32 if none is
+    asked for (Megatron-Core's ParamAndGradBuffer)."""
+    fused_weight_gradients: Flag = False
+    """Matrix products add weights' gradients to that buffer: no tensor of their own."""
+    vocab_padding: Annotated[int, Field(ge=1, strict=True)] = 1
+    """Rows of the vocabulary are padded to a multiple of this on every tensor parallel rank."""
+    library_workspaces: Annotated[int, Field(ge=0, strict=True)] = 0
+    """Workspaces of Transformer Engine beside torch's two, each as large as one of those."""
+
     # layers
     mask: Mask = "never"
     """When SDPA gets a mask of [sequences, 1, T, T], for which transformers repeats keys and values.

@@ -229,11 +229,11 @@ def _tail(model: ModelSpec, settings: OpSettings) -> Tail:
     key = (model.hidden, settings)
     if key in _TAILS:
         return _TAILS[key]
-    width = model.hidden * settings.residual
+    width = settings.stream(model.hidden)
     tape = layer_tape(beside_layers(settings))
     x = tape.value(width)
     own = tail_settings(settings)
-    out = Program(tape, own).norm(x, settings.residual, model.hidden)
+    out = Program(tape, own).norm(x, settings.residual, model.hidden // settings.sequence)
     tape.layer_done(out)
     tape.drop(x)
     forward, kept_forward = envelope(tape.points), tape.live
@@ -344,7 +344,7 @@ def _everything(
     counts = Counter(places)
     mask = model.hidden * tokens if model.embedding_dropout and settings.embedding else 0
     kept = fixed + mask + sum(counts[key] * cost.kept.at(tokens) for key, cost in costs.items())
-    width = model.hidden * settings.residual
+    width = settings.stream(model.hidden)
     copies = sum(counts[key] * cost.kept.constant for key, cost in costs.items())
     first, last = costs[places[0]], costs[places[-1]]
     bottom = first
@@ -426,7 +426,7 @@ def _checkpointed(
     costs = [checkpointed_costs(layer, model.hidden, settings) for layer in model.layers]
     fixed = rotary + masked
     layers = model.num_layers
-    width = model.hidden * settings.residual
+    width = settings.stream(model.hidden)
     one = width * tokens
     offload = r.checkpointing is Checkpointing.OFFLOAD
     every = r.checkpoint_every if r.checkpointing is Checkpointing.EVERY_K else 1
