@@ -211,20 +211,35 @@ def _experts(p: Program, x: Value, layer: LayerSpec, hidden: int) -> Value:
     tape.drop(got)
     weighted = tape.op((probs,), rows * s.expert_rows * 4)  # of every row, sent with it
     tape.drop(probs)
-    product = _inside(p, both, layer, inner)
+    product = _weighted(p, _inside(p, both, layer, inner), weighted, layer)
     down = tape.op(
-        (product, weighted),
+        (product,),
         wide * s.expert_rows,
-        saves=(product, weighted),
+        saves=(product,),
         weight_grad=s.grad * count // parts,
         kind=Op.KERNEL,
     )
-    tape.drop(product, weighted)
+    tape.drop(product)
     back = p.cast(down, wide)
     out = p.cast(back, s.stream(hidden))
     if mlp.shared_intermediate:
         out = _with_shared(p, normed, out, layer, hidden)
     tape.drop(normed)
+    return out
+
+
+def _weighted(p: Program, product: Value, weights: Value, layer: LayerSpec) -> Value:
+    """Record rows times their routing weights, which is part of SwiGLU's kernel; both are dropped.
+
+    Without a gate: a product in fp32, as the weights are, then a cast (TEGroupedMLP.bias_act_func).
+    """
+    tape = p.tape
+    if layer.mlp.expert_gated:
+        tape.drop(weights)
+        return product
+    wide = tape.op((product, weights), product.size * 4 / p.s.act, saves=(product, weights))
+    out = p.cast(wide, product.size)
+    tape.drop(product, weights)
     return out
 
 

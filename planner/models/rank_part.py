@@ -23,9 +23,7 @@ from planner.models.spec import (
     ModuleSpec,
 )
 
-WHOLE = frozenset(
-    {"q_a_proj", "kv_a_proj_with_mqa", "gate", "router", "shared_expert_gate", "wk"}
-)
+WHOLE = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "gate", "router", "shared_expert_gate", "wk"})
 """Linears that every rank holds all of."""
 INPUT_SPLIT = frozenset(
     "o_proj down_proj out_proj dense dense_4h_to_h c_proj fc2 w2 wo".split()  # noqa: SIM905
@@ -90,9 +88,7 @@ def tensor_part(model: ModelSpec, cuts: Cuts) -> ModelSpec:
     if head is not None:
         head = _vocabulary(head, model.vocab, rows // cuts.tensor)
     own = [
-        module
-        if cuts.whole_embedding
-        else _vocabulary(module, model.vocab, rows // cuts.tensor)
+        module if cuts.whole_embedding else _vocabulary(module, model.vocab, rows // cuts.tensor)
         for module in model.embeddings
     ]
     return replace(

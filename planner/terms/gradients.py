@@ -31,6 +31,8 @@ def gradients(model: ModelSpec, r: Resolved) -> Term:
     if r.placement.offload.gradients:
         return _passing(model, r, width)
     shards, copies = r.placement.gradient_shards, r.placement.gradient_copies
+    if r.switches.gradient_buffers:  # the gradients are the reduction's buffer
+        copies = 1
     if r.method is not Method.FULL and len(trained_groups(model, r)) > 1:
         return _by_width(model, r)
     size = -(-count * width * copies // shards)
@@ -60,6 +62,8 @@ def _by_width(model: ModelSpec, r: Resolved) -> Term:
 
 def accumulated(model: ModelSpec, r: Resolved, grads: Term) -> Term:
     """Return the gradients that wait from one micro-batch to the next; none without accumulation."""
+    if r.switches.gradient_buffers:
+        return grads
     if r.grad_accum == 1:
         return Term("gradients", 0)
     if not r.accumulates_whole:
