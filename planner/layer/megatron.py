@@ -158,8 +158,7 @@ def _unfused(p: Program, q: Value, k: Value, v: Value, layer: LayerSpec) -> Valu
         probs = dropped
     out = tape.op((probs, v), v.size, saves=(probs, v), kind=Op.MATMUL)
     tape.drop(probs, v)
-    turned = p.cast(out, out.size)  # from [heads, tokens] to [tokens, heads], contiguous
-    return turned
+    return p.cast(out, out.size)  # from [heads, tokens] to [tokens, heads], contiguous
 
 
 def _mlp(p: Program, x: Value, layer: LayerSpec, hidden: int) -> Value:

@@ -104,7 +104,8 @@ def layout_of(model: ModelSpec, recipe: Recipe, gpus: int) -> Layout:
         _refuse_in_serving(asked)
         return ALONE
     shard, replicate = _data_degrees(asked, recipe.sharding, gpus)
-    experts = asked.expert_tensor or (asked.tensor if asked.expert > 1 else 1)
+    routed = any(layer.mlp.num_experts for layer in model.layers)
+    experts = asked.expert_tensor or (asked.tensor if routed or asked.expert > 1 else 1)
     layout = Layout(
         data_shard=shard,
         data_replicate=replicate,
