@@ -13,7 +13,7 @@ from planner.run.tasks import TASKS
 from planner.terms.activations import Activations, dequantized
 from planner.terms.adapters import lora, pissa_work, trains_embedding, trains_head, trains_tied
 from planner.terms.columns import micro_batch
-from planner.terms.communication import Buffers, buffers, term
+from planner.terms.communication import Buffers, buckets, buffers, term
 from planner.terms.companions import offloaded
 from planner.terms.critic import Critic, critic, rollout_logits
 from planner.terms.embedding import backward_blocks
@@ -92,7 +92,8 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         return _serve(model, r, machine, base, space)
     adapter, grads, states = lora(model, r), gradients(model, r), optimizer(model, r)
     acts, head = micro_batch(model, r), logits(model, r)
-    fixed = (base, adapter, states.states, space)
+    reducer = buckets(model, r)
+    fixed = (base, adapter, states.states, space, reducer)
     held = accumulated(model, r, grads)
     outputs = held_outputs(model, r)
     whole, root = gathered(model, r, r.placement.gathered_layers), gathered(model, r, 0)
@@ -150,6 +151,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     running_back = _backward(model, r, acts, grads, held, flat, seen)
     phases.append(_phase("backward", *fixed, whole, *running_back, outputs, resident))
     left = _acts("step", acts.outliving, acts)
+    made_whole = Term("gradients", 0) if r.placement.bucket_views else grads
     step = Term(
         "optimizer",
         states.states.bytes + states.step.bytes,
@@ -160,7 +162,18 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     passed = passed_on(model, r)
     phases.append(
         _phase(
-            "step", base, adapter, grads, step, outputs, seen.after, left, space, resident, passed
+            "step",
+            base,
+            adapter,
+            made_whole,
+            step,
+            outputs,
+            seen.after,
+            left,
+            space,
+            reducer,
+            resident,
+            passed,
         )
     )
     second = critic(r)
@@ -291,9 +304,8 @@ def _backward(
             done += most - _earlier_grads(model, r, most, left)
         stands = r.switches.gradient_buffers or (r.grad_accum > 1 and not whole)
         alive = running + (most if stands else done)
-        if (
-            not flat.reduced and not r.switches.gradient_buffers
-        ):  # a unit's whole gradients are beside the shards, else among them
+        if not (flat.reduced or r.switches.gradient_buffers):
+            # a unit's whole gradients are beside the shards, else among them
             alive = min(alive, most)
         alive += waiting
         flown = flat.in_backward(left, model.num_layers)
