@@ -11,6 +11,7 @@ from functools import cache
 from typing import NamedTuple
 
 from planner.run.recipe import Method, Sharding
+from planner.run.zero import Zero
 
 
 class Divided(NamedTuple):
@@ -74,6 +75,13 @@ class Placement:
     """Every rank has the whole model in memory before it is divided."""
     offload: Offload
     """What waits in host memory."""
+    zero: Zero | None
+    """DeepSpeed's buffers; None where it is not at work."""
+
+    @property
+    def window(self) -> bool:
+        """True when weights are made whole tensor by tensor, many at a time, not unit by unit."""
+        return self.zero is not None and self.zero.window
 
     @property
     def gathers(self) -> bool:
@@ -91,6 +99,7 @@ def place(
     autocast: bool,
     loads_whole: bool,
     offload: Offload = NOTHING,
+    zero: Zero | None = None,
 ) -> Placement:
     """Return what each of `ranks` holds.
 
@@ -115,6 +124,7 @@ def place(
         divides_adapters=second,
         loads_whole=fsdp and several and loads_whole,
         offload=offload,
+        zero=zero if several or offload.by.startswith("zero") else None,
     )
 
 
