@@ -1,4 +1,4 @@
-"""communication: the flat buffers that FSDP2 gathers through and reduces from.
+"""communication: the flat buffers that FSDP2 and ZeRO-3 gather through, and gradients are reduced from.
 
 torch 2.13, distributed/fsdp/_fully_shard/{_fsdp_param_group,_fsdp_collectives}.py: a unit's shards
 arrive in one flat buffer, which is copied out into its parameters and stays until the next unit's
@@ -14,6 +14,8 @@ from planner.run.resolve import Resolved
 from planner.terms.gradients import whole_width
 from planner.terms.term import Term
 from planner.terms.weights import flat_units, gathered
+from planner.terms.window import flat_group
+from planner.terms.zero import passing_buckets
 
 SOURCE = "torch 2.13 distributed/fsdp/_fully_shard/_fsdp_collectives.py"
 
@@ -33,16 +35,21 @@ class Buffers(NamedTuple):
     """While the root unit's gradients are reduced."""
     root_gradients: int
     """The root unit's whole gradients that wait for the end of the backward, the embeddings' apart."""
+    backward: int = 0
+    """In all of the backward: DeepSpeed's buckets, and what a prefetched group is copied out of."""
 
     def in_backward(self, layers_left: int, layers: int) -> int:
         """Return the buffers while a layer runs backward with `layers_left` of `layers` to come."""
-        return (self.gather if layers_left > 1 else 0) + (
-            self.reduced if layers_left < layers else 0
-        )
+        ahead = self.gather if layers_left > 1 else 0
+        return self.backward + ahead + (self.reduced if layers_left < layers else 0)
 
 
 def buffers(model: ModelSpec, r: Resolved) -> Buffers:
     """Return the flat buffers of a run; zeros where units are not gathered through any."""
+    if r.placement.zero is not None:
+        group = flat_group(model, r)
+        back = group + passing_buckets(model, r)
+        return Buffers(0, group, group, 0, 0, back, 0, back)
     if not r.placement.flat_buffers:
         return Buffers(0, 0, 0, 0, 0, 0, 0)
     root = gathered(model, r, 0).bytes
