@@ -13,7 +13,7 @@ from planner.run.tasks import TASKS
 from planner.terms.activations import Activations, dequantized
 from planner.terms.adapters import lora, pissa_work, trains_embedding, trains_head, trains_tied
 from planner.terms.columns import micro_batch
-from planner.terms.communication import Buffers, buffers, term
+from planner.terms.communication import PASSING, Buffers, buffers, term
 from planner.terms.companions import offloaded
 from planner.terms.critic import Critic, critic, rollout_logits
 from planner.terms.embedding import backward_blocks
@@ -30,6 +30,12 @@ from planner.terms.term import Term, merged
 from planner.terms.vision import Vision, vision
 from planner.terms.vllm_weights import vllm_weights_term
 from planner.terms.weights import flat_units, gathered, weights
+from planner.terms.zero import (
+    standing_bucket,
+    standing_gradients,
+    step_gradients,
+    waiting_gradients,
+)
 
 PHASES = (
     "load", "rollout", "score", "reference", "teacher", "reward", "critic",
@@ -67,7 +73,7 @@ class Budget:
 
 
 def _phase(name: str, *terms: Term) -> Phase:
-    alive = tuple(term for term in terms if term.bytes)
+    alive = merged(*terms)
     return Phase(name, alive, sum(term.bytes for term in alive))
 
 
@@ -78,8 +84,9 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         return _serve(model, r, machine, base, space)
     adapter, grads, states = lora(model, r), gradients(model, r), optimizer(model, r)
     acts, head = micro_batch(model, r), logits(model, r)
-    fixed = (base, adapter, states.states, space)
-    held = accumulated(model, r, grads)
+    bucket, kept = standing_bucket(model, r), standing_gradients(r, grads)
+    fixed = (base, adapter, states.states, space, bucket, kept)
+    held = Term("gradients", 0) if kept.bytes else accumulated(model, r, grads)
     outputs = held_outputs(model, r)
     whole, root = gathered(model, r, r.placement.gathered_layers), gathered(model, r, 0)
     flat = buffers(model, r)
@@ -110,14 +117,14 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
             *fixed,
             held,
             whole,
-            term(flown, "the running layer's, and before it the root's"),
+            term(r, flown, "the running layer's, and before it the root's"),
             seen.forward,
             _acts("forward", acting, acts),
             outputs,
             resident,
         )
     )
-    kept, logit, made = _loss(model, r, acts, head)
+    saved, logit, made = _loss(model, r, acts, head)
     if not held.bytes and made:
         held = Term("gradients", made, "the head's {0:,} B", (made,), grads.source)
     phases.append(
@@ -126,9 +133,9 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
             *fixed,
             held,
             root,
-            term(flat.loss, "the last layer's, asked for by the root"),
+            term(r, flat.loss, "the last layer's, asked for by the root"),
             seen.loss,
-            _acts("loss", kept, acts),
+            _acts("loss", saved, acts),
             logit,
             resident,
         )
@@ -144,7 +151,10 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         states.step.source or states.states.source,
     )
     phases.append(
-        _phase("step", base, adapter, grads, step, outputs, seen.after, left, space, resident)
+        _phase(
+            *("step", base, adapter, step_gradients(r, grads), bucket, step, outputs),
+            *(seen.after, left, space, resident),
+        )
     )
     second = critic(r)
     if second is not None:
@@ -264,6 +274,7 @@ def _backward(
     whole = r.accumulates_whole
     most = held.bytes if whole else grads.bytes
     waiting = 0 if whole else flat.root_gradients
+    by_zero = waiting_gradients(model, r, gradient_width(r), grads.bytes)
     moments: list[_Moment] = []
     for moment in acts.backward:
         running, left = moment.layer_grads, moment.layers_left
@@ -275,7 +286,7 @@ def _backward(
         alive = running + (most if r.grad_accum > 1 and not whole else done)
         if not flat.reduced:  # a unit's whole gradients are beside the shards, else among them
             alive = min(alive, most)
-        alive += waiting
+        alive = by_zero[0] if by_zero is not None else alive + waiting
         flown = flat.in_backward(left, model.num_layers)
         moments.append(_Moment(alive, moment.activations, flown, seen.backward))
         if flat.reduced and left == model.num_layers > 1:
@@ -287,12 +298,13 @@ def _backward(
     for own in seen.own:
         alive = min(_text_grads(model, r, grads.bytes) + own.grads, grads.bytes)
         moments.append(_Moment(alive, 0, flat.gather, replace(seen.backward, bytes=own.bytes)))
-    moments.append(_Moment(*_embedding_moment(model, r, grads.bytes), flat.end, seen.after))
+    total = grads.bytes if by_zero is None else by_zero[1]
+    moments.append(_Moment(*_embedding_moment(model, r, total), flat.end, seen.after))
     largest = max(moments, key=lambda each: each.total)
     template = "{0:,} B that exist by then, of {1:,} B at the step"
     return (
         Term("gradients", largest.grads, template, (largest.grads, grads.bytes), grads.source),
-        term(largest.flown, "the next layer's, and gradients on their way"),
+        term(r, largest.flown, PASSING),
         _acts("backward", largest.activations, acts),
         largest.seen,
     )
@@ -352,6 +364,9 @@ def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, i
         return 0, 0
     scratch = sum(backward_blocks(r.tokens, model.vocab, model.hidden))
     grads = total
+    zero = r.placement.zero
+    if zero is not None and zero.partitions_gradients:  # whole, on its way to its owner
+        grads += model.vocab * model.hidden * head_gradient_width(r)
     if r.placement.flat_buffers and r.method is Method.FULL:  # the root unit's are reduced last
         root = flat_units(model)[0]
         grads += root * whole_width(r) - root * gradient_width(r) // r.placement.gradient_shards

@@ -15,8 +15,9 @@ from planner.terms.gradients import whole_width
 from planner.terms.term import Term
 from planner.terms.weights import flat_units, gathered
 from planner.terms.window import flat_group
-from planner.terms.zero import passing_buckets
+from planner.terms.zero import REDUCTION, passing_buckets
 
+PASSING = "the next layer's, and gradients on their way"
 SOURCE = "torch 2.13 distributed/fsdp/_fully_shard/_fsdp_collectives.py"
 
 
@@ -65,6 +66,13 @@ def buffers(model: ModelSpec, r: Resolved) -> Buffers:
     return Buffers(root + unit, unit, unit, unit, largest * wide, end, waits * wide)
 
 
-def term(size: int, what: str) -> Term:
-    """Return the term of a phase."""
+def term(r: Resolved, size: int, what: str) -> Term:
+    """Return the term of a phase; `what`: FSDP2's buffers."""
+    here = r.placement
+    if here.zero is not None:
+        text = "{0:,} B for {1} ranks: " + (
+            "what a prefetched group is copied out of" if here.window else "buckets"
+        )
+        text += ", and a bucket's copy on its way" if what == PASSING else ""
+        return Term("communication", size, text, (size, here.state_shards), REDUCTION)
     return Term("communication", size, "flat buffers: " + what + " {0:,} B", (size,), SOURCE)

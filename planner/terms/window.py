@@ -16,7 +16,9 @@ from planner.run.resolve import Resolved
 from planner.terms.counts import base_weights
 from planner.terms.term import Term
 
-COORDINATOR = "DeepSpeed runtime/zero/partitioned_param_coordinator.py: fetch_sub_module, __params_to_release"
+COORDINATOR = (
+    "DeepSpeed runtime/zero/partitioned_param_coordinator.py: fetch_sub_module, __params_to_release"
+)
 
 
 def _modules(model: ModelSpec) -> Iterator[tuple[ModuleSpec, int]]:
@@ -46,17 +48,18 @@ def window(model: ModelSpec, r: Resolved) -> Term:
     zero, here = r.placement.zero, r.placement
     assert zero is not None
     width, small = element_bytes(r.dtype), persistent(model, r)
-    whole = base_weights(model, r).total - small * width
-    needs = _needed(model, r)
-    live = min(max(zero.live, needs), whole // width)
+    most = max(0, base_weights(model, r).total // width - small)
+    needs = min(_needed(model, r), most)
+    live = min(max(zero.live, needs), most)
     copied = 0
     if here.offload.weights and here.weight_shards > 1:  # a shard comes from the host first
-        copied = -(-max(prefetched(model, r), needs) * width // here.weight_shards)
+        copied = -(-max(min(prefetched(model, r), most), _largest(model)) * width // here.weight_shards)
     return Term(
         "weights",
         (live + small) * width + copied,
         "whole of {0} ranks' shards: window of {1:,} elements (live {2:,}, needed at once {3:,}) x {4} B "
-        "+ tensors of up to {5:,} elements {6:,} B" + (" + shard from the host {7:,} B" if copied else ""),
+        "+ tensors of up to {5:,} elements {6:,} B"
+        + (" + shard from the host {7:,} B" if copied else ""),
         (
             *(here.weight_shards, live, zero.live, needs, width),
             *(zero.persistence, small * width, copied),
@@ -69,12 +72,17 @@ def _needed(model: ModelSpec, r: Resolved) -> int:
     """Return elements that are whole whatever `live` says: what runs, and what is needed again soon."""
     zero = r.placement.zero
     assert zero is not None
-    largest = max((module.parameters // module.count for module, _ in _modules(model)), default=0)
+    largest = _largest(model)
     layer = max(layer.parameters for layer in model.layers)
     again = r.checkpointing not in (Checkpointing.NONE, Checkpointing.SELECTIVE_OP)
     # a recomputed layer stays for its backward; the last layers of a forward stay for theirs
     kept = layer if again and zero.reuse >= layer else 0
     return max(largest, kept, zero.reuse // (3 if again else 2))
+
+
+def _largest(model: ModelSpec) -> int:
+    """Return elements of the largest module, whose tensors are asked for together."""
+    return max((module.parameters // module.count for module, _ in _modules(model)), default=0)
 
 
 def prefetched(model: ModelSpec, r: Resolved) -> int:

@@ -30,6 +30,23 @@ def standing_bucket(model: ModelSpec, r: Resolved) -> Term:
     return Term("communication", zero.reduce * width, text, (zero.reduce, width), STAGE3)
 
 
+def standing_gradients(r: Resolved, grads: Term) -> Term:
+    """Return gradients that are there from the start: those of stage 3, unless they go to the host."""
+    zero = r.placement.zero
+    stands = zero is not None and zero.window and not r.placement.offload.gradients
+    return grads if stands else Term("gradients", 0)
+
+
+def step_gradients(r: Resolved, grads: Term) -> Term:
+    """Return the gradients beside the step's copies: stage 1 has given back all but this rank's."""
+    shards = r.placement.state_shards
+    if r.placement.zero is None or r.placement.gradient_shards == shards or not grads.bytes:
+        return grads
+    part = -(-grads.bytes // shards)
+    text = "{0:,} B / {1} shard(s), the others' given back"
+    return Term("gradients", part, text, (grads.bytes, shards), grads.source)
+
+
 def passing_buckets(model: ModelSpec, r: Resolved) -> int:
     """Return bytes of the buckets and copies that one backward makes beside a standing bucket."""
     zero = r.placement.zero
@@ -48,16 +65,24 @@ def reduce_width(r: Resolved) -> int:
     return element_bytes(r.dtype)
 
 
-def waiting_gradients(model: ModelSpec, r: Resolved, width: int, part: int) -> int:
-    """Return the gradients there while a layer runs backward: this rank's part and one on its way.
+def waiting_gradients(
+    model: ModelSpec, r: Resolved, width: int, part: int
+) -> tuple[int, int] | None:
+    """Return the gradients there in the backward: while a layer runs, and without the one on its way.
 
-    `part`: bytes of this rank's gradients. Stage 2 fills a new part in every micro-batch and adds it to
-    the one before; stage 3 adds in place.
+    None where they are those of autograd alone. `part`: bytes of this rank's gradients at the step. Stage 1
+    reduces whole gradients at the end, into this rank's part; stage 2 fills a new part in every micro-batch
+    and adds it to the one before; stage 3's, and what goes to the host, is counted elsewhere.
     """
-    zero = r.placement.zero
-    assert zero is not None
-    twice = r.grad_accum > 1 and not zero.window and not r.placement.offload.gradients
-    return part * (2 if twice else 1) + largest_layer_tensor(model, r) * width
+    zero, here = r.placement.zero, r.placement
+    if zero is None:
+        return None
+    if not zero.partitions_gradients:
+        whole = part + -(-part // here.state_shards)
+        return whole, whole
+    counted = zero.window or here.offload.gradients
+    held = 0 if counted else part * (2 if r.grad_accum > 1 else 1)
+    return held + largest_layer_tensor(model, r) * width, held
 
 
 def largest_layer_tensor(model: ModelSpec, r: Resolved) -> int:

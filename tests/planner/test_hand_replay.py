@@ -265,7 +265,7 @@ ROOT, LAYER = 256_512, 74_240
 
 
 def test_units_wait_two_forward_and_three_backward() -> None:
-    found, player = units(sharding="zero3")
+    found, player = units(sharding="fsdp")
     layer = LLAMA.layers[0]
     found.start()
     assert player.device.allocated_bytes == ROOT
@@ -278,7 +278,7 @@ def test_units_wait_two_forward_and_three_backward() -> None:
 
 
 def test_gradients_are_reduced_to_a_ranks_share() -> None:
-    found, player = units(sharding="zero3")
+    found, player = units(sharding="fsdp")
     layer, grads = LLAMA.layers[0], []
     found.start()
     share = 37_376  # 36,992 B
@@ -361,7 +361,7 @@ def test_a_tied_embedding_has_a_third_buffer() -> None:
 
 
 def test_units_are_made_flat_before_they_are_cut() -> None:
-    r = choices(LLAMA, gpus(2), method="full", sharding="zero3")
+    r = choices(LLAMA, gpus(2), method="full", sharding="fsdp")
     player = Player()
     Run(LLAMA, r, player).load(0, 0)
     # three layers of 36,992 B a rank; the root whole, 256,128, and cut, 128,064: rounded up to 512
