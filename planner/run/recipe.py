@@ -247,6 +247,8 @@ class BucketsSection(Section):
     """Reduction beside the backward (overlap_comm): stages 1 and 2 have a second bucket for it."""
     contiguous: bool | None = None
     """Gradients are copied into a buffer of the bucket's size (contiguous_gradients)."""
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    """Gradients are reduced in this dtype (communication_data_type); None = the weights'."""
 
 
 class ParallelSection(Section):

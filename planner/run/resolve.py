@@ -265,9 +265,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     _refuse_shard_options(recipe)
     dtype, autocast = _dtypes(model, recipe, defaults)
     deepspeed = _by_deepspeed(recipe, machine)
-    if (
-        deepspeed
-    ):  # engine.py _configure_distributed_model casts the module; nothing runs in autocast
+    if deepspeed:  # its engine casts the module, and nothing runs in autocast
         dtype, autocast = autocast or dtype, ""
     quantization = base_scheme(model, recipe, framework, trains=trains, notes=notes)
     prompt, completion = _lengths(model, recipe, defaults, notes)

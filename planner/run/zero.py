@@ -14,7 +14,7 @@ REDUCE = ALLGATHER = 500_000_000
 PREFETCH = 50_000_000
 LIVE = REUSE = SUB_GROUP = 1_000_000_000
 PERSISTENCE = 100_000
-AUTO_PREFETCH_SHARE, AUTO_PERSISTENCE_ROWS = 0.9, 10
+AUTO_PREFETCH_TENTHS, AUTO_PERSISTENCE_ROWS = 9, 10
 """transformers: prefetch 0.9 x hidden x hidden, persistence 10 x hidden."""
 STAGES: Mapping[Sharding, int] = {Sharding.ZERO1: 1, Sharding.ZERO2: 2, Sharding.ZERO3: 3}
 WINDOW_ONLY = ("prefetch", "live", "reuse", "persistence", "sub_group")
@@ -36,6 +36,8 @@ class Zero(NamedTuple):
     reuse: int
     persistence: int
     sub_group: int
+    dtype: str
+    """In which gradients are reduced; "" = the weights'."""
 
 
 def zero(
@@ -53,7 +55,7 @@ def zero(
         return None
     autos = {
         "reduce": hidden * hidden,
-        "prefetch": int(AUTO_PREFETCH_SHARE * hidden * hidden),
+        "prefetch": AUTO_PREFETCH_TENTHS * hidden * hidden // 10,
         "persistence": AUTO_PERSISTENCE_ROWS * hidden,
     }
 
@@ -82,6 +84,7 @@ def zero(
         reuse=elements("reuse", REUSE),
         persistence=elements("persistence", PERSISTENCE),
         sub_group=elements("sub_group", SUB_GROUP),
+        dtype=section.dtype or preset.dtype or "",
     )
 
 

@@ -53,7 +53,9 @@ def window(model: ModelSpec, r: Resolved) -> Term:
     live = min(max(zero.live, needs), most)
     copied = 0
     if here.offload.weights and here.weight_shards > 1:  # a shard comes from the host first
-        copied = -(-max(min(prefetched(model, r), most), _largest(model)) * width // here.weight_shards)
+        copied = -(
+            -max(min(prefetched(model, r), most), _largest(model)) * width // here.weight_shards
+        )
     return Term(
         "weights",
         (live + small) * width + copied,

@@ -13,6 +13,7 @@ from planner.run.recipe import Method
 from planner.run.resolve import Resolved
 from planner.terms.adapters import trained_groups, trained_parameters
 from planner.terms.counts import adapters
+from planner.terms.gradients import gradient_width, largest_trained
 from planner.terms.term import Term
 
 FP32 = 4
@@ -54,15 +55,17 @@ def passing_buckets(model: ModelSpec, r: Resolved) -> int:
         return 0
     trained = trained_parameters(model, r)
     filled = min(zero.reduce, trained) * reduce_width(r)
-    own = 0 if zero.window else zero.buckets * zero.reduce * reduce_width(r)
+    # stages 1 and 2 fill theirs in the weights' dtype and cast the copy
+    own = 0 if zero.window else zero.buckets * zero.reduce * element_bytes(r.dtype)
     if r.placement.gradient_shards == 1 and r.placement.state_shards == 1:
         return own  # one rank: nobody to reduce with
     return own + filled
 
 
 def reduce_width(r: Resolved) -> int:
-    """Bytes of a bucket's element: the module's dtype."""
-    return element_bytes(r.dtype)
+    """Bytes of an element while it is reduced."""
+    zero = r.placement.zero
+    return element_bytes((zero.dtype if zero is not None else "") or r.dtype)
 
 
 def waiting_gradients(
@@ -105,10 +108,10 @@ def step_copies(model: ModelSpec, r: Resolved, *, square_roots: bool) -> tuple[i
     assert zero is not None
     groups = trained_groups(model, r)
     count = -(-sum(group.parameters for group in groups) // here.state_shards)
-    width = max((group.width for group in groups), default=FP32)
+    width = gradient_width(r)
     at_once = count
     if zero.window:
-        least = -(-max(largest_layer_tensor(model, r), 1) // here.state_shards)
+        least = -(-max(largest_trained(model, r), 1) // here.state_shards)
         at_once = min(count, max(zero.sub_group, least))
     flat = at_once * width if width < FP32 else 0
     freed = 0 if zero.window else flat
