@@ -13,7 +13,7 @@ from planner.run.tasks import TASKS
 from planner.terms.activations import Activations, dequantized
 from planner.terms.adapters import lora, pissa_work, trains_embedding, trains_head, trains_tied
 from planner.terms.columns import micro_batch
-from planner.terms.communication import PASSING, Buffers, buffers, term
+from planner.terms.communication import PASSING, Buffers, buckets, buffers, term
 from planner.terms.companions import offloaded
 from planner.terms.critic import Critic, critic, rollout_logits
 from planner.terms.embedding import backward_blocks
@@ -31,7 +31,6 @@ from planner.terms.vision import Vision, vision
 from planner.terms.vllm_weights import vllm_weights_term
 from planner.terms.weights import flat_units, gathered, weights
 from planner.terms.zero import (
-    standing_bucket,
     standing_gradients,
     step_gradients,
     waiting_gradients,
@@ -84,8 +83,8 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         return _serve(model, r, machine, base, space)
     adapter, grads, states = lora(model, r), gradients(model, r), optimizer(model, r)
     acts, head = micro_batch(model, r), logits(model, r)
-    bucket, kept = standing_bucket(model, r), standing_gradients(r, grads)
-    fixed = (base, adapter, states.states, space, bucket, kept)
+    reducer, kept = buckets(model, r), standing_gradients(r, grads)
+    fixed = (base, adapter, states.states, space, reducer, kept)
     held = Term("gradients", 0) if kept.bytes else accumulated(model, r, grads)
     outputs = held_outputs(model, r)
     whole, root = gathered(model, r, r.placement.gathered_layers), gathered(model, r, 0)
@@ -143,6 +142,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     running_back = _backward(model, r, acts, grads, held, flat, seen)
     phases.append(_phase("backward", *fixed, whole, *running_back, outputs, resident))
     left = _acts("step", acts.outliving, acts)
+    made_whole = Term("gradients", 0) if r.placement.bucket_views else step_gradients(r, grads)
     step = Term(
         "optimizer",
         states.states.bytes + states.step.bytes,
@@ -152,8 +152,8 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     )
     phases.append(
         _phase(
-            *("step", base, adapter, step_gradients(r, grads), bucket, step, outputs),
-            *(seen.after, left, space, resident),
+            *("step", base, adapter, made_whole, step, outputs),
+            *(seen.after, left, space, reducer, resident),
         )
     )
     second = critic(r)
@@ -184,12 +184,13 @@ def _with_critic(
             more = (*more, second.held)
         elif phase.name == "step":
             own = (second.spec, second.r)
-            held = accumulated(*own, second.gradients)
+            held = second.kept if second.kept.bytes else accumulated(*own, second.gradients)
             seen = vision(*own, second.acts.forward)
             back = _backward(*own, second.acts, second.gradients, held, buffers(*own), seen)
-            together = grads if second.held.bytes else Term("gradients", 0)
+            counted = second.kept.bytes or not second.held.bytes
+            together = Term("gradients", 0) if counted else grads
             found.append(_phase("critic", *merged(*fixed, *second.standing, together, *back)))
-            more = (*more, second.step, second.gradients)
+            more = (*more, second.step, *(() if second.kept.bytes else (second.gradients,)))
         found.append(_phase(phase.name, *merged(*phase.terms, *more)))
     return found
 

@@ -18,7 +18,7 @@ from planner.replay.tensors import Trained, factored, loaded, trained
 from planner.replay.units import Units
 from planner.replay.update import Update
 from planner.replay.warmup import warmup_bytes
-from planner.replay.zero import flat_groups, load_zero, step_sizes, units_of
+from planner.replay.zero import flat_groups, load_zero, reduce_at_the_end, step_sizes, units_of
 from planner.run.recipe import Checkpointing, EngineKind, Method, Reference, Task
 from planner.run.resolve import Resolved
 from planner.run.tasks import PREFERENCE, TASKS
@@ -160,7 +160,7 @@ class Run:
             for each in self.trained:
                 copies = times if each.loads else times - 1
                 player.take_all([each.width * each.elements] * copies)
-        if self.r.placement.gradient_copies > 1:
+        if self.r.placement.buckets:
             player.take_all(self._buckets())
         load_zero(self.model, self.r, player)
         player.take(workspace_bytes)
@@ -215,6 +215,7 @@ class Run:
                 self._columns(length, grads)
             else:
                 self._micro_batch(length, tokens, grads, accumulate=number > 0)
+        reduce_at_the_end(self.model, self.r, self.player, grads)
         self.update.step(grads)
 
     def _embed(self, tokens: int, settings: OpSettings) -> Chunk:
@@ -307,12 +308,20 @@ class Run:
         grad = left.pop(events.backward.grad_in)
         done = left.pop(events.forward.x, None)
         outside.extend(left.values())
+        self._into_buckets(outside)
         first = running.layers.backward(done, grad, grads)
         player.give(*running.rotary, *running.masked)
         self._embedding_grad(tokens, outside, accumulate=accumulate)
         player.give(first)
+        self._into_buckets(outside)
         if units is not None:
             units.finish(outside, grads)
+
+    def _into_buckets(self, grads: list[Chunk]) -> None:
+        """Free gradients that DDP has copied into its buckets, of which they are views from then on."""
+        if self.r.copies_into_buckets:
+            self.player.give(*grads)
+            grads.clear()
 
     @property
     def _asks(self) -> bool:

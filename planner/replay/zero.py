@@ -54,17 +54,17 @@ class ZeroUnits(Units):
     def _to_owner(self, made: list[Chunk], grads: list[Chunk]) -> None:
         zero = self.r.placement.zero
         assert zero is not None
+        if not zero.partitions_gradients:  # reduced after the last micro-batch
+            grads.extend(made)
+            return
         if not self.begun:
             self.begun = True
             self.buckets.extend(self._some(passing_buckets(self.model, self.r)))
             whole = gradients(self.model, self.r)
             counted = standing_gradients(self.r, whole).bytes or self.r.placement.offload.gradients
-            if zero.partitions_gradients and not counted:
+            if not counted:
                 grads.extend(self._some(whole.bytes))
-        if zero.partitions_gradients:
-            self.player.give(*made)
-        else:
-            grads.extend(made)
+        self.player.give(*made)
 
     def _some(self, size: int) -> list[Chunk]:
         chunk = self.player.take(size, REDUCE)
@@ -75,6 +75,17 @@ def load_zero(model: ModelSpec, r: Resolved, player: Player) -> None:
     """Make what DeepSpeed keeps from the start."""
     player.take(standing_bucket(model, r).bytes)
     player.take(standing_gradients(r, gradients(model, r)).bytes)
+
+
+def reduce_at_the_end(model: ModelSpec, r: Resolved, player: Player, grads: list[Chunk]) -> None:
+    """Reduce stage 1's whole gradients into this rank's part, and give them back."""
+    zero = r.placement.zero
+    if zero is None or zero.partitions_gradients or r.placement.offload.gradients:
+        return
+    bucket = player.take(passing_buckets(model, r), REDUCE)
+    part = player.take(-(-gradients(model, r).bytes // r.placement.state_shards), REDUCE)
+    player.give(bucket, *grads)
+    grads[:] = [] if part is None else [part]
 
 
 def flat_groups(model: ModelSpec, r: Resolved) -> list[Trained]:

@@ -95,7 +95,7 @@ def test_what_is_left_on_the_device() -> None:
     assert on_device(moved, "step")["gradients"] == 2 * 64_000
     assert on_device(moved, "step")["communication"] == 10**9
     assert "optimizer" not in on_device(moved, "step")
-    parts = {"persistence": 64, "live": 100_000}
+    parts = {"persistence": 64, "live": 100_000, "reuse": 0}
     away = offloaded(sharding="zero3", offload={"parameters": True}, buckets=parts)
     assert "weights" not in on_device(away, "step")
     # 100,000 elements and 7 norms of 64; while a group is gathered (the default prefetch takes all that
