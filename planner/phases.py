@@ -103,7 +103,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         alive = (base, adapter, space) if side.before_training else fixed
         phases.append(_phase(side.name, *merged(*alive, seen.no_grad, *side.terms, resident)))
     # what outlives is of the step before
-    acting, flown = _forward(model, r, flat, acts.forward + acts.outliving)
+    acting, flown = _forward(model, r, flat, acts)
     phases.append(
         _phase(
             "forward",
@@ -237,14 +237,21 @@ def _acts(phase: str, size: int, acts: Activations) -> Term:
     return Term("activations", size, "{0}", (parts,), source)
 
 
-def _forward(model: ModelSpec, r: Resolved, flat: Buffers, running: int) -> tuple[int, int]:
-    """Return activations and flat buffers of the forward: at its largest layer, or at its first.
+def _forward(model: ModelSpec, r: Resolved, flat: Buffers, acts: Activations) -> tuple[int, int]:
+    """Return activations and flat buffers of the forward: in its largest layer, or at a copy-out.
 
-    There the root's buffer is still beside the layer's, and only the embeddings' output exists.
+    At the first layer's the root's buffer is still beside it, and only the embeddings' output exists;
+    at the last layer's the one before it, and what the earlier layers keep.
     """
-    later = (running, flat.forward)
+    later = (acts.forward + acts.outliving, flat.forward)
+    if not flat.start:
+        return later
     embedded = r.tokens * model.hidden * element_bytes(r.dtype)
-    return max(later, (embedded, flat.start), key=sum) if flat.start else later
+    last = embedded + acts.outliving + acts.kept * (model.num_layers - 1) // model.num_layers
+    moments = [later, (embedded, flat.start)]
+    if model.num_layers > 1:
+        moments.append((last, 2 * flat.forward))
+    return max(moments, key=sum)
 
 
 def _backward(

@@ -6,6 +6,7 @@ and a collective's wait returns its argument. Sources: torch 2.13, distributed/f
 {_fsdp_param,_fsdp_collectives}.py, distributed/tensor/_sharding_prop.py.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -84,3 +85,27 @@ def visible(tracker: "StorageTracker") -> Iterator[None]:
             setattr(owner, name, change(original))
             stack.callback(setattr, owner, name, original)
         yield
+
+
+@contextmanager
+def states_found() -> Iterator[None]:
+    """Let a 4-bit linear find its constants on gathered fake weights while active.
+
+    FSDP2 gathers into a plain parameter; bitsandbytes wraps that in its own class without a copy
+    (nn/modules.py, fix_4bit_weight_quant_state_from_module), which loses that the tensor is fake.
+    """
+    modules = sys.modules.get("bitsandbytes.nn.modules")
+    if modules is None:
+        yield
+        return
+    original = modules.fix_4bit_weight_quant_state_from_module
+
+    def find(linear: Any) -> None:
+        if getattr(linear.weight, "quant_state", None) is None:
+            linear.weight.quant_state = linear.quant_state
+
+    modules.fix_4bit_weight_quant_state_from_module = find
+    try:
+        yield
+    finally:
+        modules.fix_4bit_weight_quant_state_from_module = original

@@ -13,7 +13,7 @@ import torch
 
 from planner.errors import UnsupportedError
 from profiler.dtensors import local
-from profiler.materialise import term_of_parameter
+from profiler.materialise import allocate_state, term_of_parameter
 from profiler.storages import StorageTracker
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -82,6 +82,10 @@ def allocate(model: torch.nn.Module, tracker: StorageTracker) -> None:
     for path, tensor in named.items():
         module = path.rpartition(".")[0]
         tracker.adopt(local(tensor), term=term_of_parameter(path), module=module, op="load")
+    for path, part in model.named_modules():
+        state = getattr(part, "quant_state", None)
+        if state is not None:  # a 4-bit weight is divided, its constants are whole on every rank
+            allocate_state(state, f"{path}.weight", tracker)
 
 
 def synced(model: Any, shard: Shard | None, *, last: bool) -> None:

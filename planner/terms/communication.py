@@ -12,8 +12,9 @@ from planner.models.spec import ModelSpec
 from planner.run.recipe import Method
 from planner.run.resolve import Resolved
 from planner.terms.gradients import whole_width
+from planner.terms.shards import adapter_shard, layer_shard, root_shard
 from planner.terms.term import Term
-from planner.terms.weights import flat_units, gathered
+from planner.terms.weights import gathered
 
 SOURCE = "torch 2.13 distributed/fsdp/_fully_shard/_fsdp_collectives.py"
 
@@ -47,14 +48,17 @@ def buffers(model: ModelSpec, r: Resolved) -> Buffers:
         return Buffers(0, 0, 0, 0, 0, 0, 0)
     root = gathered(model, r, 0).bytes
     unit = gathered(model, r, 1).bytes - root
+    ranks = r.placement.gradient_shards
     if r.method is not Method.FULL:
-        return Buffers(root + unit, unit, unit, unit, 0, 0, 0)
-    largest = max(layer.parameters for layer in model.layers)
+        each = adapter_shard(model, r, ranks) * ranks // model.num_layers
+        return Buffers(root + unit, unit, unit, unit, each * whole_width(r), 0, 0)
+    # in whole rows of every rank: a stack of 8 experts on 64 ranks travels as one of 64
+    largest = max(layer_shard(layer, ranks) for layer in model.layers) * ranks
     waits = sum(module.parameters for module in model.final)
     if model.head is not None:
         waits += model.head.parameters
-    wide, outside = whole_width(r), flat_units(model)[0]
-    end = outside * wide + -(-outside * wide // r.placement.gradient_shards)
+    wide, outside = whole_width(r), root_shard(model, ranks)
+    end = outside * wide * ranks + outside * wide
     return Buffers(root + unit, unit, unit, unit, largest * wide, end, waits * wide)
 
 

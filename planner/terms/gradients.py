@@ -1,6 +1,6 @@
 """gradients: one per trained parameter, alive from backward to the step (always with accumulation)."""
 
-from math import prod
+from math import ceil, prod
 
 from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
@@ -8,6 +8,7 @@ from planner.run.recipe import Method
 from planner.run.resolve import Resolved
 from planner.terms.adapters import trained_groups, trained_parameters
 from planner.terms.counts import adapters
+from planner.terms.shards import trained_share
 from planner.terms.term import Term
 from planner.terms.weights import trained_width
 
@@ -33,7 +34,7 @@ def gradients(model: ModelSpec, r: Resolved) -> Term:
     shards, copies = r.placement.gradient_shards, r.placement.gradient_copies
     if r.method is not Method.FULL and len(trained_groups(model, r)) > 1:
         return _by_width(model, r)
-    size = -(-count * width * copies // shards)
+    size = ceil(count * width * copies * trained_share(model, r, shards))
     return Term(
         "gradients",
         size,
@@ -50,7 +51,7 @@ def _by_width(model: ModelSpec, r: Resolved) -> Term:
     total = adapted.parameters * adapted.width + rest.parameters * rest.width
     return Term(
         "gradients",
-        -(-total * copies // shards),
+        ceil(total * copies * trained_share(model, r, shards)),
         "({0:,} adapters' parameters x {1} B + {2:,} of modules_to_save and biases x {3} B) x {4} / {5} "
         "shard(s)",
         (*adapted, *rest, copies, shards),
@@ -76,6 +77,8 @@ def accumulated(model: ModelSpec, r: Resolved, grads: Term) -> Term:
 
 def whole_width(r: Resolved) -> int:
     """Return bytes of an element of a gradient before it is reduced: the gathered weight's dtype."""
+    if r.method is not Method.FULL:  # adapters are gathered as they are
+        return gradient_width(r)
     return min(element_bytes(r.compute_dtype), gradient_width(r))
 
 

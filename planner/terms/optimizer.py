@@ -1,7 +1,7 @@
 """optimizer: states between steps, and the temporaries of the step itself."""
 
 from collections.abc import Iterator
-from math import prod
+from math import ceil, prod
 from typing import NamedTuple
 
 from planner.models.spec import ModelSpec, ModuleSpec
@@ -10,6 +10,7 @@ from planner.run.resolve import Resolved
 from planner.terms.adapters import Group, trained_groups
 from planner.terms.counts import SMALL_TENSOR, adapters
 from planner.terms.optimizer_kinds import KINDS
+from planner.terms.shards import trained_share
 from planner.terms.term import Term
 
 BLOCK_8BIT = 256
@@ -40,7 +41,8 @@ def optimizer(model: ModelSpec, r: Resolved) -> OptimizerCosts:
         size = _factored(model, r)
     else:
         size = int(wide * states)
-    size = -(-(size + masters) // shards)
+    share = trained_share(model, r, shards)
+    size = ceil((size + masters) * share)
     each = size * shards / max(1, count)
     term = Term(
         "optimizer",
@@ -54,10 +56,10 @@ def optimizer(model: ModelSpec, r: Resolved) -> OptimizerCosts:
         # paged states are managed memory: no part of torch's pool, evicted to the host when pressed
         return OptimizerCosts(nothing, term, nothing)
     # foreach AdamW holds sqrt(exp_avg_sq) of every parameter at once
-    step = int(wide) // shards if kind.square_roots else 0
+    step = int(wide * share) if kind.square_roots else 0
     scratch = r.switches.step_scratch_bytes
     if scratch:  # our own optimizer steps slice by slice
-        step = min(int(count * 4 * 3) // shards, scratch)
+        step = min(int(count * 4 * 3 * share), scratch)
     return OptimizerCosts(
         term,
         nothing,

@@ -8,10 +8,14 @@ from planner.terms.companions import with_companions
 from planner.terms.counts import base_weights
 from planner.terms.rope_tables import rope_tables
 from planner.terms.shards import (
+    FOUR_BIT,
     adapter_shard,
     layer_shard,
     model_shard,
     outside_layers,
+    packed_layer,
+    packed_model,
+    packed_root,
     root_shard,
 )
 from planner.terms.term import Term
@@ -22,12 +26,20 @@ def weights(model: ModelSpec, r: Resolved) -> Term:
     base = base_weights(model, r)
     shards = r.placement.weight_shards
     width = trained_width(r) if r.method is Method.FULL and r.trains else element_bytes(r.dtype)
-    if base.quantized:
+    if r.placement.flat_buffers and r.quantization in FOUR_BIT:
+        part = packed_model(model, r, shards)
+        size = part.divided + part.constants
+        template = (
+            "{0:,} parameters as {1} over {2} ranks, each tensor in whole rows, {3:,} B + constants "
+            "whole on each, {4:,} B"
+        )
+        args: tuple[object, ...] = (base.quantized_parameters, r.quantization, shards, *part)
+    elif base.quantized:
         size = -(-base.total // shards)
         template = (
             "{0:,} parameters as {1} with constants = {2:,} B, the rest {3:,} B, over {4} shard(s)"
         )
-        args: tuple[object, ...] = (
+        args = (
             base.quantized_parameters,
             r.quantization,
             base.quantized,
@@ -75,7 +87,10 @@ def gathered(model: ModelSpec, r: Resolved, layers: int) -> Term:
         each = largest * width
     if r.placement.flat_buffers:
         ranks = r.placement.weight_shards
-        if not base.quantized:
+        if r.quantization in FOUR_BIT:
+            root = packed_root(model, r, ranks) * ranks
+            each = packed_layer(model, r, ranks) * ranks
+        elif not base.quantized:
             root = root_shard(model, ranks) * ranks * width
             each = max(layer_shard(layer, ranks) for layer in model.layers) * ranks * width
         if r.method is not Method.FULL:

@@ -35,6 +35,10 @@ class Case:
     dtype: str = "bf16"
     checkpointing: Checkpointing = Checkpointing.FULL
     accumulation: int = 1
+    prepares: bool = True
+    """QLoRA: norms, embeddings and head in fp32."""
+    single: bool = False
+    """QLoRA: block maxima are not quantised once more."""
     shard: dict[str, Any] = field(default_factory=dict)
 
 
@@ -50,6 +54,9 @@ CASES = {
     "lora": Case(method=Method.LORA),
     "lora without checkpointing": Case(method=Method.LORA, checkpointing=Checkpointing.NONE),
     "tied": Case(config=GEMMA),
+    "qlora": Case(method=Method.QLORA),
+    "qlora without checkpointing": Case(method=Method.QLORA, checkpointing=Checkpointing.NONE),
+    "qlora with everything in bf16": Case(method=Method.QLORA, prepares=False, single=True),
 }
 
 
@@ -62,6 +69,8 @@ def subject(case: Case, *, ranks: int = 2, rank: int = 0) -> HfSft:
             dtype=case.dtype,
             adapter_dtype=case.dtype,
             lora_rank=4,
+            prepare_kbit=case.prepares,
+            double_quant=not case.single,
             checkpointing=case.checkpointing,
             gradient_accumulation=case.accumulation,
             micro_batch=1,

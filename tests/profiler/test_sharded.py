@@ -19,7 +19,7 @@ from tests.profiler.sharded_plans import CONFIGS, beside
 from tests.profiler.sharded_rank import peaks
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.xdist_group("process-groups")
+pytestmark = pytest.mark.xdist_group("ranks")
 FAST = ("accumulated without sync", "lora")
 
 
@@ -59,13 +59,13 @@ def test_every_setting_on_a_fake_rank_equals_a_real_one(tmp_path: Path) -> None:
 
 PLANS = [
     ("llama", 8, {"method": "full"}),
-    ("llama", 512, {"method": "lora"}),
+    ("qwen2-moe", 64, {"method": "qlora"}),  # 8 experts: each is padded eightfold
 ]
 MORE = [
     (family, ranks, {"method": method})
     for family in CONFIGS
     for ranks in (2, 8, 64, 512)
-    for method in ("full", "lora")
+    for method in ("full", "lora", "qlora")
 ] + [
     ("llama", 8, {"method": "full", "mixed_precision": "bf16"}),
     ("llama", 8, {"method": "full", "gradient_accumulation": 4}),
