@@ -41,6 +41,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def visible(tracker: "StorageTracker") -> Iterator[None]:
     """Let `tracker` see what sharded modules allocate while active."""
     import torch.distributed.fsdp._fully_shard._fsdp_param_group as groups
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     def quietly(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,15 +70,23 @@ def visible(tracker: "StorageTracker") -> Iterator[None]:
         def reduce(params: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
             for gradient in gradients:  # whole ones, until they are copied into the flat input
                 tracker.adopt(gradient, term="gradients", module=tracker.where(), op="backward")
-            with tracker.allocating(COMMUNICATION):
+            with tracker.allocating(COMMUNICATION), tracker.moving(to_host=True):
                 return original(params, gradients, *args, **kwargs)
 
         return reduce
+
+    def fetching(original: Any) -> Any:
+        def fetch(param: Any) -> Any:
+            with tracker.moving(to_host=False):
+                return original.fget(param)
+
+        return property(fetch)
 
     with ExitStack() as stack:
         for owner, name, change in (
             (ShardingPropagator, "_propagate_tensor_meta_non_cached", quietly),
             (torch.UntypedStorage, "resize_", resizing),
+            (FSDPParam, "all_gather_inputs", fetching),
             (groups, "foreach_all_gather", communicating),
             (groups, "foreach_reduce", reducing),
         ):

@@ -126,7 +126,7 @@ def run_subject(
             if shard is None:
                 materialise(model, tracker)
             else:
-                allocate(model, tracker)
+                allocate(model, tracker, shard)
             with tracker.in_phase("forward"):  # the first product comes after loading
                 for size in subject.standing_bytes:
                     tracker.standing(size, op="cublasSetWorkspace", term="overhead")

@@ -24,7 +24,8 @@ FAST = ("accumulated without sync", "lora")
 
 
 def run_on_gloo(names: list[str], folder: Path) -> dict[str, dict[str, int]]:
-    """Run cases on two gloo ranks; rank 0's peaks."""
+    """Run cases that take as many ranks on as many of gloo; rank 0's peaks."""
+    size = CASES[names[0]].ranks
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.profiler.sharded_rank", str(rank), str(folder / "store"), ",".join(names)],
@@ -33,10 +34,10 @@ def run_on_gloo(names: list[str], folder: Path) -> dict[str, dict[str, int]]:
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(size)
     ]  # fmt: skip
     said = [rank.communicate(timeout=600)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert [rank.returncode for rank in ranks] == [0] * size
     found: dict[str, dict[str, int]] = json.loads(said[0].splitlines()[-1])
     return found
 
