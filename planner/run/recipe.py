@@ -355,6 +355,8 @@ class Recipe(Section):
     """fsdp2: dtype in which gradients are reduced; None = the one they are computed in."""
     accumulate_sync: bool | None = None
     """Gradients are reduced after every micro-batch; None = the framework's habit."""
+    bucket_views: bool = False
+    """ddp: gradients are views of its buckets (gradient_as_bucket_view); torch's default doubles them."""
     compile: bool = False
     """torch.compile of the layers or the model, as the framework does it."""
     compile_loss: bool | None = None

@@ -148,6 +148,7 @@ class Resolved:
     """How the run's GPUs divide the work."""
     accumulate_sync: bool
     """Gradients are reduced after every micro-batch, not only after the last."""
+    bucket_views: bool
     gpus: int
     compile: bool
     compiled: str
@@ -192,9 +193,16 @@ class Resolved:
 
     @property
     def accumulates_whole(self) -> bool:
-        """Gradients stay whole until the last micro-batch, whatever FSDP divides."""
+        """Gradients stay whole until the last micro-batch, whatever FSDP divides; under DDP with bucket
+        views they are beside the buckets until then."""
         fsdp = self.sharding in (Sharding.FSDP, Sharding.FSDP2) and self.placement.ranks > 1
-        return fsdp and self.grad_accum > 1 and not self.accumulate_sync
+        divided = fsdp or self.placement.bucket_views
+        return divided and self.grad_accum > 1 and not self.accumulate_sync
+
+    @property
+    def copies_into_buckets(self) -> bool:
+        """A gradient is copied into DDP's bucket as soon as it is there, and becomes a view of it."""
+        return self.placement.bucket_views and not self.accumulates_whole
 
     @property
     def placement(self) -> Placement:
@@ -208,6 +216,8 @@ class Resolved:
             quantized=bool(self.quantization),
             autocast=bool(self.autocast) and not self.switches.fsdp_keeps_dtype,
             loads_whole=self.switches.fsdp_loads_full,
+            bucket_views=self.bucket_views,
+            replicates_by_fsdp2=self.switches.replicates_by_fsdp2,
             offload=offloaded(
                 self.sharding,
                 optimizer=self.optimizer_offload and not between,
@@ -348,6 +358,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         accumulate_sync=recipe.accumulate_sync
         if recipe.accumulate_sync is not None
         else not switches.skips_sync,
+        bucket_views=recipe.bucket_views,
         gpus=machine.num_gpus,
         **compiled,
         engine=engine,

@@ -1,4 +1,4 @@
-"""communication: the flat buffers that FSDP2 gathers through and reduces from.
+"""communication: DDP's buckets, and the flat buffers that FSDP2 gathers through and reduces from.
 
 torch 2.13, distributed/fsdp/_fully_shard/{_fsdp_param_group,_fsdp_collectives}.py: a unit's shards
 arrive in one flat buffer, which is copied out into its parameters and stays until the next unit's
@@ -11,11 +11,13 @@ from typing import NamedTuple
 from planner.models.spec import ModelSpec
 from planner.run.recipe import Method
 from planner.run.resolve import Resolved
-from planner.terms.gradients import whole_width
+from planner.terms.adapters import trained_groups
+from planner.terms.gradients import gradient_width, whole_width
 from planner.terms.shards import adapter_shard, layer_shard, root_shard
 from planner.terms.term import Term
 from planner.terms.weights import gathered
 
+DDP = "torch 2.13 csrc/distributed/c10d/reducer.cpp: Bucket.gradients"
 SOURCE = "torch 2.13 distributed/fsdp/_fully_shard/_fsdp_collectives.py"
 
 
@@ -49,6 +51,8 @@ def buffers(model: ModelSpec, r: Resolved) -> Buffers:
     root = gathered(model, r, 0).bytes
     unit = gathered(model, r, 1).bytes - root
     ranks = r.placement.gradient_shards
+    if r.placement.weight_shards == 1:  # replicas alone: no flat buffer is between
+        root = unit = 0
     if r.method is not Method.FULL:
         each = adapter_shard(model, r, ranks) * ranks // model.num_layers
         return Buffers(root + unit, unit, unit, unit, each * whole_width(r), 0, 0)
@@ -60,6 +64,19 @@ def buffers(model: ModelSpec, r: Resolved) -> Buffers:
     wide, outside = whole_width(r), root_shard(model, ranks)
     end = outside * wide * ranks + outside * wide
     return Buffers(root + unit, unit, unit, unit, largest * wide, end, waits * wide)
+
+
+def buckets(model: ModelSpec, r: Resolved) -> Term:
+    """Return the buckets in which DDP reduces gradients: of 25 MiB, as large as all of them together.
+
+    They are made with the module and stay (torch 2.13, nn/parallel/distributed.py; csrc/distributed/c10d/
+    reducer.cpp: initialize_buckets).
+    """
+    if not r.placement.buckets:
+        return Term("communication", 0)
+    full = gradient_width(r) if r.method is Method.FULL else 0
+    size = sum(group.parameters * (full or group.width) for group in trained_groups(model, r))
+    return Term("communication", size, "DDP's buckets {0:,} B, as the gradients", (size,), DDP)
 
 
 def term(size: int, what: str) -> Term:

@@ -59,9 +59,7 @@ CASES = {
         shard={"replicate": 2, "param_dtype": "bf16", "reduce_dtype": "fp32"}, ranks=4
     ),
     "offloaded": Case(shard={"offload": True}),
-    "offloaded lora accumulated": Case(
-        method=Method.LORA, accumulation=3, shard={"offload": True}
-    ),
+    "offloaded lora accumulated": Case(method=Method.LORA, accumulation=3, shard={"offload": True}),
     "offloaded fp32": Case(
         dtype="fp32", shard={"offload": True, "param_dtype": "bf16", "reduce_dtype": "bf16"}
     ),
