@@ -24,9 +24,10 @@ from planner.terms.host import host
 from planner.terms.lifecycle import lifecycle, lifecycle_host
 from planner.terms.logits import Logits, head_gradient_width, held_outputs, kept_rows, logits
 from planner.terms.optimizer import optimizer
-from planner.terms.overhead import workspace
+from planner.terms.overhead import engine_workspace, scores_buffer, workspace
 from planner.terms.passes import passes
-from planner.terms.term import Term, merged
+from planner.terms.pipeline import passed_on
+from planner.terms.term import Term, merged, plus
 from planner.terms.vision import Vision, vision
 from planner.terms.vllm_weights import vllm_weights_term
 from planner.terms.weights import flat_units, gathered, weights
@@ -66,6 +67,19 @@ class Budget:
     """vLLM's own figures, where it runs on this GPU."""
 
 
+def _workspaces(model: ModelSpec, r: Resolved, machine: Machine) -> Term:
+    """Return the workspaces of torch's matrix products, and of a framework's own library."""
+    own, switches = workspace(machine, trains=r.trains), r.switches
+    routed = any(layer.mlp.num_experts for layer in model.layers)
+    more = switches.library_workspaces + (switches.grouped_workspaces if routed else 0)
+    if not r.trains:
+        return own
+    if more:
+        own = plus(own, engine_workspace(machine, more))
+    scores = scores_buffer(model, r)
+    return plus(own, scores) if scores.bytes else own
+
+
 def _phase(name: str, *terms: Term) -> Phase:
     alive = tuple(term for term in terms if term.bytes)
     return Phase(name, alive, sum(term.bytes for term in alive))
@@ -73,7 +87,7 @@ def _phase(name: str, *terms: Term) -> Phase:
 
 def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     """Return every phase of the run with its terms."""
-    base, space = weights(model, r), workspace(machine, trains=r.trains)
+    base, space = weights(model, r), _workspaces(model, r, machine)
     if not r.trains:
         return _serve(model, r, machine, base, space)
     adapter, grads, states = lora(model, r), gradients(model, r), optimizer(model, r)
@@ -145,6 +159,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         (states.states.bytes, states.step.bytes),
         states.step.source or states.states.source,
     )
+    passed = passed_on(model, r)
     phases.append(
         _phase(
             "step",
@@ -158,6 +173,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
             space,
             reducer,
             resident,
+            passed,
         )
     )
     second = critic(r)
@@ -293,8 +309,10 @@ def _backward(
         done = _earlier_grads(model, r, grads.bytes, left)
         if whole:  # reduced layer by layer, in the last micro-batch
             done += most - _earlier_grads(model, r, most, left)
-        alive = running + (most if r.grad_accum > 1 and not whole else done)
-        if not flat.reduced:  # a unit's whole gradients are beside the shards, else among them
+        stands = r.switches.gradient_buffers or (r.grad_accum > 1 and not whole)
+        alive = running + (most if stands else done)
+        if not (flat.reduced or r.switches.gradient_buffers):
+            # a unit's whole gradients are beside the shards, else among them
             alive = min(alive, most)
         alive += waiting
         flown = flat.in_backward(left, model.num_layers)
@@ -369,10 +387,13 @@ def _outside_grads(model: ModelSpec, r: Resolved) -> tuple[int, int]:
 
 def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, int]:
     """Return gradients and activations while a trained embedding gets its gradient."""
-    if not trains_embedding(model, r):
+    if not trains_embedding(model, r) or not model.embeddings:
         return 0, 0
     scratch = sum(backward_blocks(r.tokens, model.vocab, model.hidden))
     grads = total
+    if r.switches.gradient_buffers:  # made whole, then added to the buffer
+        own = sum(module.parameters for module in model.embeddings) * element_bytes(r.dtype)
+        return grads + own, _embedded(model, r) + scratch
     if r.placement.flat_buffers and r.method is Method.FULL:  # the root unit's are reduced last
         root = flat_units(model)[0]
         grads += root * whole_width(r) - root * gradient_width(r) // r.placement.gradient_shards
@@ -384,7 +405,12 @@ def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, i
     elif r.columns:
         # another text's gradient of the embedding is there when this one's is made
         grads += model.vocab * model.hidden * head_gradient_width(r)
-    return grads, r.tokens * model.hidden * element_bytes(r.dtype) + scratch
+    return grads, _embedded(model, r) + scratch
+
+
+def _embedded(model: ModelSpec, r: Resolved) -> int:
+    """Return bytes of the embeddings' output, or of its gradient."""
+    return r.tokens * model.hidden * element_bytes(r.dtype)
 
 
 def _load(model: ModelSpec, r: Resolved, base: Term) -> Term:

@@ -29,6 +29,7 @@ DIVIDES: Mapping[Sharding, Divided] = {
     Sharding.ZERO3: Divided(True, True, True),
     Sharding.FSDP: Divided(True, True, True),
     Sharding.FSDP2: Divided(True, True, True),
+    Sharding.MEGATRON: Divided(False, False, True),
 }
 
 

@@ -20,6 +20,7 @@ from planner.run.image_fields import image_fields, image_notes, sees_images_whol
 from planner.run.logits_law import LogitsLaw
 from planner.run.lora_fields import lora_fields, with_start
 from planner.run.parallel import Layout, layout_of, refuse_unplanned
+from planner.run.pipeline import Stage
 from planner.run.placement import Placement, offloaded, place
 from planner.run.positions import context_notes
 from planner.run.recipe import (
@@ -150,6 +151,8 @@ class Resolved:
     """Gradients are reduced after every micro-batch, not only after the last."""
     bucket_views: bool
     gpus: int
+    stage: Stage
+    """Whose rank this is of a pipeline."""
     compile: bool
     compiled: str
     """What torch.compile compiles at once: layer, model; empty: nothing."""
@@ -210,8 +213,8 @@ class Resolved:
         between = self.switches.offloads_between_phases
         return place(
             self.sharding,
-            self.gpus,
-            shards=self.layout.data_shard,
+            self.layout.data * self.layout.context,
+            shards=self.layout.sharers,
             method=self.method,
             quantized=bool(self.quantization),
             autocast=bool(self.autocast) and not self.switches.fsdp_keeps_dtype,
@@ -266,7 +269,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     notes = [*filter(None, [fallback_note(framework, recipe.framework)]), *started]
     trains = task is not Task.SERVE
     layout = layout_of(model, recipe, machine.num_gpus)
-    refuse_unplanned(layout, framework.name)
+    refuse_unplanned(model, recipe, layout, framework)
     _refuse_shard_options(recipe)
     dtype, autocast = _dtypes(model, recipe, defaults)
     quantization = base_scheme(model, recipe, framework, trains=trains, notes=notes)
@@ -319,7 +322,10 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         quantization=quantization,
         double_quant=bool(choose(recipe.double_quant, defaults, "double_quant", True)),
         master_weights=_master(recipe, switches, dtype),
-        gradient_dtype=normal_dtype(recipe.gradient_dtype or dtype, field="gradient_dtype"),
+        gradient_dtype=normal_dtype(
+            recipe.gradient_dtype or ("fp32" if switches.gradient_buffers else dtype),
+            field="gradient_dtype",
+        ),
         **lora_fields(recipe, switches, quantization, dtype, reference),
         **expert_fields(model, machine, recipe, framework, notes),
         optimizer=Optimizer(choose(recipe.optimizer, defaults, "optimizer", "adamw")),
@@ -360,6 +366,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         else not switches.skips_sync,
         bucket_views=recipe.bucket_views,
         gpus=machine.num_gpus,
+        stage=Stage(),
         **compiled,
         engine=engine,
         **engine_fields(

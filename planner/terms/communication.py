@@ -72,7 +72,7 @@ def buckets(model: ModelSpec, r: Resolved) -> Term:
     They are made with the module and stay (torch 2.13, nn/parallel/distributed.py; csrc/distributed/c10d/
     reducer.cpp: initialize_buckets).
     """
-    if not r.placement.buckets:
+    if not r.placement.buckets or r.switches.gradient_buffers:  # those are the gradients themselves
         return Term("communication", 0)
     full = gradient_width(r) if r.method is Method.FULL else 0
     size = sum(group.parameters * (full or group.width) for group in trained_groups(model, r))

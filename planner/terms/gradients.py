@@ -62,6 +62,8 @@ def _by_width(model: ModelSpec, r: Resolved) -> Term:
 
 def accumulated(model: ModelSpec, r: Resolved, grads: Term) -> Term:
     """Return the gradients that wait from one micro-batch to the next; none without accumulation."""
+    if r.switches.gradient_buffers:
+        return grads
     if r.grad_accum == 1 or r.copies_into_buckets:
         return Term("gradients", 0)
     if not r.accumulates_whole:
