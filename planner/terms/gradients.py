@@ -1,6 +1,6 @@
 """gradients: one per trained parameter, alive from backward to the step (always with accumulation)."""
 
-from math import prod
+from math import ceil, prod
 
 from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
@@ -8,6 +8,7 @@ from planner.run.recipe import Method
 from planner.run.resolve import Resolved
 from planner.terms.adapters import trained_groups, trained_parameters
 from planner.terms.counts import adapters
+from planner.terms.shards import trained_share
 from planner.terms.term import Term
 from planner.terms.weights import trained_width
 
@@ -35,7 +36,7 @@ def gradients(model: ModelSpec, r: Resolved) -> Term:
     shards = r.placement.gradient_shards
     if r.method is not Method.FULL and len(trained_groups(model, r)) > 1:
         return _by_width(model, r)
-    size = -(-count * width // shards)
+    size = ceil(count * width * trained_share(model, r, shards))
     return Term(
         "gradients",
         size,
@@ -52,7 +53,7 @@ def _by_width(model: ModelSpec, r: Resolved) -> Term:
     total = adapted.parameters * adapted.width + rest.parameters * rest.width
     return Term(
         "gradients",
-        -(-total // shards),
+        ceil(total * trained_share(model, r, shards)),
         "({0:,} adapters' parameters x {1} B + {2:,} of modules_to_save and biases x {3} B) / {4} shard(s)",
         (*adapted, *rest, shards),
         "autograd: the parameter's dtype",
@@ -61,11 +62,13 @@ def _by_width(model: ModelSpec, r: Resolved) -> Term:
 
 def accumulated(model: ModelSpec, r: Resolved, grads: Term) -> Term:
     """Return the gradients that wait from one micro-batch to the next; none without accumulation."""
+    if r.switches.gradient_buffers:
+        return grads
     if r.grad_accum == 1 or r.copies_into_buckets:
         return Term("gradients", 0)
     if not r.accumulates_whole:
         return grads
-    count, width = trained_parameters(model, r), whole_width(r)
+    count, width = trained_parameters(model, r), reduce_width(r)
     return Term(
         "gradients",
         count * width,
@@ -77,9 +80,16 @@ def accumulated(model: ModelSpec, r: Resolved, grads: Term) -> Term:
 
 def whole_width(r: Resolved) -> int:
     """Return bytes of an element of a gradient before it is reduced: the gathered weight's dtype."""
-    if not r.placement.gathers:
+    if r.method is not Method.FULL or not r.placement.gathers:  # adapters are gathered as they are
         return gradient_width(r)
     return min(element_bytes(r.compute_dtype), gradient_width(r))
+
+
+def reduce_width(r: Resolved) -> int:
+    """Return bytes of an element while it is reduced, and while it waits whole for its reduction."""
+    if r.placement.flat_buffers and r.reduce_dtype:
+        return element_bytes(r.reduce_dtype)
+    return whole_width(r)
 
 
 def _copied(model: ModelSpec, r: Resolved, width: int) -> Term:

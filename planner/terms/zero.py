@@ -26,7 +26,7 @@ def standing_bucket(model: ModelSpec, r: Resolved) -> Term:
     zero = r.placement.zero
     if zero is None or not zero.window or not zero.buckets:
         return Term("communication", 0)
-    width = reduce_width(r)
+    width = bucket_width(r)
     text = "reduction bucket of {0:,} elements x {1} B"
     return Term("communication", zero.reduce * width, text, (zero.reduce, width), STAGE3)
 
@@ -54,7 +54,7 @@ def passing_buckets(model: ModelSpec, r: Resolved) -> int:
     if zero is None:
         return 0
     trained = trained_parameters(model, r)
-    filled = min(zero.reduce, trained) * reduce_width(r)
+    filled = min(zero.reduce, trained) * bucket_width(r)
     # stages 1 and 2 fill theirs in the weights' dtype and cast the copy
     own = 0 if zero.window else zero.buckets * zero.reduce * element_bytes(r.dtype)
     if r.placement.gradient_shards == 1 and r.placement.state_shards == 1:
@@ -62,7 +62,7 @@ def passing_buckets(model: ModelSpec, r: Resolved) -> int:
     return own + filled
 
 
-def reduce_width(r: Resolved) -> int:
+def bucket_width(r: Resolved) -> int:
     """Bytes of an element while it is reduced."""
     zero = r.placement.zero
     return element_bytes((zero.dtype if zero is not None else "") or r.dtype)
