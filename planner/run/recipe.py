@@ -410,6 +410,8 @@ class MachineSection(Section):
 
     gpu: str | None = None
     gpus: Count = 1
+    nodes: Count | None = None
+    """Hosts that the GPUs are in; None = as few as hold eight each."""
     vram: str | None = None
     """Instead of a GPU: memory that torch sees, for example 24GiB."""
     host_ram: str | None = None

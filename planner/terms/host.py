@@ -19,8 +19,6 @@ from planner.terms.optimizer_kinds import KINDS
 from planner.terms.term import Term
 from planner.terms.weights import flat_units, trained_width
 
-GPUS_PER_NODE = 8
-"""Ranks of a node where there are more: boards of DGX and HGX machines."""
 FP32 = 4
 SWAP_BUFFERS = 4
 """offload_optimizer.buffer_count: parameter, gradient and two states (offload_config.py)."""
@@ -37,7 +35,7 @@ FSDP = "torch.distributed.fsdp _flat_param.py: _local_shard and _cpu_grad, pinne
 
 def node_ranks(r: Resolved) -> int:
     """Return the processes that share one host."""
-    return min(r.gpus, GPUS_PER_NODE)
+    return r.node_gpus
 
 
 def host(model: ModelSpec, r: Resolved, states: Term, others: tuple[Term, ...]) -> tuple[Term, ...]:
