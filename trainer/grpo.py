@@ -82,7 +82,7 @@ def train_grpo(
             held_out=len(held_out or ()),
             ranks=ranks,
         )
-        with run_folder(run, train, resume=resume) as output:
+        with run_folder(run, train, resume=resume, ranks=ranks) as output:
             ready.save(output)
             rewards.pool.output.to(output / REWARDS_LOG)
             on_ready(ready)
@@ -112,7 +112,14 @@ def _train(
     policy, engine = ready.policy, ready.engine
     assert engine is not None
     order = Order(size=len(prompts), seed=train.seed, shuffle=train.dataset.shuffle)
-    session = Session(train, output=output, policy=policy, stepper=ready.stepper, order=order)
+    session = Session(
+        train,
+        output=output,
+        policy=policy,
+        stepper=ready.stepper,
+        order=order,
+        ranks=ready.ranks,
+    )
     if held_out is not None:
         session.validation = Validation(
             ready,
