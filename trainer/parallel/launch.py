@@ -92,6 +92,7 @@ def launch(how: Launch, run_file: Path, options: Sequence[str]) -> int:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // how.nproc)))
     if not os.environ.get("VRAMWISE_DEBUG"):
         logging.disable(logging.ERROR)  # of torchrun: what a person needs of it is said here
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of a store whose clients are gone
     try:
         run(get_args_parser().parse_args(arguments))
     except ChildFailedError as error:
