@@ -13,7 +13,7 @@ from planner.run.tasks import TASKS
 from planner.terms.activations import Activations, dequantized
 from planner.terms.adapters import lora, pissa_work, trains_embedding, trains_head, trains_tied
 from planner.terms.columns import micro_batch
-from planner.terms.communication import Buffers, buffers, term
+from planner.terms.communication import Buffers, buckets, buffers, term
 from planner.terms.companions import offloaded
 from planner.terms.critic import Critic, critic, rollout_logits
 from planner.terms.embedding import backward_blocks
@@ -24,9 +24,10 @@ from planner.terms.host import host
 from planner.terms.lifecycle import lifecycle, lifecycle_host
 from planner.terms.logits import Logits, head_gradient_width, held_outputs, kept_rows, logits
 from planner.terms.optimizer import optimizer
-from planner.terms.overhead import workspace
+from planner.terms.overhead import engine_workspace, scores_buffer, workspace
 from planner.terms.passes import passes
-from planner.terms.term import Term, merged
+from planner.terms.pipeline import passed_on
+from planner.terms.term import Term, merged, plus
 from planner.terms.vision import Vision, vision
 from planner.terms.vllm_weights import vllm_weights_term
 from planner.terms.weights import flat_units, gathered, weights
@@ -66,6 +67,19 @@ class Budget:
     """vLLM's own figures, where it runs on this GPU."""
 
 
+def _workspaces(model: ModelSpec, r: Resolved, machine: Machine) -> Term:
+    """Return the workspaces of torch's matrix products, and of a framework's own library."""
+    own, switches = workspace(machine, trains=r.trains), r.switches
+    routed = any(layer.mlp.num_experts for layer in model.layers)
+    more = switches.library_workspaces + (switches.grouped_workspaces if routed else 0)
+    if not r.trains:
+        return own
+    if more:
+        own = plus(own, engine_workspace(machine, more))
+    scores = scores_buffer(model, r)
+    return plus(own, scores) if scores.bytes else own
+
+
 def _phase(name: str, *terms: Term) -> Phase:
     alive = tuple(term for term in terms if term.bytes)
     return Phase(name, alive, sum(term.bytes for term in alive))
@@ -73,12 +87,13 @@ def _phase(name: str, *terms: Term) -> Phase:
 
 def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     """Return every phase of the run with its terms."""
-    base, space = weights(model, r), workspace(machine, trains=r.trains)
+    base, space = weights(model, r), _workspaces(model, r, machine)
     if not r.trains:
         return _serve(model, r, machine, base, space)
     adapter, grads, states = lora(model, r), gradients(model, r), optimizer(model, r)
     acts, head = micro_batch(model, r), logits(model, r)
-    fixed = (base, adapter, states.states, space)
+    reducer = buckets(model, r)
+    fixed = (base, adapter, states.states, space, reducer)
     held = accumulated(model, r, grads)
     outputs = held_outputs(model, r)
     whole, root = gathered(model, r, r.placement.gathered_layers), gathered(model, r, 0)
@@ -136,6 +151,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     running_back = _backward(model, r, acts, grads, held, flat, seen)
     phases.append(_phase("backward", *fixed, whole, *running_back, outputs, resident))
     left = _acts("step", acts.outliving, acts)
+    made_whole = Term("gradients", 0) if r.placement.bucket_views else grads
     step = Term(
         "optimizer",
         states.states.bytes + states.step.bytes,
@@ -143,8 +159,22 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         (states.states.bytes, states.step.bytes),
         states.step.source or states.states.source,
     )
+    passed = passed_on(model, r)
     phases.append(
-        _phase("step", base, adapter, grads, step, outputs, seen.after, left, space, resident)
+        _phase(
+            "step",
+            base,
+            adapter,
+            made_whole,
+            step,
+            outputs,
+            seen.after,
+            left,
+            space,
+            reducer,
+            resident,
+            passed,
+        )
     )
     second = critic(r)
     if second is not None:
@@ -272,8 +302,10 @@ def _backward(
         done = _earlier_grads(model, r, grads.bytes, left)
         if whole:  # reduced layer by layer, in the last micro-batch
             done += most - _earlier_grads(model, r, most, left)
-        alive = running + (most if r.grad_accum > 1 and not whole else done)
-        if not flat.reduced:  # a unit's whole gradients are beside the shards, else among them
+        stands = r.switches.gradient_buffers or (r.grad_accum > 1 and not whole)
+        alive = running + (most if stands else done)
+        if not (flat.reduced or r.switches.gradient_buffers):
+            # a unit's whole gradients are beside the shards, else among them
             alive = min(alive, most)
         alive += waiting
         flown = flat.in_backward(left, model.num_layers)
@@ -348,10 +380,13 @@ def _outside_grads(model: ModelSpec, r: Resolved) -> tuple[int, int]:
 
 def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, int]:
     """Return gradients and activations while a trained embedding gets its gradient."""
-    if not trains_embedding(model, r):
+    if not trains_embedding(model, r) or not model.embeddings:
         return 0, 0
     scratch = sum(backward_blocks(r.tokens, model.vocab, model.hidden))
     grads = total
+    if r.switches.gradient_buffers:  # made whole, then added to the buffer
+        own = sum(module.parameters for module in model.embeddings) * element_bytes(r.dtype)
+        return grads + own, _embedded(model, r) + scratch
     if r.placement.flat_buffers and r.method is Method.FULL:  # the root unit's are reduced last
         root = flat_units(model)[0]
         grads += root * whole_width(r) - root * gradient_width(r) // r.placement.gradient_shards
@@ -363,7 +398,12 @@ def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, i
     elif r.columns:
         # another text's gradient of the embedding is there when this one's is made
         grads += model.vocab * model.hidden * head_gradient_width(r)
-    return grads, r.tokens * model.hidden * element_bytes(r.dtype) + scratch
+    return grads, _embedded(model, r) + scratch
+
+
+def _embedded(model: ModelSpec, r: Resolved) -> int:
+    """Return bytes of the embeddings' output, or of its gradient."""
+    return r.tokens * model.hidden * element_bytes(r.dtype)
 
 
 def _load(model: ModelSpec, r: Resolved, base: Term) -> Term:

@@ -29,6 +29,7 @@ DIVIDES: Mapping[Sharding, Divided] = {
     Sharding.ZERO3: Divided(True, True, True),
     Sharding.FSDP: Divided(True, True, True),
     Sharding.FSDP2: Divided(True, True, True),
+    Sharding.MEGATRON: Divided(False, False, True),
 }
 
 
@@ -54,8 +55,10 @@ class Placement:
     weight_shards: int
     gradient_shards: int
     state_shards: int
-    gradient_copies: int
-    """2 under DDP, which keeps its reduction buckets beside the gradients."""
+    buckets: bool
+    """DDP's reduction buckets, as large as all gradients, are there from its construction on."""
+    bucket_views: bool
+    """Gradients are views of the buckets: no memory of their own."""
     reduces: bool
     """Ranks reduce gradients: a parameter's own is written into a bucket or gone after its hook."""
     gathered_layers: int
@@ -77,8 +80,8 @@ class Placement:
 
     @property
     def gathers(self) -> bool:
-        """True when weights are elsewhere in part and made whole unit by unit."""
-        return self.weight_shards > 1 or self.offload.weights
+        """True when weights are elsewhere in part, or of another dtype, and made whole unit by unit."""
+        return self.weight_shards > 1 or self.offload.weights or self.flat_buffers
 
 
 @cache
@@ -91,6 +94,8 @@ def place(
     quantized: bool,
     autocast: bool,
     loads_whole: bool,
+    bucket_views: bool = False,
+    replicates_by_fsdp2: bool = False,
     offload: Offload = NOTHING,
 ) -> Placement:
     """Return what each of `ranks` holds; groups of `shards` of them divide what the scheme divides.
@@ -99,7 +104,9 @@ def place(
     """
     divided = DIVIDES[sharding]
     fsdp, several = sharding is Sharding.FSDP, ranks > 1
-    second = sharding is Sharding.FSDP2 and several
+    replicated = sharding is Sharding.DDP and several
+    by_fsdp2 = sharding is Sharding.FSDP2 or (replicated and replicates_by_fsdp2)
+    second = by_fsdp2 and several
     # adapters of another dtype than the quantised base stay outside FSDP
     trained_outside = fsdp and quantized
     return Placement(
@@ -107,9 +114,10 @@ def place(
         weight_shards=shards if divided.weights else 1,
         gradient_shards=shards if divided.gradients and not trained_outside else 1,
         state_shards=shards if divided.states and not trained_outside else 1,
-        gradient_copies=2 if sharding is Sharding.DDP and several else 1,
+        buckets=replicated and not by_fsdp2,
+        bucket_views=replicated and not by_fsdp2 and bucket_views,
         reduces=(several and sharding is not Sharding.NONE) or offload.gradients,
-        gathered_layers=1 if divided.weights and (several or offload.weights) else 0,
+        gathered_layers=1 if second or (divided.weights and (several or offload.weights)) else 0,
         fp32_shards=(fsdp or second) and several and autocast,
         holds_frozen_inputs=fsdp and several and method is not Method.FULL,
         flat_buffers=second,

@@ -127,6 +127,8 @@ class Sharding(StrEnum):
     ZERO3 = "zero3"
     FSDP = "fsdp"
     FSDP2 = "fsdp2"
+    MEGATRON = "megatron"
+    """Megatron-Core's distributed optimizer: states divided over all ranks that hold the same weights."""
 
 
 class Optimizer(StrEnum):
@@ -355,6 +357,8 @@ class Recipe(Section):
     """fsdp2: dtype in which gradients are reduced; None = the one they are computed in."""
     accumulate_sync: bool | None = None
     """Gradients are reduced after every micro-batch; None = the framework's habit."""
+    bucket_views: bool = False
+    """ddp: gradients are views of its buckets (gradient_as_bucket_view); torch's default doubles them."""
     compile: bool = False
     """torch.compile of the layers or the model, as the framework does it."""
     compile_loss: bool | None = None

@@ -20,6 +20,7 @@ from planner.run.image_fields import image_fields, image_notes, sees_images_whol
 from planner.run.logits_law import LogitsLaw
 from planner.run.lora_fields import lora_fields, with_start
 from planner.run.parallel import Layout, layout_of, refuse_unplanned
+from planner.run.pipeline import Stage
 from planner.run.placement import Placement, offloaded, place
 from planner.run.positions import context_notes
 from planner.run.recipe import (
@@ -148,7 +149,10 @@ class Resolved:
     """How the run's GPUs divide the work."""
     accumulate_sync: bool
     """Gradients are reduced after every micro-batch, not only after the last."""
+    bucket_views: bool
     gpus: int
+    stage: Stage
+    """Whose rank this is of a pipeline."""
     compile: bool
     compiled: str
     """What torch.compile compiles at once: layer, model; empty: nothing."""
@@ -192,9 +196,16 @@ class Resolved:
 
     @property
     def accumulates_whole(self) -> bool:
-        """Gradients stay whole until the last micro-batch, whatever FSDP divides."""
+        """Gradients stay whole until the last micro-batch, whatever FSDP divides; under DDP with bucket
+        views they are beside the buckets until then."""
         fsdp = self.sharding in (Sharding.FSDP, Sharding.FSDP2) and self.placement.ranks > 1
-        return fsdp and self.grad_accum > 1 and not self.accumulate_sync
+        divided = fsdp or self.placement.bucket_views
+        return divided and self.grad_accum > 1 and not self.accumulate_sync
+
+    @property
+    def copies_into_buckets(self) -> bool:
+        """A gradient is copied into DDP's bucket as soon as it is there, and becomes a view of it."""
+        return self.placement.bucket_views and not self.accumulates_whole
 
     @property
     def placement(self) -> Placement:
@@ -202,12 +213,14 @@ class Resolved:
         between = self.switches.offloads_between_phases
         return place(
             self.sharding,
-            self.gpus,
-            shards=self.layout.data_shard,
+            self.layout.data * self.layout.context,
+            shards=self.layout.sharers,
             method=self.method,
             quantized=bool(self.quantization),
             autocast=bool(self.autocast) and not self.switches.fsdp_keeps_dtype,
             loads_whole=self.switches.fsdp_loads_full,
+            bucket_views=self.bucket_views,
+            replicates_by_fsdp2=self.switches.replicates_by_fsdp2,
             offload=offloaded(
                 self.sharding,
                 optimizer=self.optimizer_offload and not between,
@@ -256,7 +269,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     notes = [*filter(None, [fallback_note(framework, recipe.framework)]), *started]
     trains = task is not Task.SERVE
     layout = layout_of(model, recipe, machine.num_gpus)
-    refuse_unplanned(layout, framework.name)
+    refuse_unplanned(model, recipe, layout, framework)
     _refuse_shard_options(recipe)
     dtype, autocast = _dtypes(model, recipe, defaults)
     quantization = base_scheme(model, recipe, framework, trains=trains, notes=notes)
@@ -309,7 +322,10 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         quantization=quantization,
         double_quant=bool(choose(recipe.double_quant, defaults, "double_quant", True)),
         master_weights=_master(recipe, switches, dtype),
-        gradient_dtype=normal_dtype(recipe.gradient_dtype or dtype, field="gradient_dtype"),
+        gradient_dtype=normal_dtype(
+            recipe.gradient_dtype or ("fp32" if switches.gradient_buffers else dtype),
+            field="gradient_dtype",
+        ),
         **lora_fields(recipe, switches, quantization, dtype, reference),
         **expert_fields(model, machine, recipe, framework, notes),
         optimizer=Optimizer(choose(recipe.optimizer, defaults, "optimizer", "adamw")),
@@ -348,7 +364,9 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         accumulate_sync=recipe.accumulate_sync
         if recipe.accumulate_sync is not None
         else not switches.skips_sync,
+        bucket_views=recipe.bucket_views,
         gpus=machine.num_gpus,
+        stage=Stage(),
         **compiled,
         engine=engine,
         **engine_fields(

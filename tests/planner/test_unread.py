@@ -26,6 +26,7 @@ TWO_CARDS = (
     "parallel.data_replicate",
     "accumulate_sync",
     "float8_all_gather",
+    "bucket_views",
     "offload.parameters",
     "offload.device",
     "offload.pinned",
@@ -51,6 +52,7 @@ BIASED, OF_BIASED = "qwen2.5-0.5b", ("lora.bias",)
 ADAPTER = str(Path(__file__).parent / "adapter")
 
 CASES: dict[str, tuple[dict[str, Any], Any]] = {
+    "bucket_views": ({**FULL, "sharding": "ddp"}, True),
     "images": (LONG, 1),
     "image_size": ({**LONG, "images": 1}, "512x512"),
     "image_tokens": ({**LONG, "images": 1}, 64),
