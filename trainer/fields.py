@@ -53,6 +53,7 @@ ONLY_GRPO = (
 )  # fmt: skip
 ONLY_SFT = ("loss_on", "padding_free", "neftune_alpha", "router_aux_loss_coef")
 SFT_COLUMNS = ("completion_column", "messages_column", "text_column")
+SHARDED = (Sharding.NONE, Sharding.DDP, Sharding.FSDP2)
 OTHER_TASKS = (
     "teacher", "teacher_placement", "teacher_top_k", "value_model", "reward_model", "negatives",
     "mini_batch",
@@ -137,7 +138,7 @@ def _recipe(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
         ("video_frames", recipe.video_frames is not None, "nothing: the trainer trains on text alone"),
         ("audio", recipe.audio > 0, "0: the trainer trains on text alone"),
         ("audio_seconds", recipe.audio_seconds is not None, "nothing: the trainer trains on text alone"),
-        ("sharding", recipe.sharding is not Sharding.NONE, "none: the trainer uses one device"),
+        ("sharding", recipe.sharding not in SHARDED, "none, ddp or fsdp2: several GPUs are FSDP2's, each with all of the weights or a part"),
         ("mixed_precision", recipe.mixed_precision not in (None, "none"), "none: set dtype instead"),
         ("gradient_dtype", recipe.gradient_dtype not in (None, trained), f"{trained}: a gradient has its weight's dtype"),
         ("optimizer_in_backward", recipe.optimizer_in_backward, "false: the norm of all gradients is clipped before the step"),

@@ -33,6 +33,7 @@ from trainer.fields import machine_note, other_framework, unread_notes
 from trainer.model import Policy, load_policy
 from trainer.packing import keeps_apart, refuse_mixing
 from trainer.parallel.ranks import ALONE, Ranks
+from trainer.parallel.sharding import shard_policy
 from trainer.phase_memory import PhaseMemory
 from trainer.rehearsal import rehearse
 from trainer.say import Say, silent
@@ -160,10 +161,15 @@ def prepare(
     )
     # before anything else is allocated: vllm-shared brings the policy's weights with it
     engine = None
-    if recipe.task is Task.GRPO:
+    if recipe.task is Task.GRPO and not ranks.several:
         engine = make_engine(policy, recipe=recipe, plan=planned, guided=guides(train))
         engine.release()
     apply_memory_choices(policy, recipe, must_tile=bool(run.recipe.tiled_mlp), say=say)
+    if ranks.several:
+        policy = shard_policy(policy, recipe, ranks)
+        ranks = policy.ranks
+        if recipe.task is Task.GRPO:
+            engine = make_engine(policy, recipe=recipe, plan=planned)
     if asked:
         check_apart(policy, asked=asked)
     memory = PhaseMemory(policy.device)
