@@ -1,8 +1,7 @@
 """What each rank holds of weights, gradients and states: decided here once, the terms read it.
 
-A rank is one process on one GPU. The next ways to divide a run (data_replicate, tensor, sequence, pipeline,
-context, expert) belong here as further fields: a term asks how many shards its tensor has, never by
-which scheme.
+A rank is one process on one GPU; the degrees of a layout come from planner/run/parallel.py. A term asks how
+many shards its tensor has, never by which scheme.
 """
 
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
+from planner.run.parallel import ZERO
 from planner.run.recipe import Method, Sharding
 
 
@@ -86,13 +86,14 @@ def place(
     sharding: Sharding,
     ranks: int,
     *,
+    shards: int,
     method: Method,
     quantized: bool,
     autocast: bool,
     loads_whole: bool,
     offload: Offload = NOTHING,
 ) -> Placement:
-    """Return what each of `ranks` holds.
+    """Return what each of `ranks` holds; groups of `shards` of them divide what the scheme divides.
 
     `quantized`: of the base; `loads_whole`: the framework's loader does not divide.
     """
@@ -103,9 +104,9 @@ def place(
     trained_outside = fsdp and quantized
     return Placement(
         ranks=ranks,
-        weight_shards=ranks if divided.weights else 1,
-        gradient_shards=ranks if divided.gradients and not trained_outside else 1,
-        state_shards=ranks if divided.states and not trained_outside else 1,
+        weight_shards=shards if divided.weights else 1,
+        gradient_shards=shards if divided.gradients and not trained_outside else 1,
+        state_shards=shards if divided.states and not trained_outside else 1,
         gradient_copies=2 if sharding is Sharding.DDP and several else 1,
         reduces=(several and sharding is not Sharding.NONE) or offload.gradients,
         gathered_layers=1 if divided.weights and (several or offload.weights) else 0,
@@ -116,9 +117,6 @@ def place(
         loads_whole=fsdp and several and loads_whole,
         offload=offload,
     )
-
-
-ZERO = (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3)
 
 
 @cache

@@ -18,7 +18,7 @@ PARAMETERS = 1_235_814_400
 
 def placed(sharding: Sharding, ranks: int = 8, **choices: bool | Method):
     usual = {"method": Method.FULL, "quantized": False, "autocast": False, "loads_whole": False}
-    return place(sharding, ranks, **{**usual, **choices})
+    return place(sharding, ranks, **{"shards": ranks, **usual, **choices})
 
 
 def run(sharding: Sharding, **recipe: object) -> Plan:

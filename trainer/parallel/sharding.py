@@ -13,13 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from planner.run.recipe import Recipe, Sharding
+from planner.errors import UnsupportedError
+from planner.run.parallel import Layout
+from planner.run.recipe import Checkpointing, EngineKind, ParallelSection, Recipe, Sharding, Task
 from trainer.checkpointing import decoder_layers
-from trainer.model import Policy
+from trainer.fields import MATRIX
+from trainer.model import DTYPES, Policy
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.traffic import Traffic
 
 R = TypeVar("R")
+FSDP2_NEEDS = ("reset_iter_state", "set_reduce_scatter_unused_params", "set_custom_all_gather")
+"""What FSDP2 of torch 2.13 has, and older ones don't all have."""
 
 
 class Root(nn.Module):
@@ -128,21 +133,67 @@ def _attempt(work: Callable[[], R]) -> tuple[R] | None:
         return None
 
 
-def shard_policy(policy: Policy, recipe: Recipe, ranks: Ranks) -> Policy:
-    """Return the policy with its parameters cut as `recipe` says; checkpointing is in place by then."""
-    degree = ranks.size if recipe.sharding is Sharding.FSDP2 else 1
-    ranks = ranks.laid_out(shard=degree, device_type=policy.device.type)
+def over_ranks(recipe: Recipe, size: int) -> Recipe:
+    """Return the recipe as `size` ranks train it: FSDP2, over as many of them as divide the weights.
+
+    No sharding, and DDP, are copies of the whole: HSDP size x 1. One rank divides nothing.
+    """
+    if size == 1:
+        alone = {
+            "sharding": Sharding.NONE,
+            "parallel": ParallelSection(),
+            "reshard_after_forward": None,
+            "reduce_dtype": None,
+            "accumulate_sync": None,
+        }
+        return recipe.model_copy(update=alone)
+    parallel = recipe.parallel
+    if recipe.sharding is not Sharding.FSDP2:
+        parallel = ParallelSection(data_shard=1, data_replicate=size)
+    ours = {"sharding": Sharding.FSDP2, "parallel": parallel, "accumulate_sync": True}
+    return recipe.model_copy(update=ours)
+
+
+def refuse_over_ranks(recipe: Recipe, layout: Layout) -> None:
+    """Raise UnsupportedError for what one rank can do and several cannot yet, by its field."""
+    size = layout.gpus
+    if size == 1:
+        return
+    kind = recipe.engine.kind or EngineKind.TRANSFORMERS
+    cut = f"{layout.data_shard} ranks divide the weights"
+    rules: tuple[tuple[str, Any, bool, str], ...] = (
+        ("checkpointing", recipe.checkpointing, recipe.checkpointing is Checkpointing.EVERY_K, "full or offload: layers before the one at work are cut again by then"),
+        ("optimizer", recipe.optimizer, recipe.optimizer in MATRIX and layout.data_shard > 1, f"adamw, lion or their 8-bit kinds, or sharding: ddp: it steps whole matrices, and {cut}"),
+        ("engine.kind", kind, recipe.task is Task.GRPO and kind is not EngineKind.TRANSFORMERS, "transformers"),
+    )  # fmt: skip
+    for name, value, wrong, allowed in rules:
+        if wrong:
+            raise UnsupportedError(
+                f"recipe.{name}: {value} cannot be trained on {size} ranks", hint=f"use {allowed}"
+            )
+    if missing := [name for name in FSDP2_NEEDS if not hasattr(FSDPModule, name)]:
+        raise UnsupportedError(
+            f"torch {torch.__version__} cannot train on {size} ranks: its FSDP2 lacks {missing[0]}",
+            hint="install torch 2.13 or newer",
+        )
+
+
+def shard_policy(policy: Policy, recipe: Recipe, layout: Layout, ranks: Ranks) -> Policy:
+    """Return the policy with its parameters cut over `layout`; checkpointing is in place by then."""
+    ranks = ranks.laid_out(shard=layout.data_shard, device_type=policy.device.type)
     mesh = ranks.mesh
     assert mesh is not None
     options: dict[str, Any] = {
         "mesh": mesh if ranks.copies > 1 else mesh["shard"],
         "mp_policy": MixedPrecisionPolicy(
+            reduce_dtype=DTYPES[recipe.reduce_dtype] if recipe.reduce_dtype else None,
             cast_forward_inputs=False,
         ),
     }
     layers = decoder_layers(policy.base)
+    reshard = recipe.reshard_after_forward
     for layer in layers:
-        fully_shard(layer, reshard_after_forward=True, **options)
+        fully_shard(layer, reshard_after_forward=True if reshard is None else reshard, **options)
     root: Any = fully_shard(Root(policy.model), **options)
     traffic = Traffic()
     for unit in (*layers, root):
