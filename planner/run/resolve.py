@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.dtypes import TRAIN_DTYPES, normal_dtype
-from planner.errors import UnsupportedError, UsageError
+from planner.errors import UsageError
 from planner.machines.machine import Machine
 from planner.mixers.registry import mixer_of
 from planner.models.spec import ModelSpec
@@ -25,6 +25,7 @@ from planner.run.placement import Placement, offloaded, place
 from planner.run.positions import context_notes
 from planner.run.recipe import (
     Attention,
+    BucketsSection,
     Checkpointing,
     EngineKind,
     Float8,
@@ -48,6 +49,7 @@ from planner.run.task_fields import (
 from planner.run.tasks import DEFAULT_BETA, TASKS, Head, planned_task
 from planner.run.train_bytes import beside
 from planner.run.unread import unread
+from planner.run.zero import STAGES, Zero, check, zero
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,8 +147,13 @@ class Resolved:
     beta: float
     reference: Reference
     sharding: Sharding
+    zero: Zero | None
+    """DeepSpeed's buffers, if it divides or offloads."""
     layout: Layout
     """How the run's GPUs divide the work."""
+    reshard_after_forward: bool | int
+    reduce_dtype: str
+    """Of FSDP2's reductions; "" = the gradient's own."""
     accumulate_sync: bool
     """Gradients are reduced after every micro-batch, not only after the last."""
     bucket_views: bool
@@ -215,6 +222,8 @@ class Resolved:
             self.sharding,
             self.layout.data * self.layout.context,
             shards=self.layout.sharers,
+            replicas=self.layout.data_replicate,
+            reshard=self.reshard_after_forward,
             method=self.method,
             quantized=bool(self.quantization),
             autocast=bool(self.autocast) and not self.switches.fsdp_keeps_dtype,
@@ -228,6 +237,7 @@ class Resolved:
                 quantized=bool(self.quantization),
                 by=self.switches.offloads_by,
             ),
+            zero=self.zero,
         )
 
     @property
@@ -270,8 +280,10 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     trains = task is not Task.SERVE
     layout = layout_of(model, recipe, machine.num_gpus)
     refuse_unplanned(model, recipe, layout, framework)
-    _refuse_shard_options(recipe)
     dtype, autocast = _dtypes(model, recipe, defaults)
+    deepspeed = _by_deepspeed(recipe, machine)
+    if deepspeed:  # its engine casts the module, and nothing runs in autocast
+        dtype, autocast = autocast or dtype, ""
     quantization = base_scheme(model, recipe, framework, trains=trains, notes=notes)
     prompt, completion = _lengths(model, recipe, defaults, notes)
     generations = choose(recipe.num_generations, defaults, "num_generations", 1)
@@ -294,7 +306,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     if recipe.engine.expert_parallel and not any(layer.mlp.num_experts for layer in model.layers):
         notes.append("expert_parallel moves nothing: the model has no experts")
     if trains:
-        if machine.num_gpus > 1 and recipe.sharding is Sharding.NONE:
+        if layout.data_replicate == machine.num_gpus > 1 and recipe.sharding is Sharding.NONE:
             notes.append(
                 f"{machine.num_gpus} GPUs without --shard: a whole copy on each, nothing is divided; "
                 "--shard fsdp2 divides weights, gradients and states"
@@ -321,7 +333,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         autocast=autocast if trains else "",
         quantization=quantization,
         double_quant=bool(choose(recipe.double_quant, defaults, "double_quant", True)),
-        master_weights=_master(recipe, switches, dtype),
+        master_weights=_master(recipe, switches, dtype, deepspeed=deepspeed),
         gradient_dtype=normal_dtype(
             recipe.gradient_dtype or ("fp32" if switches.gradient_buffers else dtype),
             field="gradient_dtype",
@@ -360,7 +372,12 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         beta=beta,
         reference=reference,
         sharding=recipe.sharding,
+        zero=_zero(model, recipe, framework),
         layout=layout,
+        reshard_after_forward=True
+        if recipe.reshard_after_forward is None
+        else recipe.reshard_after_forward,
+        reduce_dtype=_reduced(recipe, defaults),
         accumulate_sync=recipe.accumulate_sync
         if recipe.accumulate_sync is not None
         else not switches.skips_sync,
@@ -415,10 +432,13 @@ def _kernel_notes(model: ModelSpec) -> list[str]:
     ]
 
 
-def _refuse_shard_options(recipe: Recipe) -> None:
-    for field, usual in (("reshard_after_forward", (None, True)), ("reduce_dtype", (None,))):
-        if getattr(recipe, field) not in usual:
-            raise UnsupportedError(f"{field}: {getattr(recipe, field)} cannot be planned yet")
+def _reduced(recipe: Recipe, defaults: dict[str, Any]) -> str:
+    """Return the dtype in which FSDP2 reduces gradients; empty: their own."""
+    name = choose(recipe.reduce_dtype, defaults, "reduce_dtype", "")
+    found = normal_dtype(name, field="reduce_dtype") if name else ""
+    if found not in ("", "fp32", "bf16", "fp16"):
+        raise UsageError(f"reduce_dtype: {name!r}", hint="fp32, bf16 or fp16")
+    return found
 
 
 def _offload(recipe: Recipe, trains: bool) -> OffloadSection:
@@ -438,10 +458,27 @@ def _offload(recipe: Recipe, trains: bool) -> OffloadSection:
     return asked
 
 
-def _master(recipe: Recipe, switches: Switches, dtype: str) -> bool:
+def _zero(model: ModelSpec, recipe: Recipe, framework: Framework) -> Zero | None:
+    """Return DeepSpeed's buffers; raises UsageError for buckets of a scheme without them."""
+    check(recipe.sharding, recipe.buckets)
+    sharding = recipe.sharding
+    if framework.switches.offloads_by == "deepspeed" and recipe.optimizer_offload:
+        sharding = sharding if sharding in STAGES else Sharding.ZERO2  # one GPU, offloaded by ZeRO
+    preset = framework.deepspeed.get(sharding.value, BucketsSection())
+    return zero(sharding, recipe.buckets, preset, model.hidden)
+
+
+def _by_deepspeed(recipe: Recipe, machine: Machine) -> bool:
+    """Return whether DeepSpeed runs the step, with 16-bit weights and fp32 copies of its own."""
+    return recipe.sharding in STAGES and machine.num_gpus > 1 and recipe.task is not Task.SERVE
+
+
+def _master(recipe: Recipe, switches: Switches, dtype: str, *, deepspeed: bool) -> bool:
     """Return whether the optimizer keeps an fp32 copy of what is trained."""
     if recipe.master_weights is not None:
         return recipe.master_weights
+    if deepspeed:
+        return True
     if recipe.task is Task.SERVE or not switches.master_weights:
         return False
     if recipe.method is Method.FULL and dtype == "bf16":
