@@ -22,6 +22,7 @@ from trainer.model import load_tokenizer
 from trainer.packing import PackedOrder
 from trainer.parallel.dealing import blank_batch, deal, evened
 from trainer.parallel.ranks import ALONE, Ranks
+from trainer.parallel.together import largest
 from trainer.preflight import Preflight, longest_sequence, prepare
 from trainer.router_loss import balance_loss, router_coefficient
 from trainer.say import Say, silent
@@ -160,7 +161,7 @@ def _train(
                 "sequences": len(batch),
                 "micro_batches": len(update.stats),
                 "budget_tokens": ready.stepper.budget.tokens,
-                **ready.memory.take(ready.planned_bytes),
+                **largest(ranks, ready.memory.take(ready.planned_bytes)),
                 "seconds": seconds,
                 "tokens_per_second": update.num_tokens / seconds,
             }

@@ -78,7 +78,8 @@ class Sharded:
 
         Without gradients the root is cut again behind it, unless `keep`: until `settle`.
         """
-        if torch.is_grad_enabled():
+        # where nothing is gathered, ranks generate each at their own pace
+        if torch.is_grad_enabled() or (keep and self.degree == 1):
             return self.root(work)  # type: ignore[no-any-return]
         result: R = self._agreed(lambda: self.root(work), "again" if self._kept else "look")
         self._kept = keep
@@ -155,9 +156,14 @@ def over_ranks(recipe: Recipe, size: int) -> Recipe:
 
 
 def refuse_over_ranks(recipe: Recipe, layout: Layout) -> None:
-    """Raise UnsupportedError for what one rank can do and several cannot yet, by its field."""
+    """Raise UnsupportedError for what one rank can do and several cannot yet, or the other way, by its field."""
     size = layout.gpus
     if size == 1:
+        for name in ("reshard_after_forward", "reduce_dtype", "accumulate_sync"):
+            if (value := getattr(recipe, name)) is not None:
+                raise UnsupportedError(
+                    f"recipe.{name}: {value} has no effect on one rank", hint="leave it out"
+                )
         return
     kind = recipe.engine.kind or EngineKind.TRANSFORMERS
     cut = f"{layout.data_shard} ranks divide the weights"

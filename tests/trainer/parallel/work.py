@@ -1,14 +1,22 @@
 """What the two-rank tests run on every rank: a prepared run, its gradients on one batch, its losses."""
 
+import zlib
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainer.config import parse_run
-from trainer.data import load_samples
+from trainer.data import Order, load_samples
+from trainer.grpo import Grpo
 from trainer.parallel.ranks import Ranks
-from trainer.preflight import longest_sequence, prepare
+from trainer.preflight import longest_prompt, longest_sequence, prepare
+from trainer.prompt_data import read_prompts
+from trainer.rewards import load_rewards
+from trainer.rollout import sampling_settings
+from trainer.session import Session
 from trainer.sft import loss, make_order, next_batch, split
 from trainer.sft_data import read_examples
 
@@ -73,3 +81,62 @@ def sft_curve(ranks: Ranks, document: dict[str, Any], root: str, steps: int) -> 
         )
         figures += [update.loss, update.grad_norm]
     return figures
+
+
+class PerPrompt:
+    """The run's own engine, asked prompt by prompt, each seeded by what it says: the same on any rank."""
+
+    name = "transformers"
+
+    def __init__(self, engine: Any, ranks: Ranks) -> None:
+        self._engine, self._ranks, self._calls = engine, ranks, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def generate(self, prompts: Any, settings: Any) -> list[Any]:
+        self._calls += 1
+        found = []
+        for index in range(int(self._ranks.max(float(len(prompts))))):
+            own = prompts[index : index + 1]
+            seed = zlib.crc32(repr((self._calls, *own)).encode())
+            made = self._engine.generate(own, replace(settings, seed=seed))
+            found += [replace(each, prompt_index=index) for each in made]
+        return found
+
+
+def grpo_run(ranks: Ranks, document: dict[str, Any], root: str, steps: int) -> Any:
+    """Return the logged figures of `steps` steps, and every trained weight behind them."""
+    run, train, ready = prepared(ranks, document, root)
+    ranks = ready.ranks
+    samples = load_samples(train.dataset, root=Path(root))
+    limit = longest_prompt(run)
+    prompts = read_prompts(
+        samples, ready.policy.tokenizer, train.dataset, limit=limit, rewards=train.rewards
+    )
+    order = Order(size=len(prompts), seed=train.seed, shuffle=train.dataset.shuffle)
+    output = Path(root) / f"out-{ranks.size}-{ranks.rank}"
+    output.mkdir(exist_ok=True)
+    session = Session(train, output=output, policy=ready.policy, stepper=ready.stepper, order=order)
+    settings = sampling_settings(
+        train.sampling,
+        ready.policy.tokenizer,
+        num_generations=ready.num_generations,
+        max_new_tokens=ready.completion_tokens,
+    )
+    with closing(load_rewards(train.rewards, root=Path(root))) as rewards:
+        engine: Any = PerPrompt(ready.engine, ranks)
+        grpo = Grpo(train, prompts, order, rewards, ready, engine, settings, session)
+        with session, ready.device:
+            for step in range(steps):
+                grpo.step(step)
+    weights = {
+        name: getattr(parameter, "full_tensor", lambda p=parameter: p)().detach().clone()
+        for name, parameter in ready.policy.trainable()
+    }
+    return session.metrics, weights
+
+
+def every(ranks: Ranks, work: Any, cases: Any) -> list[Any]:
+    """Return what `work(ranks, *case)` returns for each of `cases`."""
+    return [work(ranks, *case) for case in cases]
