@@ -201,7 +201,7 @@ class Grpo:
         logged["seconds"] = time.perf_counter() - started
         sampled = ranks.sum(float(sum(rollout.lengths)))
         logged["tokens_per_second"] = sampled / logged["seconds"]
-        if self.train.print_completions and ranks.first:
+        if self.train.print_completions:
             rows = self.train.print_completions
             show_completions(self.session, step, rollout, scores, values, rows)
         if updates == 0:

@@ -21,7 +21,7 @@ from trainer.metrics import COMPLETIONS_FOLDER, METRICS_FILE, MetricsLog, Progre
 from trainer.model import Policy
 from trainer.parallel.agree import check_shared
 from trainer.parallel.ranks import ALONE, Ranks
-from trainer.parallel.watch import in_unison
+from trainer.parallel.watch import in_unison, is_broken_connection
 from trainer.preflight import Preflight
 from trainer.push import EverySave
 from trainer.reporters.reports import Reports
@@ -247,8 +247,7 @@ class Session:
     def _rescue(self, error: Exception) -> None:
         """Save the steps done before the one that failed, whatever ended it."""
         saved = ""
-        # an error of one rank alone: the others are in the midst of the step, and save nothing with it
-        if self._done > 0 and in_unison(self.ranks, f"{self._done} {type(error).__name__} {error}"):
+        if self._done > 0 and self._all_out(error):
             self._order.restore(self._place)
             try:
                 self.save(tell=False)
@@ -261,6 +260,16 @@ class Session:
                 hint="lower micro_batch_tokens or completion_length, or see: vramwise advise RUN.yaml; "
                 "then go on with: vramwise train RUN.yaml --resume",
             ) from None
+
+    def _all_out(self, error: Exception) -> bool:
+        """Return whether all ranks have left the step by an error, and can save what was before it.
+
+        After an error of one alone the others wait for it in the midst of the step, if they are there.
+        """
+        if self.ranks.several and is_broken_connection(error):
+            return False
+        kind = "told" if isinstance(error, VramwiseError) else type(error).__name__
+        return in_unison(self.ranks, f"{self._done} {kind}")
 
     def steps(self) -> Iterator[int]:
         """Yield the steps to do, from 0; ends early on a signal, with everything saved."""

@@ -120,7 +120,7 @@ class Watch:
     def _end(self, error: BaseException) -> None:
         """Decide what this rank ends with: the one that speaks raises the error to be shown."""
         ranks = self._ranks
-        own = not isinstance(error, OtherRankEnded) and not _is_broken_connection(error)
+        own = not isinstance(error, OtherRankEnded) and not is_broken_connection(error)
         if own and os.environ.get("VRAMWISE_DEBUG"):
             traceback.print_exception(error)
         if own:
@@ -322,7 +322,7 @@ def _ending(rank: int, error: BaseException) -> Ending:
     return Ending(rank=rank, message=in_one_line(error), hint=hint, code=1)
 
 
-def _is_broken_connection(error: BaseException) -> bool:
+def is_broken_connection(error: BaseException) -> bool:
     """Return whether a collective failed: it is never this rank's own fault."""
     if isinstance(error, VramwiseError) or not isinstance(error, RuntimeError):
         return False
