@@ -127,6 +127,8 @@ class Sharding(StrEnum):
     ZERO3 = "zero3"
     FSDP = "fsdp"
     FSDP2 = "fsdp2"
+    MEGATRON = "megatron"
+    """Megatron-Core's distributed optimizer: states divided over all ranks that hold the same weights."""
 
 
 class Optimizer(StrEnum):
@@ -218,6 +220,37 @@ class OffloadSection(Section):
     pinned: bool | None = None
     """Buffers are page-locked, each rounded up to a power of two. Default: FSDP's are, DeepSpeed's
     are where its config says pin_memory."""
+
+
+Elements = Annotated[int, Field(ge=0, le=2**50, strict=True)]
+
+
+class BucketsSection(Section):
+    """DeepSpeed's buffers, in elements; None = the framework's config, else DeepSpeed's own default.
+
+    "auto": as transformers' Trainer and accelerate fill it in from the hidden size.
+    """
+
+    reduce: Elements | Literal["auto"] | None = None
+    """Gradients reduced at once (reduce_bucket_size)."""
+    allgather: Elements | None = None
+    """Weights gathered at once after a step; torch gathers them in place, without a buffer."""
+    prefetch: Elements | Literal["auto"] | None = None
+    """zero3: weights asked for ahead at once (stage3_prefetch_bucket_size)."""
+    live: Elements | None = None
+    """zero3: weights that are whole at most (stage3_max_live_parameters)."""
+    reuse: Elements | None = None
+    """zero3: weights needed again within so many elements stay whole (stage3_max_reuse_distance)."""
+    persistence: Elements | Literal["auto"] | None = None
+    """zero3: tensors of at most so many elements stay whole (stage3_param_persistence_threshold)."""
+    sub_group: Elements | None = None
+    """zero3: elements of the shard stepped at once (sub_group_size); 0 = a tensor's."""
+    overlap: bool | None = None
+    """Reduction beside the backward (overlap_comm): stages 1 and 2 have a second bucket for it."""
+    contiguous: bool | None = None
+    """Gradients are copied into a buffer of the bucket's size (contiguous_gradients)."""
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    """Gradients are reduced in this dtype (communication_data_type); None = the weights'."""
 
 
 class ParallelSection(Section):
@@ -347,6 +380,7 @@ class Recipe(Section):
     resume: bool = False
     """Plan the start from a checkpoint."""
     sharding: Sharding = Sharding.NONE
+    buckets: BucketsSection = BucketsSection()
     parallel: ParallelSection = ParallelSection()
     reshard_after_forward: bool | Annotated[int, Field(ge=2, le=2**20, strict=True)] | None = None
     """fsdp2: what a layer is divided over between forward and backward: true = all ranks, false = it stays
@@ -355,6 +389,8 @@ class Recipe(Section):
     """fsdp2: dtype in which gradients are reduced; None = the one they are computed in."""
     accumulate_sync: bool | None = None
     """Gradients are reduced after every micro-batch; None = the framework's habit."""
+    bucket_views: bool = False
+    """ddp: gradients are views of its buckets (gradient_as_bucket_view); torch's default doubles them."""
     compile: bool = False
     """torch.compile of the layers or the model, as the framework does it."""
     compile_loss: bool | None = None

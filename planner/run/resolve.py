@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.dtypes import TRAIN_DTYPES, normal_dtype
-from planner.errors import UnsupportedError, UsageError
+from planner.errors import UsageError
 from planner.machines.machine import Machine
 from planner.mixers.registry import mixer_of
 from planner.models.spec import ModelSpec
@@ -20,10 +20,12 @@ from planner.run.image_fields import image_fields, image_notes, sees_images_whol
 from planner.run.logits_law import LogitsLaw
 from planner.run.lora_fields import lora_fields, with_start
 from planner.run.parallel import Layout, layout_of, refuse_unplanned
+from planner.run.pipeline import Stage
 from planner.run.placement import Placement, offloaded, place
 from planner.run.positions import context_notes
 from planner.run.recipe import (
     Attention,
+    BucketsSection,
     Checkpointing,
     EngineKind,
     Float8,
@@ -47,6 +49,7 @@ from planner.run.task_fields import (
 from planner.run.tasks import DEFAULT_BETA, TASKS, Head, planned_task
 from planner.run.train_bytes import beside
 from planner.run.unread import unread
+from planner.run.zero import STAGES, Zero, check, zero
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,11 +147,19 @@ class Resolved:
     beta: float
     reference: Reference
     sharding: Sharding
+    zero: Zero | None
+    """DeepSpeed's buffers, if it divides or offloads."""
     layout: Layout
     """How the run's GPUs divide the work."""
+    reshard_after_forward: bool | int
+    reduce_dtype: str
+    """Of FSDP2's reductions; "" = the gradient's own."""
     accumulate_sync: bool
     """Gradients are reduced after every micro-batch, not only after the last."""
+    bucket_views: bool
     gpus: int
+    stage: Stage
+    """Whose rank this is of a pipeline."""
     compile: bool
     compiled: str
     """What torch.compile compiles at once: layer, model; empty: nothing."""
@@ -192,9 +203,16 @@ class Resolved:
 
     @property
     def accumulates_whole(self) -> bool:
-        """Gradients stay whole until the last micro-batch, whatever FSDP divides."""
+        """Gradients stay whole until the last micro-batch, whatever FSDP divides; under DDP with bucket
+        views they are beside the buckets until then."""
         fsdp = self.sharding in (Sharding.FSDP, Sharding.FSDP2) and self.placement.ranks > 1
-        return fsdp and self.grad_accum > 1 and not self.accumulate_sync
+        divided = fsdp or self.placement.bucket_views
+        return divided and self.grad_accum > 1 and not self.accumulate_sync
+
+    @property
+    def copies_into_buckets(self) -> bool:
+        """A gradient is copied into DDP's bucket as soon as it is there, and becomes a view of it."""
+        return self.placement.bucket_views and not self.accumulates_whole
 
     @property
     def placement(self) -> Placement:
@@ -202,12 +220,16 @@ class Resolved:
         between = self.switches.offloads_between_phases
         return place(
             self.sharding,
-            self.gpus,
-            shards=self.layout.data_shard,
+            self.layout.data * self.layout.context,
+            shards=self.layout.sharers,
+            replicas=self.layout.data_replicate,
+            reshard=self.reshard_after_forward,
             method=self.method,
             quantized=bool(self.quantization),
             autocast=bool(self.autocast) and not self.switches.fsdp_keeps_dtype,
             loads_whole=self.switches.fsdp_loads_full,
+            bucket_views=self.bucket_views,
+            replicates_by_fsdp2=self.switches.replicates_by_fsdp2,
             offload=offloaded(
                 self.sharding,
                 optimizer=self.optimizer_offload and not between,
@@ -215,6 +237,7 @@ class Resolved:
                 quantized=bool(self.quantization),
                 by=self.switches.offloads_by,
             ),
+            zero=self.zero,
         )
 
     @property
@@ -256,9 +279,11 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     notes = [*filter(None, [fallback_note(framework, recipe.framework)]), *started]
     trains = task is not Task.SERVE
     layout = layout_of(model, recipe, machine.num_gpus)
-    refuse_unplanned(layout, framework.name)
-    _refuse_shard_options(recipe)
+    refuse_unplanned(model, recipe, layout, framework)
     dtype, autocast = _dtypes(model, recipe, defaults)
+    deepspeed = _by_deepspeed(recipe, machine)
+    if deepspeed:  # its engine casts the module, and nothing runs in autocast
+        dtype, autocast = autocast or dtype, ""
     quantization = base_scheme(model, recipe, framework, trains=trains, notes=notes)
     prompt, completion = _lengths(model, recipe, defaults, notes)
     generations = choose(recipe.num_generations, defaults, "num_generations", 1)
@@ -308,8 +333,11 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         autocast=autocast if trains else "",
         quantization=quantization,
         double_quant=bool(choose(recipe.double_quant, defaults, "double_quant", True)),
-        master_weights=_master(recipe, switches, dtype),
-        gradient_dtype=normal_dtype(recipe.gradient_dtype or dtype, field="gradient_dtype"),
+        master_weights=_master(recipe, switches, dtype, deepspeed=deepspeed),
+        gradient_dtype=normal_dtype(
+            recipe.gradient_dtype or ("fp32" if switches.gradient_buffers else dtype),
+            field="gradient_dtype",
+        ),
         **lora_fields(recipe, switches, quantization, dtype, reference),
         **expert_fields(model, machine, recipe, framework, notes),
         optimizer=Optimizer(choose(recipe.optimizer, defaults, "optimizer", "adamw")),
@@ -344,11 +372,18 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         beta=beta,
         reference=reference,
         sharding=recipe.sharding,
+        zero=_zero(model, recipe, framework),
         layout=layout,
+        reshard_after_forward=True
+        if recipe.reshard_after_forward is None
+        else recipe.reshard_after_forward,
+        reduce_dtype=_reduced(recipe, defaults),
         accumulate_sync=recipe.accumulate_sync
         if recipe.accumulate_sync is not None
         else not switches.skips_sync,
+        bucket_views=recipe.bucket_views,
         gpus=machine.num_gpus,
+        stage=Stage(),
         **compiled,
         engine=engine,
         **engine_fields(
@@ -397,10 +432,13 @@ def _kernel_notes(model: ModelSpec) -> list[str]:
     ]
 
 
-def _refuse_shard_options(recipe: Recipe) -> None:
-    for field, usual in (("reshard_after_forward", (None, True)), ("reduce_dtype", (None,))):
-        if getattr(recipe, field) not in usual:
-            raise UnsupportedError(f"{field}: {getattr(recipe, field)} cannot be planned yet")
+def _reduced(recipe: Recipe, defaults: dict[str, Any]) -> str:
+    """Return the dtype in which FSDP2 reduces gradients; empty: their own."""
+    name = choose(recipe.reduce_dtype, defaults, "reduce_dtype", "")
+    found = normal_dtype(name, field="reduce_dtype") if name else ""
+    if found not in ("", "fp32", "bf16", "fp16"):
+        raise UsageError(f"reduce_dtype: {name!r}", hint="fp32, bf16 or fp16")
+    return found
 
 
 def _offload(recipe: Recipe, trains: bool) -> OffloadSection:
@@ -420,10 +458,27 @@ def _offload(recipe: Recipe, trains: bool) -> OffloadSection:
     return asked
 
 
-def _master(recipe: Recipe, switches: Switches, dtype: str) -> bool:
+def _zero(model: ModelSpec, recipe: Recipe, framework: Framework) -> Zero | None:
+    """Return DeepSpeed's buffers; raises UsageError for buckets of a scheme without them."""
+    check(recipe.sharding, recipe.buckets)
+    sharding = recipe.sharding
+    if framework.switches.offloads_by == "deepspeed" and recipe.optimizer_offload:
+        sharding = sharding if sharding in STAGES else Sharding.ZERO2  # one GPU, offloaded by ZeRO
+    preset = framework.deepspeed.get(sharding.value, BucketsSection())
+    return zero(sharding, recipe.buckets, preset, model.hidden)
+
+
+def _by_deepspeed(recipe: Recipe, machine: Machine) -> bool:
+    """Return whether DeepSpeed runs the step, with 16-bit weights and fp32 copies of its own."""
+    return recipe.sharding in STAGES and machine.num_gpus > 1 and recipe.task is not Task.SERVE
+
+
+def _master(recipe: Recipe, switches: Switches, dtype: str, *, deepspeed: bool) -> bool:
     """Return whether the optimizer keeps an fp32 copy of what is trained."""
     if recipe.master_weights is not None:
         return recipe.master_weights
+    if deepspeed:
+        return True
     if recipe.task is Task.SERVE or not switches.master_weights:
         return False
     if recipe.method is Method.FULL and dtype == "bf16":

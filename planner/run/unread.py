@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from planner.run.resolve import Resolved
 
 FIELDS_WITHOUT_BYTES = {
+    "buckets.allgather": "torch gathers in place",
     "engine.url": "an address",
     "engine.timeout_s": "a time",
     "lora.use_rslora": "a factor",
@@ -91,12 +92,13 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[["Resolved"], bool], str], ...] = 
     ),
     (
         ("accumulate_sync",),
-        lambda r: r.sharding in (Sharding.FSDP, Sharding.FSDP2) and r.grad_accum > 1,
-        "no gradients accumulate under fsdp or fsdp2",
+        lambda r: r.placement.reduces and r.placement.ranks > 1 and r.grad_accum > 1,
+        "no gradients of several ranks accumulate",
     ),
     (("parallel.sequence", "parallel.expert_tensor"), lambda r: r.layout.tensor > 1, "nothing is tensor-parallel"),
     (("parallel.schedule", "parallel.virtual_stages"), lambda r: r.layout.pipeline > 1, "there is no pipeline"),
     (("parallel.context_kind",), lambda r: r.layout.context > 1, "no sequence is divided"),
+    (("bucket_views",), lambda r: r.placement.buckets, "no ddp has buckets"),
 )  # fmt: skip
 
 

@@ -115,6 +115,7 @@ OPTIONS: dict[str, Any] = {
     "context_kind": _option(str | None, "--context-kind", "ring or ulysses.", _SPREAD),
     "expert_parallel": _option(int | None, "--expert-parallel", "GPUs that share a layer's experts; for --task serve, vLLM's.", _SPREAD),
     "expert_tensor_parallel": _option(int | None, "--expert-tensor-parallel", "GPUs that share one expert.", _SPREAD),
+    "bucket_views": _option(bool | None, "--bucket-views/--no-bucket-views", "ddp: gradients are views of its buckets, not beside them.", _SPREAD),
     "engine": _option(str | None, "--engine", "none, transformers, vllm-shared, vllm-push, vllm-server.", _ENGINE),
     "kv_dtype": _option(str | None, "--kv-dtype", "bf16, fp16, fp32 or fp8.", _ENGINE),
     "gpu_memory_utilization": _option(float | None, "--gpu-memory-utilization", "vLLM's share of the GPU.", _ENGINE),

@@ -22,10 +22,22 @@ SERVE: dict[str, Any] = {"task": "serve"}
 GATHERED: dict[str, Any] = {**FULL, "evaluation": {"samples": 64, "logits": True}}
 DISTILL: dict[str, Any] = {"task": "distill", "framework": "trl", "teacher": "llama-3.2-3b"}
 TWO_CARDS = (
+    "buckets.reduce",
+    "buckets.prefetch",
+    "buckets.live",
+    "buckets.reuse",
+    "buckets.persistence",
+    "buckets.sub_group",
+    "buckets.overlap",
+    "buckets.contiguous",
+    "buckets.dtype",
     "sharding",
     "parallel.data_replicate",
     "accumulate_sync",
+    "reshard_after_forward",
+    "reduce_dtype",
     "float8_all_gather",
+    "bucket_views",
     "offload.parameters",
     "offload.device",
     "offload.pinned",
@@ -51,6 +63,7 @@ BIASED, OF_BIASED = "qwen2.5-0.5b", ("lora.bias",)
 ADAPTER = str(Path(__file__).parent / "adapter")
 
 CASES: dict[str, tuple[dict[str, Any], Any]] = {
+    "bucket_views": ({**FULL, "sharding": "ddp"}, True),
     "images": (LONG, 1),
     "image_size": ({**LONG, "images": 1}, "512x512"),
     "image_tokens": ({**LONG, "images": 1}, 64),
@@ -107,7 +120,18 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "negatives": ({"task": "embed", "method": "full"}, 4),
     "mini_batch": ({"task": "embed", "method": "full", "micro_batch_size": 64}, 4),
     "sharding": (FULL, "zero3"),
+    "buckets.reduce": ({**FULL, "sharding": "zero2"}, 10**8),
+    "buckets.prefetch": ({**FULL, "sharding": "zero3", "buckets": {"live": 10**8}}, 10**8),
+    "buckets.live": ({**FULL, "sharding": "zero3"}, 10**7),
+    "buckets.reuse": ({**FULL, "sharding": "zero3", "buckets": {"live": 10**7}}, 0),
+    "buckets.persistence": ({**FULL, "sharding": "zero3", "buckets": {"live": 10**7}}, 10**7),
+    "buckets.sub_group": ({**FULL, "sharding": "zero3"}, 10**7),
+    "buckets.overlap": ({**FULL, "sharding": "zero2"}, True),
+    "buckets.contiguous": ({**FULL, "sharding": "zero2"}, False),
+    "buckets.dtype": ({**FULL, "sharding": "zero3"}, "fp32"),
     "parallel.data_replicate": ({**FULL, "sharding": "fsdp2"}, 2),
+    "reshard_after_forward": ({**FULL, "sharding": "fsdp2"}, False),
+    "reduce_dtype": ({**FULL, "sharding": "fsdp2", "context": 128}, "fp32"),
     "accumulate_sync": (
         {**FULL, "sharding": "fsdp2", "gradient_accumulation": 4, "framework": "hf-trainer"},
         True,
@@ -241,8 +265,6 @@ NOT_PLANNED: dict[str, tuple[dict[str, Any], Any]] = {
     "parallel.context_kind": ({**FULL, "parallel": {"context": 2}}, "ulysses"),
     "parallel.expert": ({**FULL, "sharding": "fsdp2"}, 2),
     "parallel.expert_tensor": ({**FULL, "parallel": {"expert": 2}, "sharding": "fsdp2"}, 1),
-    "reshard_after_forward": ({**FULL, "sharding": "fsdp2"}, False),
-    "reduce_dtype": ({**FULL, "sharding": "fsdp2"}, "fp32"),
 }
 """Field: (a run, a value that no term reads yet): refused by name, or its degree is."""
 
@@ -294,7 +316,7 @@ def test_a_field_moves_the_plan_or_is_named_in_it(field: str) -> None:
 @pytest.mark.parametrize("field", sorted(NOT_PLANNED))
 def test_a_field_that_cannot_be_planned_is_refused(field: str) -> None:
     base, value = NOT_PLANNED[field]
-    with pytest.raises(UnsupportedError, match=r"^(parallel\.|reshard|reduce).* cannot be planned"):
+    with pytest.raises(UnsupportedError, match=r"^parallel\..* cannot be planned"):
         planned(changed(base, field, value), gpus=2, model=catalogue_model(EXPERTS))
 
 
@@ -305,8 +327,10 @@ def test_a_field_without_bytes_moves_nothing(field: str) -> None:
         "engine.timeout_s": 5.0,
         "lora.use_rslora": True,
         "parallel.data_shard": -1,
+        "buckets.allgather": 10**8,
     }
-    assert sizes(planned(VLLM)) == sizes(planned(changed(VLLM, field, values[field])))
+    base = {**FULL, "sharding": "zero2"} if field.startswith("buckets.") else VLLM
+    assert sizes(planned(base)) == sizes(planned(changed(base, field, values[field])))
     assert FIELDS_WITHOUT_BYTES[field]
 
 
