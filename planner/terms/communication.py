@@ -1,4 +1,4 @@
-"""communication: DDP's buckets, and the flat buffers that FSDP2 gathers through and reduces from.
+"""communication: DDP's and DeepSpeed's buckets, and the flat buffers of FSDP2 and ZeRO-3.
 
 torch 2.13, distributed/fsdp/_fully_shard/{_fsdp_param_group,_fsdp_collectives}.py: a unit's shards
 arrive in one flat buffer, which is copied out into its parameters and stays until the next unit's
@@ -16,8 +16,11 @@ from planner.terms.gradients import gradient_width, reduce_width, whole_width
 from planner.terms.shards import adapter_shard, layer_shard, model_shard, root_shard
 from planner.terms.term import Term
 from planner.terms.weights import gathered
+from planner.terms.window import flat_group
+from planner.terms.zero import REDUCTION, passing_buckets, standing_bucket
 
 DDP = "torch 2.13 csrc/distributed/c10d/reducer.cpp: Bucket.gradients"
+PASSING = "the next layer's, and gradients on their way"
 SOURCE = "torch 2.13 distributed/fsdp/_fully_shard/_fsdp_collectives.py"
 
 
@@ -38,12 +41,15 @@ class Buffers(NamedTuple):
     """The root unit's whole gradients that wait for the end of the backward, the embeddings' apart."""
     summed: int
     """All layers' shards in the dtype of their sum over replicas, where that is not the gradients'."""
+    backward: int = 0
+    """In all of the backward: DeepSpeed's buckets."""
 
     def in_backward(self, layers_left: int, layers: int) -> int:
         """Return the buffers while a layer runs backward with `layers_left` of `layers` to come."""
         done = layers - layers_left
         return (
-            (self.gather if layers_left > 1 else 0)
+            self.backward
+            + (self.gather if layers_left > 1 else 0)
             + (self.reduced if done else 0)
             + self.summed * done // layers
         )
@@ -51,6 +57,10 @@ class Buffers(NamedTuple):
 
 def buffers(model: ModelSpec, r: Resolved) -> Buffers:
     """Return the flat buffers of a run; zeros where units are not gathered through any."""
+    if r.placement.zero is not None:
+        group = flat_group(model, r)
+        back = passing_buckets(model, r)
+        return Buffers(0, group, group, group, 0, back, 0, 0, back)
     if not r.placement.flat_buffers:
         return Buffers(0, 0, 0, 0, 0, 0, 0, 0)
     root = gathered(model, r, 0).bytes
@@ -81,11 +91,13 @@ def buffers(model: ModelSpec, r: Resolved) -> Buffers:
 
 
 def buckets(model: ModelSpec, r: Resolved) -> Term:
-    """Return the buckets in which DDP reduces gradients: of 25 MiB, as large as all of them together.
+    """Return the buckets that stay: DDP's, of 25 MiB, as large as all gradients together; ZeRO-3's one.
 
     They are made with the module and stay (torch 2.13, nn/parallel/distributed.py; csrc/distributed/c10d/
     reducer.cpp: initialize_buckets).
     """
+    if r.placement.zero is not None:
+        return standing_bucket(model, r)
     if not r.placement.buckets or r.switches.gradient_buffers:  # those are the gradients themselves
         return Term("communication", 0)
     full = gradient_width(r) if r.method is Method.FULL else 0
@@ -93,6 +105,13 @@ def buckets(model: ModelSpec, r: Resolved) -> Term:
     return Term("communication", size, "DDP's buckets {0:,} B, as the gradients", (size,), DDP)
 
 
-def term(size: int, what: str) -> Term:
-    """Return the term of a phase."""
+def term(r: Resolved, size: int, what: str) -> Term:
+    """Return the term of a phase; `what`: FSDP2's buffers."""
+    here = r.placement
+    if here.zero is not None:
+        text = "{0:,} B for {1} ranks: " + (
+            "what a prefetched group is copied out of" if here.window else "buckets"
+        )
+        text += ", and a bucket's copy on its way" if what == PASSING else ""
+        return Term("communication", size, text, (size, here.state_shards), REDUCTION)
     return Term("communication", size, "flat buffers: " + what + " {0:,} B", (size,), SOURCE)

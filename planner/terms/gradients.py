@@ -107,21 +107,19 @@ def _copied(model: ModelSpec, r: Resolved, width: int) -> Term:
 def _passing(model: ModelSpec, r: Resolved, width: int) -> Term:
     """Return gradients on their way to the host: what is reduced at once.
 
-    FSDP: one unit's shard. DeepSpeed: its bucket, hidden x hidden elements where the config says
-    "auto" (transformers/integrations/deepspeed.py), and one gradient that is larger.
+    FSDP: one unit's shard. DeepSpeed: one gradient beside its bucket, which is communication's.
     """
     if r.placement.offload.by == "fsdp":
         unit = max(layer.parameters for layer in model.layers)
         unit = unit if r.method is Method.FULL else trained_parameters(model, r)
         size = -(-unit * width // r.placement.gradient_shards)
         return Term("gradients", size, "{0:,} B of one unit, on the way to the host", (size,), FSDP)
-    bucket = min(model.hidden * model.hidden, trained_parameters(model, r))
     single = largest_trained(model, r)
     return Term(
         "gradients",
-        (bucket + single) * width,
-        "bucket {0:,} + largest {1:,} elements x {2} B, the others on the host",
-        (bucket, single, width),
+        single * width,
+        "largest of {0:,} elements x {1} B, the others in the bucket or on the host",
+        (single, width),
         "DeepSpeed stage3.py: IPGBucketZ3; stage_1_and_2.py: temp_grad_buffer_for_gpu_offload",
     )
 

@@ -14,6 +14,7 @@ from planner.terms.counts import SMALL_TENSOR, adapters
 from planner.terms.optimizer_kinds import KINDS
 from planner.terms.shards import trained_share
 from planner.terms.term import Term
+from planner.terms.zero import step_copies
 
 BLOCK_8BIT = 256
 """bitsandbytes: elements that share one fp32 scale."""
@@ -61,6 +62,8 @@ def optimizer(model: ModelSpec, r: Resolved) -> OptimizerCosts:
     # foreach AdamW holds sqrt(exp_avg_sq) of every parameter at once
     step = int(wide * share) if kind.square_roots else 0
     scratch = r.switches.step_scratch_bytes
+    if r.placement.zero is not None:
+        return OptimizerCosts(term, nothing, _flattened(model, r, square_roots=kind.square_roots))
     if scratch:  # our own optimizer steps slice by slice
         step = min(int(count * 4 * 3 * share), scratch)
     return OptimizerCosts(
@@ -73,6 +76,18 @@ def optimizer(model: ModelSpec, r: Resolved) -> OptimizerCosts:
             (count // shards, wide / max(1, count)),
             "torch.optim.adamw _multi_tensor_adamw",
         ),
+    )
+
+
+def _flattened(model: ModelSpec, r: Resolved, *, square_roots: bool) -> Term:
+    """Return the copies of DeepSpeed's step."""
+    size, at_once = step_copies(model, r, square_roots=square_roots)
+    return Term(
+        "optimizer",
+        size,
+        "{0:,} elements of 1 / {1} at once: fp32 gradients, with what they are made of or the roots {2:,} B",
+        (at_once, r.placement.state_shards, size),
+        "DeepSpeed runtime/zero: _prepare_fp32_grad_for_sub_group; stage_1_and_2.py: step",
     )
 
 

@@ -19,6 +19,7 @@ from planner.terms.shards import (
     root_shard,
 )
 from planner.terms.term import Term
+from planner.terms.window import window
 
 
 def weights(model: ModelSpec, r: Resolved) -> Term:
@@ -81,6 +82,8 @@ def gathered(model: ModelSpec, r: Resolved, layers: int) -> Term:
     """Return the unsharded copies while layers run: the root unit and `layers` layers (prefetch)."""
     if not r.placement.gathers:
         return Term("weights", 0)
+    if r.placement.window:
+        return window(model, r)
     width = min(element_bytes(r.compute_dtype), trained_width(r))
     root = sum(module.parameters for module in outside_layers(model)) * width
     base = base_weights(model, r)
@@ -117,7 +120,7 @@ def gathered(model: ModelSpec, r: Resolved, layers: int) -> Term:
         "gathered: embeddings and head {0:,} B + {1} layer(s) x {2:,} B"
         + (" + the shard from the host {3:,} B" if copied else ""),
         (root, layers, each, copied),
-        "FSDP FULL_SHARD / ZeRO-3: the root unit stays gathered from forward to backward",
+        "FSDP FULL_SHARD: the root unit stays gathered from forward to backward",
     )
 
 
