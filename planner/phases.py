@@ -154,7 +154,8 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     running_back = _backward(model, r, acts, grads, held, flat, seen)
     phases.append(_phase("backward", *fixed, whole, *running_back, outputs, resident))
     left = _acts("step", acts.outliving, acts)
-    elsewhere = r.placement.bucket_views or r.placement.offload.by == "fsdp"
+    offloaded_fsdp2 = r.placement.flat_buffers and r.placement.offload.gradients
+    elsewhere = r.placement.bucket_views or offloaded_fsdp2
     made_whole = Term("gradients", 0) if elsewhere else step_gradients(r, grads)
     step = Term(
         "optimizer",
