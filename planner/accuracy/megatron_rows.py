@@ -6,6 +6,7 @@ from typing import Any
 
 from planner.accuracy.megatron_models import Settings, gpt_model
 from planner.accuracy.names import machine_named
+from planner.accuracy.parallel_columns import degree
 from planner.accuracy.prediction import NotCovered, Prediction
 from planner.accuracy.rows import Row
 from planner.plan import Plan, plans_of_ranks
@@ -66,12 +67,6 @@ def settings_of(row: Row) -> Settings:
     if "muon" in row["optimizer"]:
         raise NotCovered("Megatron-LM's Muon is not planned")
     return settings
-
-
-def degree(row: Row, name: str) -> int:
-    """Return a degree of parallelism as the row states it."""
-    found = re.search(rf"\b{name} (\d+)", row["parallelism"])
-    return int(found[1]) if found else 1
 
 
 def recipe_of(row: Row, settings: Settings) -> Recipe:

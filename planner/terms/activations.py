@@ -166,6 +166,7 @@ def op_settings(model: ModelSpec, r: Resolved, tokens: int | None = None) -> OpS
         again="ops" if r.checkpointing is Checkpointing.SELECTIVE_OP else "",
         float8=r.float8 is not None,
         code=r.switches.layers,
+        tensor=layout.tensor,
         sequence=layout.tensor if layout.sequence else 1,
         attention_dropout=model.attention_dropout > 0,
         expert_rows=expert_rows(model, r),
@@ -260,6 +261,8 @@ def _tail(model: ModelSpec, settings: OpSettings) -> Tail:
     x = tape.value(width)
     own = tail_settings(settings)
     out = Program(tape, own).norm(x, settings.residual, model.hidden // settings.sequence)
+    if settings.code != "megatron":  # which gathers it in the head's product, and keeps its own part
+        out = Program(tape, own).gathered(out, model.hidden * settings.residual)
     tape.layer_done(out)
     tape.drop(x)
     forward, kept_forward = envelope(tape.points), tape.live
@@ -272,7 +275,7 @@ def _tail(model: ModelSpec, settings: OpSettings) -> Tail:
     if saved:
         tape.drop(out)
     tape.points.clear()
-    tape.start_backward(out, width)
+    tape.start_backward(out, out.size)
     tape.run()
     _TAILS[key] = Tail(forward, kept_forward, kept_backward, envelope(tape.points))
     return _TAILS[key]
