@@ -30,7 +30,7 @@ from planner.terms.pipeline import passed_on
 from planner.terms.term import Term, merged, plus
 from planner.terms.vision import Vision, vision
 from planner.terms.vllm_weights import vllm_weights_term
-from planner.terms.weights import flat_units, gathered, weights
+from planner.terms.weights import RESHARD, flat_units, gathered, kept_between, weights
 
 PHASES = (
     "load", "rollout", "score", "reference", "teacher", "reward", "critic",
@@ -126,13 +126,14 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
             held,
             whole,
             term(flown, "the running layer's, and before it the root's"),
+            kept_between(model, r, model.num_layers - 1),
             seen.forward,
             _acts("forward", acting, acts),
             outputs,
             resident,
         )
     )
-    kept, logit, made = _loss(model, r, acts, head)
+    kept, logit, made, asked = _loss(model, r, acts, head, flat)
     if not held.bytes and made:
         held = Term("gradients", made, "the head's {0:,} B", (made,), grads.source)
     phases.append(
@@ -141,7 +142,8 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
             *fixed,
             held,
             root,
-            term(flat.loss, "the last layer's, asked for by the root"),
+            kept_between(model, r, model.num_layers),
+            term(asked, "the last layer's, asked for by the root"),
             seen.loss,
             _acts("loss", kept, acts),
             logit,
@@ -214,23 +216,25 @@ def _with_critic(
     return found
 
 
-def _loss(model: ModelSpec, r: Resolved, acts: Activations, head: Logits) -> tuple[int, Term, int]:
-    """Return activations, logits and the head's gradient where the loss is largest.
+def _loss(
+    model: ModelSpec, r: Resolved, acts: Activations, head: Logits, flat: Buffers
+) -> tuple[int, Term, int, int]:
+    """Return activations, logits, the head's gradient and flat buffers where the loss is largest.
 
     That is in its forward, in its backward, or where the head's own backward has made a gradient.
     """
     if r.law.drops_hidden:
         # largest in its backward: autocast's cache is gone
-        return acts.loss_copied, head.forward, head.weight_grad
+        return acts.loss_copied, head.forward, head.weight_grad, flat.loss
     moments = [
-        (acts.loss_forward + acts.autocast_cache, head.forward, 0),
-        (acts.loss_backward, head.backward, 0),
+        (acts.loss_forward + acts.autocast_cache, head.forward, 0, flat.loss),
+        (acts.loss_backward, head.backward, 0, flat.gather),
     ]
     if acts.balance:
-        moments.append((acts.loss_forward + acts.balance, kept_rows(model, r), 0))
+        moments.append((acts.loss_forward + acts.balance, kept_rows(model, r), 0, flat.loss))
     if head.ending.bytes:
-        moments.append((acts.loss_backward, head.ending, head.weight_grad))
-    return max(moments, key=lambda moment: moment[0] + moment[1].bytes + moment[2])
+        moments.append((acts.loss_backward, head.ending, head.weight_grad, flat.gather))
+    return max(moments, key=lambda moment: moment[0] + moment[1].bytes + moment[2] + moment[3])
 
 
 class _Parts(NamedTuple):
@@ -309,13 +313,15 @@ def _backward(
             alive = min(alive, most)
         alive += waiting
         flown = flat.in_backward(left, model.num_layers)
-        moments.append(_Moment(alive, moment.activations, flown, seen.backward))
+        stays = kept_between(model, r, max(0, left - 1)).bytes
+        moments.append(_Moment(alive, moment.activations, flown, seen.backward, stays))
         if flat.reduced and left == model.num_layers > 1:
             # the next layer down meets the first reduction
             shard = _earlier_grads(model, r, grads.bytes, left - 1)
             shard -= _earlier_grads(model, r, most, left - 1) if whole else 0
             kept, flown = moment.activations - acts.kept // left, flat.in_backward(left - 1, left)
-            moments.append(_Moment(alive + shard, kept, flown, seen.backward))
+            stays = kept_between(model, r, left - 2).bytes
+            moments.append(_Moment(alive + shard, kept, flown, seen.backward, stays))
     for own in seen.own:
         alive = min(_text_grads(model, r, grads.bytes) + own.grads, grads.bytes)
         moments.append(_Moment(alive, 0, flat.gather, replace(seen.backward, bytes=own.bytes)))
@@ -327,6 +333,13 @@ def _backward(
         term(largest.flown, "the next layer's, and gradients on their way"),
         _acts("backward", largest.activations, acts),
         largest.seen,
+        Term(
+            "weights",
+            largest.staying,
+            "layers that stayed from the forward {0:,} B",
+            (largest.staying,),
+            RESHARD,
+        ),
     )
 
 
@@ -339,11 +352,13 @@ class _Moment(NamedTuple):
     """Flat buffers."""
     seen: Term
     """The towers' share."""
+    staying: int = 0
+    """Of layers whose backward is still to come."""
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.grads + self.activations + self.flown + self.seen.bytes
+        return self.grads + self.activations + self.flown + self.seen.bytes + self.staying
 
 
 def _text_grads(model: ModelSpec, r: Resolved, total: int) -> int:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.dtypes import TRAIN_DTYPES, normal_dtype
-from planner.errors import UnsupportedError, UsageError
+from planner.errors import UsageError
 from planner.machines.machine import Machine
 from planner.mixers.registry import mixer_of
 from planner.models.spec import ModelSpec
@@ -147,6 +147,9 @@ class Resolved:
     sharding: Sharding
     layout: Layout
     """How the run's GPUs divide the work."""
+    reshard_after_forward: bool | int
+    reduce_dtype: str
+    """Of FSDP2's reductions; "" = the gradient's own."""
     accumulate_sync: bool
     """Gradients are reduced after every micro-batch, not only after the last."""
     bucket_views: bool
@@ -215,6 +218,8 @@ class Resolved:
             self.sharding,
             self.layout.data * self.layout.context,
             shards=self.layout.sharers,
+            replicas=self.layout.data_replicate,
+            reshard=self.reshard_after_forward,
             method=self.method,
             quantized=bool(self.quantization),
             autocast=bool(self.autocast) and not self.switches.fsdp_keeps_dtype,
@@ -270,7 +275,6 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     trains = task is not Task.SERVE
     layout = layout_of(model, recipe, machine.num_gpus, switches.tensor_plan)
     refuse_unplanned(model, recipe, layout, framework)
-    _refuse_shard_options(recipe)
     dtype, autocast = _dtypes(model, recipe, defaults)
     quantization = base_scheme(model, recipe, framework, trains=trains, notes=notes)
     prompt, completion = _lengths(model, recipe, defaults, notes)
@@ -361,6 +365,10 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         reference=reference,
         sharding=recipe.sharding,
         layout=layout,
+        reshard_after_forward=True
+        if recipe.reshard_after_forward is None
+        else recipe.reshard_after_forward,
+        reduce_dtype=_reduced(recipe, defaults),
         accumulate_sync=recipe.accumulate_sync
         if recipe.accumulate_sync is not None
         else not switches.skips_sync,
@@ -415,10 +423,13 @@ def _kernel_notes(model: ModelSpec) -> list[str]:
     ]
 
 
-def _refuse_shard_options(recipe: Recipe) -> None:
-    for field, usual in (("reshard_after_forward", (None, True)), ("reduce_dtype", (None,))):
-        if getattr(recipe, field) not in usual:
-            raise UnsupportedError(f"{field}: {getattr(recipe, field)} cannot be planned yet")
+def _reduced(recipe: Recipe, defaults: dict[str, Any]) -> str:
+    """Return the dtype in which FSDP2 reduces gradients; empty: their own."""
+    name = choose(recipe.reduce_dtype, defaults, "reduce_dtype", "")
+    found = normal_dtype(name, field="reduce_dtype") if name else ""
+    if found not in ("", "fp32", "bf16", "fp16"):
+        raise UsageError(f"reduce_dtype: {name!r}", hint="fp32, bf16 or fp16")
+    return found
 
 
 def _offload(recipe: Recipe, trains: bool) -> OffloadSection:

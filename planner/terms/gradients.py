@@ -67,7 +67,7 @@ def accumulated(model: ModelSpec, r: Resolved, grads: Term) -> Term:
         return Term("gradients", 0)
     if not r.accumulates_whole:
         return grads
-    count, width = trained_parameters(model, r), whole_width(r)
+    count, width = trained_parameters(model, r), reduce_width(r)
     return Term(
         "gradients",
         count * width,
@@ -82,6 +82,13 @@ def whole_width(r: Resolved) -> int:
     if not r.placement.gathers:
         return gradient_width(r)
     return min(element_bytes(r.compute_dtype), gradient_width(r))
+
+
+def reduce_width(r: Resolved) -> int:
+    """Return bytes of an element while it is reduced, and while it waits whole for its reduction."""
+    if r.placement.flat_buffers and r.reduce_dtype:
+        return element_bytes(r.reduce_dtype)
+    return whole_width(r)
 
 
 def _copied(model: ModelSpec, r: Resolved, width: int) -> Term:
