@@ -236,7 +236,7 @@ def refuse_unplanned(model: ModelSpec, recipe: Recipe, layout: Layout, law: Fram
     switches, sharding = law.switches, recipe.sharding
     for field, planned in (
         ("tensor", switches.tensor_plan != "none"),
-        ("pipeline", switches.pipelines),
+        ("pipeline", switches.pipelines != "none"),
         ("context", layout.context_kind in switches.contexts),
         ("expert", switches.expert_parallel),
     ):

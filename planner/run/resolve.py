@@ -313,6 +313,8 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         notes.append(
             "neftune: its noise lives before the first layer, most often below the largest layer"
         )
+    # torchtitan's apply_fsdp with pp_enabled: units stay gathered, and torch's stage reduces once a step
+    staged = layout.pipeline > 1 and recipe.sharding is Sharding.FSDP2
     resolved = Resolved(
         task=task,
         algorithm=recipe.algorithm or task.value,
@@ -356,7 +358,14 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         keep_layers=recipe.offload_keep_layers,
         attention=_attention(model, recipe, defaults, notes),
         loss=loss,
-        law=_law(framework, task, loss, autocast, compiled=compiled["compiled_loss"], parallel=layout.tensor > 1),
+        law=_law(
+            framework,
+            task,
+            loss,
+            autocast,
+            compiled=compiled["compiled_loss"],
+            parallel=layout.tensor > 1,
+        ),
         loss_chunk_rows=recipe.loss_chunk_rows or 0,
         entropy=bool(recipe.entropy) and trains,
         tiled_mlp=_tiled(recipe, switches, defaults),
@@ -365,13 +374,13 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         reference=reference,
         sharding=recipe.sharding,
         layout=layout,
-        reshard_after_forward=True
+        reshard_after_forward=not staged
         if recipe.reshard_after_forward is None
         else recipe.reshard_after_forward,
         reduce_dtype=_reduced(recipe, defaults),
         accumulate_sync=recipe.accumulate_sync
         if recipe.accumulate_sync is not None
-        else not switches.skips_sync,
+        else not (switches.skips_sync or staged),
         bucket_views=recipe.bucket_views,
         gpus=machine.num_gpus,
         stage=Stage(),

@@ -261,7 +261,9 @@ def _tail(model: ModelSpec, settings: OpSettings) -> Tail:
     x = tape.value(width)
     own = tail_settings(settings)
     out = Program(tape, own).norm(x, settings.residual, model.hidden // settings.sequence)
-    if settings.code != "megatron":  # which gathers it in the head's product, and keeps its own part
+    if (
+        settings.code != "megatron"
+    ):  # which gathers it in the head's product, and keeps its own part
         out = Program(tape, own).gathered(out, model.hidden * settings.residual)
     tape.layer_done(out)
     tape.drop(x)
