@@ -109,6 +109,10 @@ class OpSettings(NamedTuple):
     """Ranks that share a layer's matrices."""
     sequence: int = 1
     """Ranks that share the tokens of the hidden stream (sequence parallelism)."""
+    context: int = 1
+    """Ranks that share a sequence."""
+    context_kind: str = ""
+    """How keys and values get round: ring (two blocks at once), gathered (all), ulysses; empty: not at all."""
     attention_dropout: bool = False
     """Scores in full are dropped out."""
     expert_rows: float = 1.0

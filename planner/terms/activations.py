@@ -168,10 +168,20 @@ def op_settings(model: ModelSpec, r: Resolved, tokens: int | None = None) -> OpS
         code=r.switches.layers,
         tensor=layout.tensor,
         sequence=layout.tensor if layout.sequence else 1,
+        context=layout.context,
+        context_kind=_context_kind(r),
         attention_dropout=model.attention_dropout > 0,
         expert_rows=expert_rows(model, r),
         expert_groups=layout.expert,
     )
+
+
+def _context_kind(r: Resolved) -> str:
+    """Return how keys and values get round: torch's ring gathers them."""
+    if r.layout.context == 1:
+        return ""
+    gathers = r.layout.context_kind == "ring" and r.switches.layers != "megatron"
+    return "gathered" if gathers else r.layout.context_kind
 
 
 def expert_rows(model: ModelSpec, r: Resolved) -> float:
