@@ -39,7 +39,9 @@ def attend(p: "Program", q: Value, k: Value, v: Value, shape: Shape) -> Value:
     grouped = s.attention == "sdpa" and k.size != q.size
     if grouped and (s.undeclared_groups or width == 4):
         return _math(p, q, k, v, heads, out_size, width)
-    if s.context_kind == "ulysses":  # from a part of the tokens of all heads to all tokens of a part
+    if (
+        s.context_kind == "ulysses"
+    ):  # from a part of the tokens of all heads to all tokens of a part
         q, k, v = (p.cast(part, part.size) for part in (q, k, v))
     lse = tape.statistics(heads * 4)
     saves = [q, k, v, lse]
