@@ -156,7 +156,8 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     running_back = _backward(model, r, acts, grads, held, flat, seen)
     phases.append(_phase("backward", *fixed, whole, *running_back, outputs, resident, *passing))
     left = _acts("step", acts.outliving, acts)
-    made_whole = Term("gradients", 0) if r.placement.bucket_views else step_gradients(r, grads)
+    elsewhere = r.placement.bucket_views or r.placement.offload.by == "fsdp"
+    made_whole = Term("gradients", 0) if elsewhere else step_gradients(r, grads)
     step = Term(
         "optimizer",
         states.states.bytes + states.step.bytes,

@@ -455,9 +455,10 @@ def _offload(recipe: Recipe, trains: bool) -> OffloadSection:
     asked, sharding = recipe.offload, recipe.sharding
     if not trains:
         return OffloadSection()
-    if asked.parameters and sharding not in (Sharding.ZERO3, Sharding.FSDP):
+    if asked.parameters and sharding not in (Sharding.ZERO3, Sharding.FSDP, Sharding.FSDP2):
         raise UsageError(
-            f"offload.parameters: {sharding.value} does not offload weights", hint="zero3 or fsdp"
+            f"offload.parameters: {sharding.value} does not offload weights",
+            hint="zero3, fsdp or fsdp2",
         )
     moved = recipe.optimizer_offload or asked.parameters
     if asked.device == "nvme" and moved and sharding is not Sharding.ZERO3:
