@@ -3,6 +3,8 @@
 import re
 from typing import Any
 
+from planner.errors import UnsupportedError
+
 TOOLS = (
     "axolotl",
     "llamafactory",
@@ -59,6 +61,10 @@ _SERVE = {
 def tool_of_mapping(document: dict[str, Any], flat: dict[str, Any], text: str) -> str | None:
     """Return the tool of a YAML or JSON mapping, or None."""
     keys = set(map(str, document))
+    if other := not_read(document, flat):
+        raise other
+    if (found := other_tool(document, keys, flat)) is not None:
+        return found
     if "base_model" in keys:
         return "axolotl"
     if any(key.endswith("_component_") for key in flat):
@@ -88,15 +94,53 @@ def tool_of_mapping(document: dict[str, Any], flat: dict[str, Any], text: str) -
     return None
 
 
+_UNREAD = (
+    ("AutoTrain", {"base_model", "project_name", "params"}),
+    ("Ludwig", {"input_features", "output_features"}),
+    ("SageMaker", {"TrainingJobName", "AlgorithmSpecification"}),
+    ("Helm values", {"servingEngineSpec"}),
+    ("MLflow", {"entry_points", "conda_env"}),
+)
+"""Tools whose files are told apart and not read."""
+
+
+def not_read(document: dict[str, Any], flat: dict[str, Any]) -> UnsupportedError | None:
+    """Return the error for a file of a tool that is known and cannot be read, else None."""
+    keys = set(map(str, document))
+    for name, marks in _UNREAD:
+        if marks <= keys:
+            return UnsupportedError(
+                f"config: this is a file of {name}, which is not read",
+                hint=f"these can be read: {', '.join(TOOLS)}; or state the run by flags: vramwise plan MODEL",
+            )
+    return None
+
+
+def other_tool(document: dict[str, Any], keys: set[str], flat: dict[str, Any]) -> str | None:
+    """Return the tool of a document by the sections that only it has, else None."""
+    return next((name for name, test in _SECTIONS if test(document, keys, flat)), None)
+
+
+_SECTIONS: tuple[tuple[str, Any], ...] = ()
+
+
 def _with_model_name(keys: set[str], text: str) -> str:
     if len(keys & _LLAMAFACTORY) >= 2 or "finetuning_type" in keys:
         return "llamafactory"
-    old = bool(keys & {"torch_dtype", "max_seq_length", "max_prompt_length"})
     if _WRITTEN.search(text):
         return "trl"
-    if old and ("open-r1" in text or "open_r1" in text or keys & _OPEN_R1):
+    return trl_flavour(keys, text)
+
+
+def trl_flavour(keys: set[str], text: str, *, flags: bool = False) -> str:
+    """Return whose TRL recipes use such keys: open-r1's, alignment-handbook's, or TRL's own.
+
+    `flags`: they are of a command line, where an old name alone makes nobody's recipe.
+    """
+    old = bool(keys & {"torch_dtype", "max_seq_length", "max_prompt_length"})
+    if old and ("open-r1" in text or "open_r1" in text or (keys & _OPEN_R1 and not flags)):
         return "open-r1"
-    if old or keys & _HANDBOOK:
+    if keys & _HANDBOOK or (old and (not flags or "handbook" in text)):
         return "alignment-handbook"
     return "trl"
 

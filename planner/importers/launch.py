@@ -7,6 +7,7 @@ from typing import Any
 
 from planner.errors import UsageError
 from planner.importers.loading import MAX_BYTES, load_json, load_yaml
+from planner.importers.pasted import decode
 from planner.importers.settings import Settings, as_bool, as_int
 from planner.run.recipe import Method, Sharding
 
@@ -25,6 +26,8 @@ class Launch:
     pinned: bool | None = None
     mixed_precision: str | None = None
     checkpointing: bool = False
+    hybrid: bool = False
+    """Sharded inside a node, replicated over nodes."""
     origin: str = ""
 
 
@@ -80,6 +83,9 @@ def from_accelerate(document: dict[str, Any]) -> Launch:
     )
     if kind == "DEEPSPEED":
         section = document.get("deepspeed_config") or {}
+        if named := section.get("deepspeed_config_file"):
+            words = from_words(str(named))
+            return replace(words, gpus=gpus, mixed_precision=words.mixed_precision)
         return replace(
             common,
             sharding=_stage(as_int(section.get("zero_stage")) or 0),
@@ -91,19 +97,11 @@ def from_accelerate(document: dict[str, Any]) -> Launch:
             ),
         )
     if kind == "FSDP":
-        section = document.get("fsdp_config") or {}
-        grad_op = (
-            "GRAD_OP" in str(section.get("fsdp_sharding_strategy", ""))
-            or as_bool(section.get("fsdp_reshard_after_forward")) is False
-        )
-        offload = as_bool(section.get("fsdp_offload_params")) is True
-        second = as_int(section.get("fsdp_version")) == 2 and not offload
-        whole = Sharding.FSDP2 if second else Sharding.FSDP
+        from planner.importers.fsdp_words import from_fsdp_config
+
+        found = from_fsdp_config(document.get("fsdp_config") or {}, gpus=gpus)
         return replace(
-            common,
-            sharding=Sharding.ZERO2 if grad_op else whole,
-            parameter_offload=offload,
-            checkpointing=as_bool(section.get("fsdp_activation_checkpointing")) is True,
+            found, mixed_precision=common.mixed_precision, origin=common.origin
         )
     return replace(
         common,
@@ -139,12 +137,15 @@ def deepspeed_setting(settings: Settings, value: Any, base: Path | None) -> Laun
     """Return a tool's `deepspeed` value: a mapping, a file beside the config, or a preset's name."""
     if isinstance(value, dict):
         return from_deepspeed(value)
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        document = load_json(value)
+        return from_deepspeed(document if isinstance(document, dict) else {}, origin="inline JSON")
     name = str(value)
     if base is not None and name.endswith(".json"):
         for folder in (base.parent, *base.parents[1:4]):
             path = folder / name
             if path.is_file() and path.stat().st_size < MAX_BYTES:
-                document = load_json(path.read_text(encoding="utf-8", errors="replace"))
+                document = load_json(decode(path.read_bytes()))
                 return from_deepspeed(document if isinstance(document, dict) else {}, origin=name)
     launch = from_words(name)
     if launch.sharding is None:
@@ -162,15 +163,24 @@ def deepspeed_setting(settings: Settings, value: Any, base: Path | None) -> Laun
 
 def read_launch_file(path: Path) -> Launch:
     """Return an accelerate YAML or a DeepSpeed JSON as a launch."""
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = decode(path.read_bytes())
     document = load_json(text) if text.lstrip().startswith("{") else load_yaml(text)
     if not isinstance(document, dict):
         raise UsageError(f"config: {path.name} is neither an accelerate nor a DeepSpeed config")
-    return from_accelerate(document) if "distributed_type" in document else from_deepspeed(document)
+    if "distributed_type" not in document:
+        return from_deepspeed(document)
+    section = document.get("deepspeed_config")
+    named = section.get("deepspeed_config_file") if isinstance(section, dict) else None
+    if named and (inner := path.parent / Path(str(named)).name).is_file():
+        found = read_launch_file(inner)
+        return replace(found, gpus=as_int(document.get("num_processes")))
+    return from_accelerate(document)
 
 
 def apply_launch(settings: Settings, recipe: dict[str, Any], launch: Launch) -> int | None:
     """Write a launch into a recipe; return the GPU count if it is known."""
+    if launch.hybrid:
+        settings.effect("hybrid sharding: weights are divided inside a node and copied over nodes")
     if launch.sharding is not None:
         recipe["sharding"] = launch.sharding
     zero = launch.sharding in (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3)

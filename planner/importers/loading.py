@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from planner.errors import UsageError
+from planner.importers.pasted import decode
 
 MAX_BYTES = 16 * 1024 * 1024
 MAX_ALIASES = 64
@@ -60,7 +61,7 @@ def read_text(path_or_text: Path | str) -> tuple[str, Path | None]:
                 f"config: {path.name} is larger than {MAX_BYTES // 2**20} MiB",
                 hint="a config is small; a log goes to `vramwise explain`",
             )
-        return path.read_bytes().decode("utf-8-sig", errors="replace"), path
+        return decode(path.read_bytes()), path
     except OSError as error:
         raise UsageError(
             f"config: cannot read {str(path_or_text)[:200]!r} ({error.strerror})"

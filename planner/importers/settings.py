@@ -50,7 +50,9 @@ class ImportReport:
     tool: str
     version: str
     version_assumed: bool
-    """The file does not say its version: this one was assumed."""
+    """The file does not say its version: this one was assumed, or follows from what it holds."""
+    version_why: str = ""
+    """What in the file the version follows from."""
     taken: list[Taken] = field(default_factory=list)
     defaulted: list[Defaulted] = field(default_factory=list)
     not_understood: list[NotUnderstood] = field(default_factory=list)
@@ -102,10 +104,18 @@ class Settings:
     """A foreign file's flat keys; every read is written into the report."""
 
     def __init__(
-        self, values: Mapping[str, Any], *, tool: str, version: str, assumed: bool
+        self,
+        values: Mapping[str, Any],
+        *,
+        tool: str,
+        version: str,
+        assumed: bool,
+        why: str = "",
     ) -> None:
         self.values = {str(key): value for key, value in values.items()}
-        self.report = ImportReport(tool=tool, version=version, version_assumed=assumed)
+        self.report = ImportReport(
+            tool=tool, version=version, version_assumed=assumed, version_why=why
+        )
         self.used: set[str] = set()
 
     def law(self, family: str) -> Framework:
@@ -142,6 +152,27 @@ class Settings:
         if default is not None and to:
             self.defaulted(to, default)
         return default
+
+    def mapping(self, key: str) -> dict[str, Any] | None:
+        """Return a section that was a mapping in the file, nested again; None where it is none."""
+        whole = self.values.get(key)
+        if isinstance(whole, Mapping):
+            self.used.add(key)
+            return dict(whole)
+        prefix = f"{key}."
+        found: dict[str, Any] = {}
+        for name, value in self.values.items():
+            if not name.startswith(prefix):
+                continue
+            self.used.add(name)
+            inner = found
+            *above, last = name.removeprefix(prefix).split(".")
+            for part in above:
+                inner = inner.setdefault(part, {}) if isinstance(inner, dict) else {}
+            inner[last] = value
+        if found:
+            self.report.taken.append(Taken(key=key, value=str(found)[:200], field="sharding"))
+        return found or None
 
     def defaulted(self, to: str, value: Any) -> None:
         """Record a default of the tool."""
@@ -201,6 +232,17 @@ class Settings:
         """Record something that was not understood."""
         self.report.not_understood.append(
             NotUnderstood(key=key, value=str(value)[:120], effect=effect)
+        )
+
+    @staticmethod
+    def note_unknown(report: "ImportReport", key: str) -> None:
+        """Record a script's value that only running it would give."""
+        report.not_understood.append(
+            NotUnderstood(
+                key=key,
+                value="",
+                effect="the value is computed when the program runs; the default was used",
+            )
         )
 
     def effect(self, sentence: str) -> None:
