@@ -13,7 +13,7 @@ from planner.run.tasks import TASKS
 from planner.terms.activations import Activations, dequantized
 from planner.terms.adapters import lora, pissa_work, trains_embedding, trains_head, trains_tied
 from planner.terms.columns import micro_batch
-from planner.terms.communication import Buffers, buffers, term
+from planner.terms.communication import Buffers, buckets, buffers, term
 from planner.terms.companions import offloaded
 from planner.terms.critic import Critic, critic, rollout_logits
 from planner.terms.embedding import backward_blocks
@@ -78,7 +78,8 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         return _serve(model, r, machine, base, space)
     adapter, grads, states = lora(model, r), gradients(model, r), optimizer(model, r)
     acts, head = micro_batch(model, r), logits(model, r)
-    fixed = (base, adapter, states.states, space)
+    reducer = buckets(model, r)
+    fixed = (base, adapter, states.states, space, reducer)
     held = accumulated(model, r, grads)
     outputs = held_outputs(model, r)
     whole, root = gathered(model, r, r.placement.gathered_layers), gathered(model, r, 0)
@@ -136,6 +137,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     running_back = _backward(model, r, acts, grads, held, flat, seen)
     phases.append(_phase("backward", *fixed, whole, *running_back, outputs, resident))
     left = _acts("step", acts.outliving, acts)
+    made_whole = Term("gradients", 0) if r.placement.bucket_views else grads
     step = Term(
         "optimizer",
         states.states.bytes + states.step.bytes,
@@ -144,7 +146,19 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         states.step.source or states.states.source,
     )
     phases.append(
-        _phase("step", base, adapter, grads, step, outputs, seen.after, left, space, resident)
+        _phase(
+            "step",
+            base,
+            adapter,
+            made_whole,
+            step,
+            outputs,
+            seen.after,
+            left,
+            space,
+            reducer,
+            resident,
+        )
     )
     second = critic(r)
     if second is not None:

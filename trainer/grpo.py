@@ -25,6 +25,7 @@ from trainer.engines.protocol import Engine, SamplingSettings
 from trainer.evaluation import check_evaluation
 from trainer.grpo_report import rollout_metrics, show_completions, step_line
 from trainer.model import load_tokenizer
+from trainer.parallel.ranks import ALONE, Ranks
 from trainer.policy_update import learn
 from trainer.preflight import Preflight, longest_prompt, prepare
 from trainer.prompt_data import Prompts, read_prompts
@@ -48,10 +49,11 @@ def train_grpo(
     resume: bool = False,
     say: Say = silent,
     on_ready: Callable[[Preflight], None] = lambda ready: None,
+    ranks: Ranks = ALONE,
 ) -> Result:
     """Train by GRPO as the run file says; return how it ended. Raises VramwiseError.
 
-    `on_ready` is given the prepared run before its first step.
+    `on_ready` is given the prepared run before its first step. Every rank of `ranks` calls it.
     """
     # everything that can be wrong without a model, first
     callbacks = load_callbacks(train.callbacks, root=root)
@@ -72,7 +74,14 @@ def train_grpo(
         say("gspo clips at {:g} and {:g}, as its paper does".format(*train.loss.clip))
     with closing(load_rewards(train.rewards, root=root)) as rewards:
         check_evaluation(train.evaluation, rewards)
-        ready = prepare(run, train, say=say, per_epoch=len(samples), held_out=len(held_out or ()))
+        ready = prepare(
+            run,
+            train,
+            say=say,
+            per_epoch=len(samples),
+            held_out=len(held_out or ()),
+            ranks=ranks,
+        )
         with run_folder(run, train, resume=resume) as output:
             ready.save(output)
             rewards.pool.output.to(output / REWARDS_LOG)

@@ -32,6 +32,7 @@ from trainer.evaluation_phase import check_evaluation_fits, evaluation_phase
 from trainer.fields import machine_note, other_framework, unread_notes
 from trainer.model import Policy, load_policy
 from trainer.packing import keeps_apart, refuse_mixing
+from trainer.parallel.ranks import ALONE, Ranks
 from trainer.phase_memory import PhaseMemory
 from trainer.rehearsal import rehearse
 from trainer.say import Say, silent
@@ -72,6 +73,7 @@ class Preflight:
     """Samples of an evaluation; 0 = there is none."""
     measured: Recording | None = None
     """The rehearsal."""
+    ranks: Ranks = ALONE
 
     @property
     def planned_bytes(self) -> dict[str, int]:
@@ -117,6 +119,7 @@ def prepare(
     per_epoch: int | None = None,
     held_out: int = 0,
     router_loss: bool = False,
+    ranks: Ranks = ALONE,
 ) -> Preflight:
     """Plan, load and rehearse the run. Raises VramwiseError with advice when it cannot fit.
 
@@ -200,6 +203,7 @@ def prepare(
         engine=engine,
         sharing=sharing,
         held_out=held_out,
+        ranks=ranks,
     )
     if held_out:
         check_evaluation_fits(planned, prompts=held_out)

@@ -20,6 +20,7 @@ from trainer.data import Order, check_columns, load_samples
 from trainer.losses import sft_loss
 from trainer.model import load_tokenizer
 from trainer.packing import PackedOrder
+from trainer.parallel.ranks import ALONE, Ranks
 from trainer.preflight import Preflight, longest_sequence, prepare
 from trainer.router_loss import balance_loss, router_coefficient
 from trainer.say import Say, silent
@@ -40,9 +41,18 @@ class Share:
 
 
 def train_sft(
-    run: RunFile, train: TrainSection, *, root: Path, resume: bool = False, say: Say = silent
+    run: RunFile,
+    train: TrainSection,
+    *,
+    root: Path,
+    resume: bool = False,
+    say: Say = silent,
+    ranks: Ranks = ALONE,
 ) -> Result:
-    """Fine-tune as the run file says; return how it ended. Raises VramwiseError."""
+    """Fine-tune as the run file says; return how it ended. Raises VramwiseError.
+
+    Every rank of `ranks` calls it.
+    """
     from transformers import AutoConfig
 
     callbacks = load_callbacks(train.callbacks, root=root)
@@ -76,6 +86,7 @@ def train_sft(
         per_epoch=per_epoch,
         held_out=len(held or ()),
         router_loss=bool(coefficient),
+        ranks=ranks,
     )
     with run_folder(run, train, resume=resume) as output:
         ready.save(output)

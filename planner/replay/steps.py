@@ -151,7 +151,7 @@ class Run:
             for each in self.trained:
                 copies = times if each.loads else times - 1
                 player.take_all([each.width * each.elements] * copies)
-        if self.r.placement.gradient_copies > 1:
+        if self.r.placement.buckets:
             player.take_all(self._buckets())
         player.take(workspace_bytes)
         player.take(resident_bytes)
@@ -296,12 +296,20 @@ class Run:
         grad = left.pop(events.backward.grad_in)
         done = left.pop(events.forward.x, None)
         outside.extend(left.values())
+        self._into_buckets(outside)
         first = running.layers.backward(done, grad, grads)
         player.give(*running.rotary, *running.masked)
         self._embedding_grad(tokens, outside, accumulate=accumulate)
         player.give(first)
+        self._into_buckets(outside)
         if units is not None:
             units.finish(outside, grads)
+
+    def _into_buckets(self, grads: list[Chunk]) -> None:
+        """Free gradients that DDP has copied into its buckets, of which they are views from then on."""
+        if self.r.copies_into_buckets:
+            self.player.give(*grads)
+            grads.clear()
 
     @property
     def _asks(self) -> bool:

@@ -6,7 +6,7 @@ A field left at None means "whatever the framework does"; planner.run.framework 
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 MAX_TOKENS = 2**27
 """134 million tokens: an upper bound that catches typing errors, not a real limit."""
@@ -220,6 +220,35 @@ class OffloadSection(Section):
     are where its config says pin_memory."""
 
 
+class ParallelSection(Section):
+    """How the GPUs of a training run divide the work (planner/run/parallel.py)."""
+
+    data_shard: Annotated[int, Field(ge=-1, le=2**20, strict=True)] | None = None
+    """Ranks over which `sharding` divides; None or -1 = the rest of the GPUs."""
+    data_replicate: Count | None = None
+    """Copies of such a group (HSDP); None = 1, the rest of the GPUs where nothing is divided."""
+    tensor: Count = 1
+    sequence: bool = False
+    """Norms and residuals divided over the tensor ranks by tokens."""
+    pipeline: Count = 1
+    schedule: Literal["1f1b", "interleaved"] | None = None
+    virtual_stages: Count = 1
+    """Chunks of layers that one pipeline rank holds (interleaved)."""
+    context: Count = 1
+    """Ranks that share one sequence's tokens."""
+    context_kind: Literal["ring", "ulysses"] = "ring"
+    expert: Count = 1
+    expert_tensor: Count | None = None
+    """Ranks that share one expert; None = tensor."""
+
+    @field_validator("data_shard")
+    @classmethod
+    def _some(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise ValueError("a count, or -1 for the rest of the GPUs")
+        return value
+
+
 class EvaluationSection(Section):
     """Evaluation while a run goes on, as the HF Trainer does it."""
 
@@ -318,6 +347,16 @@ class Recipe(Section):
     resume: bool = False
     """Plan the start from a checkpoint."""
     sharding: Sharding = Sharding.NONE
+    parallel: ParallelSection = ParallelSection()
+    reshard_after_forward: bool | Annotated[int, Field(ge=2, le=2**20, strict=True)] | None = None
+    """fsdp2: what a layer is divided over between forward and backward: true = all ranks, false = it stays
+    whole, a number = that many ranks."""
+    reduce_dtype: str | None = None
+    """fsdp2: dtype in which gradients are reduced; None = the one they are computed in."""
+    accumulate_sync: bool | None = None
+    """Gradients are reduced after every micro-batch; None = the framework's habit."""
+    bucket_views: bool = False
+    """ddp: gradients are views of its buckets (gradient_as_bucket_view); torch's default doubles them."""
     compile: bool = False
     """torch.compile of the layers or the model, as the framework does it."""
     compile_loss: bool | None = None

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.dtypes import TRAIN_DTYPES, normal_dtype
-from planner.errors import UsageError
+from planner.errors import UnsupportedError, UsageError
 from planner.machines.machine import Machine
 from planner.mixers.registry import mixer_of
 from planner.models.spec import ModelSpec
@@ -19,6 +19,7 @@ from planner.run.framework_files import Framework, common_laws
 from planner.run.image_fields import image_fields, image_notes, sees_images_whole
 from planner.run.logits_law import LogitsLaw
 from planner.run.lora_fields import lora_fields, with_start
+from planner.run.parallel import Layout, layout_of, refuse_unplanned
 from planner.run.placement import Placement, offloaded, place
 from planner.run.positions import context_notes
 from planner.run.recipe import (
@@ -143,6 +144,11 @@ class Resolved:
     beta: float
     reference: Reference
     sharding: Sharding
+    layout: Layout
+    """How the run's GPUs divide the work."""
+    accumulate_sync: bool
+    """Gradients are reduced after every micro-batch, not only after the last."""
+    bucket_views: bool
     gpus: int
     compile: bool
     compiled: str
@@ -187,9 +193,16 @@ class Resolved:
 
     @property
     def accumulates_whole(self) -> bool:
-        """Gradients stay whole until the last micro-batch, whatever FSDP divides."""
+        """Gradients stay whole until the last micro-batch, whatever FSDP divides; under DDP with bucket
+        views they are beside the buckets until then."""
         fsdp = self.sharding in (Sharding.FSDP, Sharding.FSDP2) and self.placement.ranks > 1
-        return self.switches.skips_sync and fsdp and self.grad_accum > 1
+        divided = fsdp or self.placement.bucket_views
+        return divided and self.grad_accum > 1 and not self.accumulate_sync
+
+    @property
+    def copies_into_buckets(self) -> bool:
+        """A gradient is copied into DDP's bucket as soon as it is there, and becomes a view of it."""
+        return self.placement.bucket_views and not self.accumulates_whole
 
     @property
     def placement(self) -> Placement:
@@ -198,10 +211,13 @@ class Resolved:
         return place(
             self.sharding,
             self.gpus,
+            shards=self.layout.data_shard,
             method=self.method,
             quantized=bool(self.quantization),
             autocast=bool(self.autocast) and not self.switches.fsdp_keeps_dtype,
             loads_whole=self.switches.fsdp_loads_full,
+            bucket_views=self.bucket_views,
+            replicates_by_fsdp2=self.switches.replicates_by_fsdp2,
             offload=offloaded(
                 self.sharding,
                 optimizer=self.optimizer_offload and not between,
@@ -249,6 +265,9 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     defaults = framework.task_defaults(task.value)
     notes = [*filter(None, [fallback_note(framework, recipe.framework)]), *started]
     trains = task is not Task.SERVE
+    layout = layout_of(model, recipe, machine.num_gpus)
+    refuse_unplanned(layout, framework.name)
+    _refuse_shard_options(recipe)
     dtype, autocast = _dtypes(model, recipe, defaults)
     quantization = base_scheme(model, recipe, framework, trains=trains, notes=notes)
     prompt, completion = _lengths(model, recipe, defaults, notes)
@@ -283,10 +302,6 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
                 f"{model.model_type}: counted as quantised; transformers 5 quantises nn.Linear only, "
                 "not this model's own class, and then keeps these weights at full width"
             )
-    if recipe.neftune and task is Task.SFT:
-        notes.append(
-            "neftune: its noise lives before the first layer, most often below the largest layer"
-        )
     if recipe.neftune and task is Task.SFT:
         notes.append(
             "neftune: its noise lives before the first layer, most often below the largest layer"
@@ -339,6 +354,11 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         beta=beta,
         reference=reference,
         sharding=recipe.sharding,
+        layout=layout,
+        accumulate_sync=recipe.accumulate_sync
+        if recipe.accumulate_sync is not None
+        else not switches.skips_sync,
+        bucket_views=recipe.bucket_views,
         gpus=machine.num_gpus,
         **compiled,
         engine=engine,
@@ -386,6 +406,12 @@ def _kernel_notes(model: ModelSpec) -> list[str]:
         "code keeps several times the activations, and this plan is too low"
         for packages in sorted(assumed - {""}, reverse=True)
     ]
+
+
+def _refuse_shard_options(recipe: Recipe) -> None:
+    for field, usual in (("reshard_after_forward", (None, True)), ("reduce_dtype", (None,))):
+        if getattr(recipe, field) not in usual:
+            raise UnsupportedError(f"{field}: {getattr(recipe, field)} cannot be planned yet")
 
 
 def _offload(recipe: Recipe, trains: bool) -> OffloadSection:

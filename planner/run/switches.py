@@ -50,6 +50,9 @@ class Switches(Section):
     skips_sync: Flag = False
     """FSDP reduces gradients after the last micro-batch alone, so that until then all of them are
     whole on every rank (transformers trainer.py: accelerator.no_sync for all but the last)."""
+    replicates_by_fsdp2: Flag = False
+    """Data parallel ranks are replicas of FSDP2 (a mesh of N x 1): units are copied before they run and
+    reduced through its buffers, and no DistributedDataParallel is made."""
     step_scratch_bytes: Annotated[int, Field(ge=0, strict=True)] = 0
     """The step works slice by slice in this many bytes; 0: all tensors at once, as torch's foreach."""
     embeddings_32bit_state: Flag = False

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
 
-from planner.run.recipe import VLLM, Checkpointing, EngineKind, Loss, Method, Recipe, Task
+from planner.run.recipe import VLLM, Checkpointing, EngineKind, Loss, Method, Recipe, Sharding, Task
 from planner.run.tasks import TASKS, Head
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ FIELDS_WITHOUT_BYTES = {
     "engine.url": "an address",
     "engine.timeout_s": "a time",
     "lora.use_rslora": "a factor",
+    "parallel.data_shard": "what the other degrees leave of the GPUs",
 }
 """Recipe fields that move no byte of any plan, and why they are in a recipe."""
 ALGORITHMS = frozenset(
@@ -78,7 +79,25 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[["Resolved"], bool], str], ...] = 
     (("router_loss",), lambda r: r.router_loss, "only vramwise's own sft of a mixture of experts has it"),
     (("offload.device", "offload.pinned"), lambda r: r.placement.offload.by in ("zero", "zero3", "fsdp"), "no engine offloads"),
     (("experts_implementation", "expert_capacity_factor"), lambda r: bool(r.experts), "no experts are trained through"),
-    (("sharding",), lambda r: r.gpus > 1, "there is one GPU"),
+    (
+        ("sharding", "parallel.data_replicate"),
+        lambda r: r.gpus > 1,
+        "there is one GPU",
+    ),
+    (
+        ("reshard_after_forward", "reduce_dtype"),
+        lambda r: r.sharding is Sharding.FSDP2 and r.gpus > 1,
+        "no fsdp2 divides the run",
+    ),
+    (
+        ("accumulate_sync",),
+        lambda r: r.placement.reduces and r.placement.ranks > 1 and r.grad_accum > 1,
+        "no gradients of several ranks accumulate",
+    ),
+    (("parallel.sequence", "parallel.expert_tensor"), lambda r: r.layout.tensor > 1, "nothing is tensor-parallel"),
+    (("parallel.schedule", "parallel.virtual_stages"), lambda r: r.layout.pipeline > 1, "there is no pipeline"),
+    (("parallel.context_kind",), lambda r: r.layout.context > 1, "no sequence is divided"),
+    (("bucket_views",), lambda r: r.placement.buckets, "no ddp has buckets"),
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""communication: the flat buffers that FSDP2 gathers through and reduces from.
+"""communication: DDP's buckets, and the flat buffers that FSDP2 gathers through and reduces from.
 
 torch 2.13, distributed/fsdp/_fully_shard/{_fsdp_param_group,_fsdp_collectives}.py: a unit's shards
 arrive in one flat buffer, which is copied out into its parameters and stays until the next unit's
@@ -11,10 +11,12 @@ from typing import NamedTuple
 from planner.models.spec import ModelSpec
 from planner.run.recipe import Method
 from planner.run.resolve import Resolved
-from planner.terms.gradients import whole_width
+from planner.terms.adapters import trained_groups
+from planner.terms.gradients import gradient_width, whole_width
 from planner.terms.term import Term
 from planner.terms.weights import flat_units, gathered
 
+DDP = "torch 2.13 csrc/distributed/c10d/reducer.cpp: Bucket.gradients"
 SOURCE = "torch 2.13 distributed/fsdp/_fully_shard/_fsdp_collectives.py"
 
 
@@ -47,6 +49,10 @@ def buffers(model: ModelSpec, r: Resolved) -> Buffers:
         return Buffers(0, 0, 0, 0, 0, 0, 0)
     root = gathered(model, r, 0).bytes
     unit = gathered(model, r, 1).bytes - root
+    if (
+        r.placement.weight_shards == 1
+    ):  # replicas alone: a unit is copied, no flat buffer is between
+        root = unit = 0
     if r.method is not Method.FULL:
         return Buffers(root + unit, unit, unit, unit, 0, 0, 0)
     largest = max(layer.parameters for layer in model.layers)
@@ -56,6 +62,19 @@ def buffers(model: ModelSpec, r: Resolved) -> Buffers:
     wide, outside = whole_width(r), flat_units(model)[0]
     end = outside * wide + -(-outside * wide // r.placement.gradient_shards)
     return Buffers(root + unit, unit, unit, unit, largest * wide, end, waits * wide)
+
+
+def buckets(model: ModelSpec, r: Resolved) -> Term:
+    """Return the buckets in which DDP reduces gradients: of 25 MiB, as large as all of them together.
+
+    They are made with the module and stay (torch 2.13, nn/parallel/distributed.py; csrc/distributed/c10d/
+    reducer.cpp: initialize_buckets).
+    """
+    if not r.placement.buckets:
+        return Term("communication", 0)
+    full = gradient_width(r) if r.method is Method.FULL else 0
+    size = sum(group.parameters * (full or group.width) for group in trained_groups(model, r))
+    return Term("communication", size, "DDP's buckets {0:,} B, as the gradients", (size,), DDP)
 
 
 def term(size: int, what: str) -> Term:

@@ -12,6 +12,7 @@ from planner.run.resolve import Resolved
 from planner.terms.activations import Activations
 from planner.terms.adapters import lora
 from planner.terms.columns import micro_batch
+from planner.terms.communication import buckets
 from planner.terms.companions import as_trained
 from planner.terms.gradients import gradients
 from planner.terms.optimizer import optimizer
@@ -30,13 +31,15 @@ class Critic(NamedTuple):
     states: Term
     step: Term
     gradients: Term
+    buckets: Term
+    """DDP's."""
     held: Term
     """Its graph, while the policy's forward and backward run; empty where it trains apart."""
 
     @property
     def standing(self) -> tuple[Term, ...]:
         """What it has for good beside its weights, which the weights' term counts."""
-        return (self.adapters, self.states)
+        return (self.adapters, self.states, self.buckets)
 
 
 def critic(r: Resolved) -> Critic | None:
@@ -56,6 +59,7 @@ def critic(r: Resolved) -> Critic | None:
         states.states,
         states.step,
         gradients(value.spec, own),
+        buckets(value.spec, own),
         Term("activations", held, text, (held,), SOURCE),
     )
 

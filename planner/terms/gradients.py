@@ -30,37 +30,38 @@ def gradients(model: ModelSpec, r: Resolved) -> Term:
         return _largest(model, r, width)
     if r.placement.offload.gradients:
         return _passing(model, r, width)
-    shards, copies = r.placement.gradient_shards, r.placement.gradient_copies
+    if r.placement.bucket_views:
+        return _copied(model, r, width)
+    shards = r.placement.gradient_shards
     if r.method is not Method.FULL and len(trained_groups(model, r)) > 1:
         return _by_width(model, r)
-    size = -(-count * width * copies // shards)
+    size = -(-count * width // shards)
     return Term(
         "gradients",
         size,
-        "{0:,} trained parameters x {1} B x {2} / {3} shard(s)",
-        (count, width, copies, shards),
+        "{0:,} trained parameters x {1} B / {2} shard(s)",
+        (count, width, shards),
         "autograd: the parameter's dtype",
     )
 
 
 def _by_width(model: ModelSpec, r: Resolved) -> Term:
     """Return the gradients of adapters, and of modules and biases that have the base's dtype."""
-    shards, copies = r.placement.gradient_shards, r.placement.gradient_copies
+    shards = r.placement.gradient_shards
     adapted, rest = trained_groups(model, r)
     total = adapted.parameters * adapted.width + rest.parameters * rest.width
     return Term(
         "gradients",
-        -(-total * copies // shards),
-        "({0:,} adapters' parameters x {1} B + {2:,} of modules_to_save and biases x {3} B) x {4} / {5} "
-        "shard(s)",
-        (*adapted, *rest, copies, shards),
+        -(-total // shards),
+        "({0:,} adapters' parameters x {1} B + {2:,} of modules_to_save and biases x {3} B) / {4} shard(s)",
+        (*adapted, *rest, shards),
         "autograd: the parameter's dtype",
     )
 
 
 def accumulated(model: ModelSpec, r: Resolved, grads: Term) -> Term:
     """Return the gradients that wait from one micro-batch to the next; none without accumulation."""
-    if r.grad_accum == 1:
+    if r.grad_accum == 1 or r.copies_into_buckets:
         return Term("gradients", 0)
     if not r.accumulates_whole:
         return grads
@@ -76,7 +77,21 @@ def accumulated(model: ModelSpec, r: Resolved, grads: Term) -> Term:
 
 def whole_width(r: Resolved) -> int:
     """Return bytes of an element of a gradient before it is reduced: the gathered weight's dtype."""
+    if not r.placement.gathers:
+        return gradient_width(r)
     return min(element_bytes(r.compute_dtype), gradient_width(r))
+
+
+def _copied(model: ModelSpec, r: Resolved, width: int) -> Term:
+    """Return the one gradient that is not in its bucket yet."""
+    single = largest_trained(model, r)
+    return Term(
+        "gradients",
+        single * width,
+        "{0:,} elements of the largest x {1} B, until it is copied into its bucket",
+        (single, width),
+        "torch csrc/distributed/c10d/reducer.cpp: mark_variable_ready_dense",
+    )
 
 
 def _passing(model: ModelSpec, r: Resolved, width: int) -> Term:

@@ -132,6 +132,9 @@ def test_ddps_buckets() -> None:
     two = allocated(gpus(2), optimizer="sgd", sharding="ddp")
     # 478,080 B fill one bucket below 1 MiB
     assert two - one == 478_208  # rounded up to 512
+    views = allocated(gpus(2), optimizer="sgd", sharding="ddp", bucket_views=True)
+    # weights, buckets, and before the backward ends no more than the logits' three fp32 copies
+    assert views < two - 300_000
 
 
 def test_a_longer_step_sets_the_peak() -> None:

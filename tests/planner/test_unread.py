@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from planner.errors import UnsupportedError
 from planner.machines.machine import make_machine
 from planner.models.catalogue import catalogue_model
 from planner.models.spec import ModelSpec
@@ -22,7 +23,10 @@ GATHERED: dict[str, Any] = {**FULL, "evaluation": {"samples": 64, "logits": True
 DISTILL: dict[str, Any] = {"task": "distill", "framework": "trl", "teacher": "llama-3.2-3b"}
 TWO_CARDS = (
     "sharding",
+    "parallel.data_replicate",
+    "accumulate_sync",
     "float8_all_gather",
+    "bucket_views",
     "offload.parameters",
     "offload.device",
     "offload.pinned",
@@ -48,6 +52,7 @@ BIASED, OF_BIASED = "qwen2.5-0.5b", ("lora.bias",)
 ADAPTER = str(Path(__file__).parent / "adapter")
 
 CASES: dict[str, tuple[dict[str, Any], Any]] = {
+    "bucket_views": ({**FULL, "sharding": "ddp"}, True),
     "images": (LONG, 1),
     "image_size": ({**LONG, "images": 1}, "512x512"),
     "image_tokens": ({**LONG, "images": 1}, 64),
@@ -104,6 +109,11 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "negatives": ({"task": "embed", "method": "full"}, 4),
     "mini_batch": ({"task": "embed", "method": "full", "micro_batch_size": 64}, 4),
     "sharding": (FULL, "zero3"),
+    "parallel.data_replicate": ({**FULL, "sharding": "fsdp2"}, 2),
+    "accumulate_sync": (
+        {**FULL, "sharding": "fsdp2", "gradient_accumulation": 4, "framework": "hf-trainer"},
+        True,
+    ),
     "compile": ({"framework": "torchtune"}, True),
     "compile_loss": ({"framework": "torchtitan", "method": "full"}, True),
     "float8": ({"framework": "torchtitan", "method": "full", "compile": True}, "rowwise"),
@@ -220,6 +230,25 @@ UNREAD: dict[str, tuple[dict[str, Any], Any]] = {
 """Field: (a run that does not read it, a value that somebody gave)."""
 
 
+NOT_PLANNED: dict[str, tuple[dict[str, Any], Any]] = {
+    "parallel.tensor": (FULL, 2),
+    "parallel.sequence": ({**FULL, "parallel": {"tensor": 2}}, True),
+    "parallel.pipeline": (FULL, 2),
+    "parallel.schedule": (
+        {**FULL, "parallel": {"pipeline": 2, "virtual_stages": 2}},
+        "interleaved",
+    ),
+    "parallel.virtual_stages": ({**FULL, "parallel": {"pipeline": 2}}, 2),
+    "parallel.context": (FULL, 2),
+    "parallel.context_kind": ({**FULL, "parallel": {"context": 2}}, "ulysses"),
+    "parallel.expert": ({**FULL, "sharding": "fsdp2"}, 2),
+    "parallel.expert_tensor": ({**FULL, "parallel": {"expert": 2}, "sharding": "fsdp2"}, 1),
+    "reshard_after_forward": ({**FULL, "sharding": "fsdp2"}, False),
+    "reduce_dtype": ({**FULL, "sharding": "fsdp2"}, "fp32"),
+}
+"""Field: (a run, a value that no term reads yet): refused by name, or its degree is."""
+
+
 def changed(base: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
     section, _, name = field.rpartition(".")
     return {**base, section: {**base.get(section, {}), name: value}} if section else {
@@ -243,7 +272,7 @@ def fields() -> set[str]:
 
 
 def test_every_field_of_a_recipe_is_accounted_for() -> None:
-    assert fields() == set(CASES) | set(FIELDS_WITHOUT_BYTES)
+    assert fields() == set(CASES) | set(FIELDS_WITHOUT_BYTES) | set(NOT_PLANNED)
     assert not set(CASES) & set(FIELDS_WITHOUT_BYTES)
 
 
@@ -264,9 +293,21 @@ def test_a_field_moves_the_plan_or_is_named_in_it(field: str) -> None:
     assert not any(f" {field}" in note for note in after.assumptions if "not read" in note)
 
 
+@pytest.mark.parametrize("field", sorted(NOT_PLANNED))
+def test_a_field_that_cannot_be_planned_is_refused(field: str) -> None:
+    base, value = NOT_PLANNED[field]
+    with pytest.raises(UnsupportedError, match=r"^(parallel\.|reshard|reduce).* cannot be planned"):
+        planned(changed(base, field, value), gpus=2, model=catalogue_model(EXPERTS))
+
+
 @pytest.mark.parametrize("field", sorted(FIELDS_WITHOUT_BYTES))
 def test_a_field_without_bytes_moves_nothing(field: str) -> None:
-    values = {"engine.url": "http://host:1", "engine.timeout_s": 5.0, "lora.use_rslora": True}
+    values = {
+        "engine.url": "http://host:1",
+        "engine.timeout_s": 5.0,
+        "lora.use_rslora": True,
+        "parallel.data_shard": -1,
+    }
     assert sizes(planned(VLLM)) == sizes(planned(changed(VLLM, field, values[field])))
     assert FIELDS_WITHOUT_BYTES[field]
 
