@@ -59,7 +59,13 @@ def import_config(
         )
     spread = read_launch_file(launch) if launch else None
     context = Context(
-        path=path, tool=tool, version=version, launch=spread, variant=variant, model=model, gpus=gpus
+        path=path,
+        tool=tool,
+        version=version,
+        launch=spread,
+        variant=variant,
+        model=model,
+        gpus=gpus,
     )
     found = _import(text, path, context)
     if spread is not None and found.run.recipe.sharding.value == "none":
@@ -137,7 +143,17 @@ def launch_document(path: Path) -> dict[str, Any]:
 
 def looks_foreign(path: Path) -> bool:
     """Return whether a file is another tool's config rather than a run.yaml of ours or a model."""
-    if path.suffix.lower() in (".ipynb", ".py", ".sh", ".bash", ".slurm", ".sbatch", ".toml", ".md", ".txt"):
+    if path.suffix.lower() in (
+        ".ipynb",
+        ".py",
+        ".sh",
+        ".bash",
+        ".slurm",
+        ".sbatch",
+        ".toml",
+        ".md",
+        ".txt",
+    ):
         return path.is_file()
     if path.suffix.lower() not in (".yaml", ".yml", ".json") or not path.is_file():
         return False
@@ -186,7 +202,9 @@ def _import(raw: str, path: Path | None, context: Context) -> Imported:
         return from_mapping(document, text, context)
     if (found := from_shell(parse_shell(text), context)) is not None:
         return found
-    if re.search(r"^\s*(?:import|from)\s+\w|\w\s*\(.*=", text, re.MULTILINE) and not _is_shell(text):
+    if re.search(r"^\s*(?:import|from)\s+\w|\w\s*\(.*=", text, re.MULTILINE) and not _is_shell(
+        text
+    ):
         return from_python(text, context)
     if _reads_as_yaml(text):
         load_yaml(text)  # says where the YAML breaks

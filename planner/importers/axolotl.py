@@ -206,7 +206,6 @@ def _sharding(
             settings.effect(
                 "FSDP with mixed precision casts trainable bf16 parameters to fp32: 16 B/parameter divided by the GPUs"
             )
-            recipe["dtype"] = "fp32"
     return finish_sharding(settings, recipe, _degrees(settings) or gpus or from_words(text).gpus)
 
 

@@ -45,13 +45,17 @@ class Nested:
     path: Path | None
 
 
-def launch_of(started: Started, context: Context, values: dict[str, Any] | None = None) -> Launch | None:
+def launch_of(
+    started: Started, context: Context, values: dict[str, Any] | None = None
+) -> Launch | None:
     """Return how a command spreads its run out: --launch, accelerate's file or flags, counts, SLURM's lines."""
     gpus = started.gpus or slurm_gpus(context.text)
     if context.launch is not None:
         return context.launch if context.launch.gpus else replace(context.launch, gpus=gpus)
     values = values or {}
-    name = str(started.config_file or values.get("config_file") or values.get("accelerate_config") or "")
+    name = str(
+        started.config_file or values.get("config_file") or values.get("accelerate_config") or ""
+    )
     found = _accelerate_file(name, context) if name else None
     if found is None:
         own = _accelerate_flags(started)
@@ -95,8 +99,12 @@ def trl_command(started: Started, context: Context) -> Imported | None:
     else:
         task = _task_of_name(started)
     values = {key.replace("-", "_"): value for key, value in flags(arguments).items()}
-    config = values.get("config") or (arguments[0] if arguments and _is_yaml(arguments[0]) else None)
-    by_name = bool(_TRL_MODULE.match(started.program)) or started.name == "trl" or _is_script(started)
+    config = values.get("config") or (
+        arguments[0] if arguments and _is_yaml(arguments[0]) else None
+    )
+    by_name = (
+        bool(_TRL_MODULE.match(started.program)) or started.name == "trl" or _is_script(started)
+    )
     known = bool(_TRL_KEYS & set(values)) and not hf_script.KEYS & set(values) - {"do_train"}
     if not (by_name or known) or not ("model_name_or_path" in values or config):
         return None
@@ -111,7 +119,9 @@ def trl_command(started: Started, context: Context) -> Imported | None:
             values = {**found[0], **values}
             path = found[2]
     read = {key: value for key, value in values.items() if key not in _LAUNCH_ONLY}
-    flavour = trl_flavour(set(values), f"{started.program} {' '.join(started.launcher)}", flags=True)
+    flavour = trl_flavour(
+        set(values), f"{started.program} {' '.join(started.launcher)}", flags=True
+    )
     result = trl.read(
         read,
         task=task,
@@ -131,7 +141,11 @@ def _is_yaml(word: str) -> bool:
 
 def _is_script(started: Started) -> bool:
     """Return whether the program is a script of TRL's examples by its name."""
-    return bool(re.fullmatch(r"(?:run_)?(?:sft|grpo|dpo|kto|orpo|cpo|rloo|reward_modeling)\w*\.py", started.name))
+    return bool(
+        re.fullmatch(
+            r"(?:run_)?(?:sft|grpo|dpo|kto|orpo|cpo|rloo|reward_modeling)\w*\.py", started.name
+        )
+    )
 
 
 def _task_of_name(started: Started) -> Task | None:
@@ -145,8 +159,21 @@ def _task_of_name(started: Started) -> Task | None:
 def llamafactory_command(started: Started, context: Context) -> Imported | None:
     """Return the run of LLaMA-Factory's own flags, whatever starts them, or None."""
     values = flags(started.arguments)
-    names = {"llamafactory-cli", "lmf", "train_bash.py", "llamafactory.cli", "llamafactory.launcher"}
-    own = {"finetuning_type", "stage", "template", "cutoff_len", "lora_target", "dataset_dir"} & set(values)
+    names = {
+        "llamafactory-cli",
+        "lmf",
+        "train_bash.py",
+        "llamafactory.cli",
+        "llamafactory.launcher",
+    }
+    own = {
+        "finetuning_type",
+        "stage",
+        "template",
+        "cutoff_len",
+        "lora_target",
+        "dataset_dir",
+    } & set(values)
     if "model_name_or_path" not in values or not (started.name in names or len(own) >= 2):
         return None
     spread = launch_of(started, context)
@@ -176,7 +203,13 @@ def hf_command(started: Started, context: Context) -> Imported | None:
     )
 
 
-_YAML_TOOLS = {"llamafactory-cli": "train", "lmf": "train", "axolotl": "train", "tune": "run", "swift": ""}
+_YAML_TOOLS = {
+    "llamafactory-cli": "train",
+    "lmf": "train",
+    "axolotl": "train",
+    "tune": "run",
+    "swift": "",
+}
 
 
 def nested_config(started: Started, context: Context) -> Nested | None:
@@ -207,7 +240,9 @@ def nested_config(started: Started, context: Context) -> Nested | None:
         if equals and not key.startswith("-"):
             overrides[key] = load_yaml(value)
     flagged = flags([*words[: words.index(wanted)][1:], *rest])
-    overrides |= {key.replace("__", "."): value for key, value in flagged.items() if key != "config"}
+    overrides |= {
+        key.replace("__", "."): value for key, value in flagged.items() if key != "config"
+    }
     heads = "\n".join(line for line in text.splitlines() if line.lstrip().startswith("#"))
     told = " ".join(f"{key}={value}" for key, value in started.environment.items())
     count = f"num_processes={started.gpus}" if started.gpus else ""

@@ -8,14 +8,20 @@ from planner.importers.settings import Settings, as_bool, as_int, as_names
 from planner.run.recipe import Sharding
 
 
-def from_fsdp_config(section: Mapping[str, Any], *, version: Any = None, gpus: int | None = None) -> Launch:
+def from_fsdp_config(
+    section: Mapping[str, Any], *, version: Any = None, gpus: int | None = None
+) -> Launch:
     """Return what a mapping of FSDP options says, accelerate's, transformers' or axolotl's."""
     read = {str(key).removeprefix("fsdp_"): value for key, value in section.items()}
     strategy = str(read.get("sharding_strategy", "")).upper()
     told = as_int(version) or as_int(read.get("version"))
     second = told == 2
     reshard = read.get("reshard_after_forward")
-    grad_op = "GRAD_OP" in strategy or as_bool(reshard) is False or str(reshard).upper().endswith("GRAD_OP")
+    grad_op = (
+        "GRAD_OP" in strategy
+        or as_bool(reshard) is False
+        or str(reshard).upper().endswith("GRAD_OP")
+    )
     offload = as_bool(read.get("offload_params", read.get("cpu_offload"))) is True
     if strategy in ("NO_SHARD", "3"):
         sharding = Sharding.DDP
@@ -38,7 +44,11 @@ def fsdp_setting(settings: Settings, *, version: Any = None) -> Launch | None:
     section = settings.mapping("fsdp_config") or {}
     words = settings.raw("fsdp", to="sharding")
     named = settings.raw("fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params")
-    listed = [word.lower() for word in as_names(words)] if not isinstance(words, bool) else ["full_shard"]
+    listed = (
+        [word.lower() for word in as_names(words)]
+        if not isinstance(words, bool)
+        else ["full_shard"]
+    )
     if isinstance(words, bool) and not words:
         listed = []
     if not listed and not section:

@@ -89,9 +89,7 @@ def read(
     recipe["loss"] = Loss.CHUNKED if liger else Loss.FULL
     image_limit(settings, recipe, model, "max_pixels", "image_max_pixels")
     gpus = _sharding(settings, recipe, method, launch, base)
-    return settings.finish(
-        model, recipe=recipe, lora=_lora(settings, method), engine={}, gpus=gpus
-    )
+    return settings.finish(model, recipe=recipe, lora=_lora(settings, method), engine={}, gpus=gpus)
 
 
 def _method(settings: Settings, recipe: dict[str, Any], model: str) -> Method:
@@ -123,7 +121,9 @@ def _precision(settings: Settings, recipe: dict[str, Any], model: str) -> None:
     if given in (None, "auto"):
         spec = resolve_model(model) if model else None
         auto = spec.checkpoint_dtype if spec else "bf16"
-        loaded = auto if given == "auto" or not old else "fp16" if recipe.get("quantization") else "fp32"
+        loaded = (
+            auto if given == "auto" or not old else "fp16" if recipe.get("quantization") else "fp32"
+        )
         recipe["dtype"] = loaded if loaded in ("bf16", "fp16", "fp32") else "bf16"
         settings.defaulted(
             "dtype", f"{recipe['dtype']} (transformers {'4' if old else '5: the checkpoint'})"
@@ -166,7 +166,6 @@ def _sharding(
     sharded = recipe.get("sharding") in (Sharding.FSDP, Sharding.FSDP2)
     if sharded and method is Method.FULL and recipe["mixed_precision"] != "none":
         settings.effect("FSDP with mixed precision keeps trainable parameters in fp32")
-        recipe["dtype"] = "fp32"
     return finish_sharding(settings, recipe, gpus)
 
 

@@ -12,7 +12,9 @@ STEP = 28
 """Sides are rounded down to the coarsest grid of the towers met (Qwen2-VL's patch of 14, merged by 2)."""
 
 
-def image_limit(settings: Settings, recipe: dict[str, Any], model: str, *keys: str, word: Any = None) -> None:
+def image_limit(
+    settings: Settings, recipe: dict[str, Any], model: str, *keys: str, word: Any = None
+) -> None:
     """Plan one square image of the most pixels that the file allows, cut to what the length holds.
 
     Says nothing and plans none where no limit is stated: the data may be text alone.

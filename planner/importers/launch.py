@@ -1,5 +1,6 @@
 """Sharding and GPU counts: DeepSpeed JSON, accelerate YAML, launch words and environment."""
 
+import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from planner.errors import UsageError
 from planner.importers.loading import MAX_BYTES, load_json, load_yaml
 from planner.importers.pasted import decode
 from planner.importers.settings import Settings, as_bool, as_int
+from planner.run.parallel import UNPLANNED
 from planner.run.recipe import Method, Sharding
 
 _STAGE = re.compile(r"(?:zero|ds_z|stage)[-_ ]?([0123])", re.IGNORECASE)
@@ -100,9 +102,7 @@ def from_accelerate(document: dict[str, Any]) -> Launch:
         from planner.importers.fsdp_words import from_fsdp_config
 
         found = from_fsdp_config(document.get("fsdp_config") or {}, gpus=gpus)
-        return replace(
-            found, mixed_precision=common.mixed_precision, origin=common.origin
-        )
+        return replace(found, mixed_precision=common.mixed_precision, origin=common.origin)
     return replace(
         common,
         sharding=Sharding.DDP if (gpus or 1) > 1 or kind.startswith("MULTI") else Sharding.NONE,
@@ -239,4 +239,38 @@ def finish_sharding(settings: Settings, recipe: dict[str, Any], gpus: int | None
         )
     if gpus and gpus > 1 and recipe.get("sharding") in (None, Sharding.NONE):
         recipe["sharding"] = Sharding.DDP
+    return gpus
+
+
+def set_degrees(
+    settings: Settings, recipe: dict[str, Any], gpus: int | None, **degrees: Any
+) -> int | None:
+    """Write how the GPUs divide the work into `parallel`; return the GPUs, at least the degrees' product.
+
+    A degree that no plan reads yet is named; context parallelism is then planned as the tokens of one rank.
+    """
+    asked = {name: value for name, value in degrees.items() if value not in (None, False, 1)}
+    for name in [name for name in asked if name in UNPLANNED]:
+        if name == "context" and recipe.get("context"):
+            recipe["context"] = max(1, -(-int(recipe["context"]) // int(asked[name])))
+            settings.effect(
+                f"{asked[name]} GPUs share a sequence's tokens: planned as {recipe['context']:,} tokens each"
+            )
+        else:
+            settings.unread(f"{name} parallelism", asked[name], "planned as data parallelism")
+        del asked[name]
+    kinds = {key: asked.pop(key) for key in ("context_kind", "schedule") if key in asked}
+    if not asked.get("context"):
+        kinds.pop("context_kind", None)
+    counts = [int(asked.get(name, 1)) for name in ("tensor", "pipeline", "context")]
+    counts += [
+        int(asked.get(name, 1))
+        for name in ("data_replicate", "data_shard")
+        if asked.get(name, 1) > 0
+    ]
+    product = math.prod(counts)
+    if asked:
+        recipe["parallel"] = {**asked, **kinds}
+    if product > 1 and (gpus or 1) < product:
+        return product
     return gpus

@@ -21,7 +21,9 @@ _BARE = frozenset(
 )
 """Launchers' flags that take no value."""
 _RUNS = frozenset(("run", "exec", "submit", "job", "launch", "profile"))
-_DISTRIBUTED = re.compile(r"^torch\.distributed\.(?:run|launch)$|^accelerate\.commands\.launch$|^deepspeed\.launcher\.")
+_DISTRIBUTED = re.compile(
+    r"^torch\.distributed\.(?:run|launch)$|^accelerate\.commands\.launch$|^deepspeed\.launcher\."
+)
 
 
 @dataclass(kw_only=True)
@@ -124,7 +126,12 @@ def _flags_off(found: Started, words: list[str]) -> list[str]:
                 found.program, found.is_module = value or words[index], True
                 index += 0 if equals else 1
             break
-        if not equals and key not in _BARE and index < len(words) and not words[index].endswith(".py"):
+        if (
+            not equals
+            and key not in _BARE
+            and index < len(words)
+            and not words[index].endswith(".py")
+        ):
             value = words[index]
             if not value.startswith("--"):
                 index += 1
@@ -173,7 +180,10 @@ def _python(found: Started, words: list[str]) -> list[str]:
     rest = _flags_off(found, words[1:])
     if found.is_module and _DISTRIBUTED.match(found.program):
         launcher, found.program, found.is_module = found.program, "", False
-        found.launcher += ["torchrun" if launcher.startswith("torch") else launcher.split(".")[0], launcher]
+        found.launcher += [
+            "torchrun" if launcher.startswith("torch") else launcher.split(".")[0],
+            launcher,
+        ]
         before = rest
         rest = _flags_off(found, rest)
         found.launcher += before[: len(before) - len(rest)]
@@ -187,7 +197,11 @@ def _unwrapped(found: Started, words: list[str]) -> list[str]:
     name, rest = Path(words[0]).name, words[1:]
     if name == "ray":
         if rest[:2] == ["job", "submit"]:
-            return rest[rest.index("--") + 1 :] if "--" in rest else _flags_off(Started(program="", arguments=[]), rest[2:])
+            return (
+                rest[rest.index("--") + 1 :]
+                if "--" in rest
+                else _flags_off(Started(program="", arguments=[]), rest[2:])
+            )
         found.program = words[0]
         return rest
     own = Started(program="", arguments=[]) if name not in ("srun", "mpirun", "mpiexec") else found
@@ -207,7 +221,9 @@ def _unwrapped(found: Started, words: list[str]) -> list[str]:
 def slurm_gpus(text: str) -> int | None:
     """Return how many GPUs the #SBATCH lines ask for, all nodes together, or None."""
     lines = " ".join(re.findall(r"^#SBATCH\s+(.*)$", text, re.MULTILINE))
-    each = re.search(r"--gres[= ]gpu:(?:[\w.-]+:)?(\d+)|--gpus-per-node[= ](?:[\w.-]+:)?(\d+)", lines)
+    each = re.search(
+        r"--gres[= ]gpu:(?:[\w.-]+:)?(\d+)|--gpus-per-node[= ](?:[\w.-]+:)?(\d+)", lines
+    )
     nodes = re.search(r"(?:--nodes[= ]|-N\s*)(\d+)", lines)
     if each:
         return int(each.group(1) or each.group(2)) * (int(nodes.group(1)) if nodes else 1)

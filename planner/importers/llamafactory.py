@@ -65,7 +65,9 @@ def read(
     settings.raw("image_min_pixels", "video_max_pixels", "video_min_pixels", "video_fps")
     for key in ("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model"):
         if settings.raw(key) is not None and not settings.flag(key, default=True):
-            settings.effect(f"{key} false: that part's gradients and activations come on top of the text's")
+            settings.effect(
+                f"{key} false: that part's gradients and activations come on top of the text's"
+            )
     return settings.finish(model, recipe=recipe, lora=_lora(settings, method), engine={}, gpus=gpus)
 
 

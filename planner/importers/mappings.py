@@ -49,9 +49,7 @@ def _trl(
     document: dict[str, Any], flat: dict[str, Any], version: str | None, context: Context
 ) -> Imported:
     kind = context.tool or tool_of_mapping(document, flat, context.text) or "trl"
-    spread = context.launch or from_words(
-        f"{document.get('launch', '')} {comments(context.text)}"
-    )
+    spread = context.launch or from_words(f"{document.get('launch', '')} {comments(context.text)}")
     values = {key: value for key, value in flat.items() if key != "launch"}
     return trl.read(
         values,

@@ -240,7 +240,9 @@ def _reinforcement(
             recipe["teacher_placement"] = "offloaded"
         settings.raw("lmbda", "seq_kd", "gkd_beta")
     if kind == "ppo":
-        recipe["reward_model"] = str(settings.raw("reward_model", to="reward_model", default="")) or None
+        recipe["reward_model"] = (
+            str(settings.raw("reward_model", to="reward_model", default="")) or None
+        )
     free = kind in ("simpo", "orpo", "cpo", "rm", "gkd") or not beta
     recipe["reference"] = (
         Reference.NONE

@@ -4,7 +4,9 @@ import re
 
 _FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w.+-]*)[^\n`]*$", re.MULTILINE)
 _CELL = re.compile(r"\A\s*%%(?:writefile(?:[ \t]+-a)?[ \t]+(?P<file>\S+)|(?P<magic>\w+))[^\n]*\n")
-_PROMPT = re.compile(r"^(?:\([\w.-]+\)[ \t]*)?(?:[\w.-]+@[\w.-]+:[^\n$#]{0,80})?(?:\$|>>>|\.\.\.|In \[\d+\]:) ?")
+_PROMPT = re.compile(
+    r"^(?:\([\w.-]+\)[ \t]*)?(?:[\w.-]+@[\w.-]+:[^\n$#]{0,80})?(?:\$|>>>|\.\.\.|In \[\d+\]:) ?"
+)
 _HEREDOC = re.compile(
     r"cat\s*(?:>\s*(?P<before>\S+)\s*)?<<-?\s*(['\"]?)(?P<end>\w+)\2\s*(?:>\s*(?P<after>\S+)\s*)?\n"
     r"(?P<body>.*?)\n\s*(?P=end)[ \t]*(?:\n|\Z)",
@@ -15,7 +17,11 @@ MAX_PROMPTED = 20_000
 
 def decode(data: bytes) -> str:
     """Return a file's text: UTF-8, UTF-16 with or without its mark, Windows line ends as plain ones."""
-    for mark, name in ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be")):
+    for mark, name in (
+        (b"\xef\xbb\xbf", "utf-8"),
+        (b"\xff\xfe", "utf-16-le"),
+        (b"\xfe\xff", "utf-16-be"),
+    ):
         if data.startswith(mark):
             return plain_lines(data[len(mark) :].decode(name, errors="replace"))
     head = data[:400]

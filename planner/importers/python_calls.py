@@ -138,7 +138,6 @@ class _Reader(ast.NodeVisitor):
             self._option(node, keywords)
         self.calls.by_name.setdefault(name, []).append(keywords)
 
-
     def _option(self, node: ast.Call, keywords: dict[str, Any]) -> None:
         """Remember what `args.NAME` is where the command line does not say."""
         words = [_fold(arg, self.names) for arg in node.args]
@@ -158,7 +157,9 @@ class _Reader(ast.NodeVisitor):
             value = getattr(statement, "value", None)
             if not isinstance(statement, (ast.AnnAssign, ast.Assign)) or value is None:
                 continue
-            target = statement.target if isinstance(statement, ast.AnnAssign) else statement.targets[0]
+            target = (
+                statement.target if isinstance(statement, ast.AnnAssign) else statement.targets[0]
+            )
             if not isinstance(target, ast.Name):
                 continue
             if isinstance(value, ast.Call) and _dotted(value.func).endswith(("field", "Field")):
@@ -220,9 +221,14 @@ def _fold(node: ast.expr, names: dict[str, Any]) -> Any:
         return UNKNOWN if test is UNKNOWN else _fold(node.body if test else node.orelse, names)
     if isinstance(node, ast.Subscript):
         whole, key = _fold(node.value, names), _fold(node.slice, names)
-        return whole.get(key, UNKNOWN) if isinstance(whole, dict) and isinstance(key, str) else UNKNOWN
+        return (
+            whole.get(key, UNKNOWN) if isinstance(whole, dict) and isinstance(key, str) else UNKNOWN
+        )
     if isinstance(node, ast.JoinedStr):
-        parts = [_fold(part.value if isinstance(part, ast.FormattedValue) else part, names) for part in node.values]
+        parts = [
+            _fold(part.value if isinstance(part, ast.FormattedValue) else part, names)
+            for part in node.values
+        ]
         known = all(isinstance(part, (str, int, float)) for part in parts)
         return "".join(map(str, parts))[:1000] if known else UNKNOWN
     return _fold_call(node, names) if isinstance(node, ast.Call) else UNKNOWN

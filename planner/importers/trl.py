@@ -148,7 +148,6 @@ def _sharding(
         settings.effect(
             "FSDP with mixed precision keeps trainable parameters in fp32: 16 B/parameter divided by the GPUs"
         )
-        recipe["dtype"] = "fp32"
     return finish_sharding(settings, recipe, gpus)
 
 
@@ -235,7 +234,10 @@ def _loaded_dtype(
         return
     if at >= (1, 0):
         spec = resolve_model(model) if model else None
-        dtype, why = (spec.checkpoint_dtype if spec else "bf16"), "the checkpoint's (transformers 5)"
+        dtype, why = (
+            (spec.checkpoint_dtype if spec else "bf16"),
+            "the checkpoint's (transformers 5)",
+        )
     elif recipe.get("quantization"):
         dtype, why = "fp16", "what bitsandbytes leaves in 16 bit (transformers 4)"
     else:

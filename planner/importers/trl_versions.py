@@ -53,7 +53,9 @@ def infer(task: Task, keys: Iterable[str], trainer_keys: Iterable[str] = ()) -> 
     if not last:
         return None
     key = min(last, key=lambda each: number(last[each]))
-    newer = [each for each, span in spans.items() if span[0] and number(span[0]) > number(last[key])]
+    newer = [
+        each for each, span in spans.items() if span[0] and number(span[0]) > number(last[key])
+    ]
     if newer:
         return None
     shown = f"{key}= of the trainer" if key in set(trainer_keys) else key
