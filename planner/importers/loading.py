@@ -1,6 +1,7 @@
 """Reads foreign files without running anything: size limits, safe YAML, JSON, notebooks."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,12 @@ def load_yaml(text: str) -> Any:
         ) from None
     except (ValueError, TypeError, AttributeError) as error:
         raise UsageError(f"yaml: {str(error)[:120]}") from None
+
+
+def load_yaml_all(text: str, *, most: int = 50) -> list[Any]:
+    """Return every YAML document of `text` (--- between them), `most` at most."""
+    parts = re.split(r"^---(?:\s.*)?$", text, flags=re.MULTILINE)
+    return [load_yaml(part) for part in parts[:most] if part.strip()]
 
 
 def _first(loader: _Loader) -> Any:

@@ -140,7 +140,7 @@ class Settings:
         return any(self.values.get(key) is not None for key in keys)
 
     def raw(self, *keys: str, to: str = "", default: Any = None) -> Any:
-        """Return the first key that is set; record it, or the default."""
+        """Return the first key that is set and no ${variable} alone; record it, or the default."""
         for key in keys:
             value = self.values.get(key)
             if value is not None:
@@ -233,6 +233,13 @@ class Settings:
         self.report.not_understood.append(
             NotUnderstood(key=key, value=str(value)[:120], effect=effect)
         )
+
+    def quiet(self, *prefixes: str) -> None:
+        """Count the keys that begin so and that nobody read as those without an effect on memory."""
+        for key in self.values:
+            if prefixes and key.startswith(prefixes) and key not in self.used:
+                self.used.add(key)
+                self.report.ignored += 1
 
     @staticmethod
     def note_unknown(report: "ImportReport", key: str) -> None:
