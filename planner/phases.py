@@ -24,12 +24,13 @@ from planner.terms.host import host
 from planner.terms.lifecycle import lifecycle, lifecycle_host
 from planner.terms.logits import Logits, head_gradient_width, held_outputs, kept_rows, logits
 from planner.terms.optimizer import optimizer
-from planner.terms.overhead import workspace
+from planner.terms.overhead import engine_workspace, scores_buffer, workspace
 from planner.terms.passes import passes
-from planner.terms.term import Term, merged
+from planner.terms.pipeline import passed_on
+from planner.terms.term import Term, merged, plus
 from planner.terms.vision import Vision, vision
 from planner.terms.vllm_weights import vllm_weights_term
-from planner.terms.weights import flat_units, gathered, weights
+from planner.terms.weights import RESHARD, flat_units, gathered, kept_between, weights
 
 PHASES = (
     "load", "rollout", "score", "reference", "teacher", "reward", "critic",
@@ -66,6 +67,19 @@ class Budget:
     """vLLM's own figures, where it runs on this GPU."""
 
 
+def _workspaces(model: ModelSpec, r: Resolved, machine: Machine) -> Term:
+    """Return the workspaces of torch's matrix products, and of a framework's own library."""
+    own, switches = workspace(machine, trains=r.trains), r.switches
+    routed = any(layer.mlp.num_experts for layer in model.layers)
+    more = switches.library_workspaces + (switches.grouped_workspaces if routed else 0)
+    if not r.trains:
+        return own
+    if more:
+        own = plus(own, engine_workspace(machine, more))
+    scores = scores_buffer(model, r)
+    return plus(own, scores) if scores.bytes else own
+
+
 def _phase(name: str, *terms: Term) -> Phase:
     alive = tuple(term for term in terms if term.bytes)
     return Phase(name, alive, sum(term.bytes for term in alive))
@@ -73,7 +87,7 @@ def _phase(name: str, *terms: Term) -> Phase:
 
 def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     """Return every phase of the run with its terms."""
-    base, space = weights(model, r), workspace(machine, trains=r.trains)
+    base, space = weights(model, r), _workspaces(model, r, machine)
     if not r.trains:
         return _serve(model, r, machine, base, space)
     adapter, grads, states = lora(model, r), gradients(model, r), optimizer(model, r)
@@ -112,13 +126,14 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
             held,
             whole,
             term(flown, "the running layer's, and before it the root's"),
+            kept_between(model, r, model.num_layers - 1),
             seen.forward,
             _acts("forward", acting, acts),
             outputs,
             resident,
         )
     )
-    kept, logit, made = _loss(model, r, acts, head)
+    kept, logit, made, asked = _loss(model, r, acts, head, flat)
     if not held.bytes and made:
         held = Term("gradients", made, "the head's {0:,} B", (made,), grads.source)
     phases.append(
@@ -127,7 +142,8 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
             *fixed,
             held,
             root,
-            term(flat.loss, "the last layer's, asked for by the root"),
+            kept_between(model, r, model.num_layers),
+            term(asked, "the last layer's, asked for by the root"),
             seen.loss,
             _acts("loss", kept, acts),
             logit,
@@ -145,6 +161,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         (states.states.bytes, states.step.bytes),
         states.step.source or states.states.source,
     )
+    passed = passed_on(model, r)
     phases.append(
         _phase(
             "step",
@@ -158,6 +175,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
             space,
             reducer,
             resident,
+            passed,
         )
     )
     second = critic(r)
@@ -198,23 +216,25 @@ def _with_critic(
     return found
 
 
-def _loss(model: ModelSpec, r: Resolved, acts: Activations, head: Logits) -> tuple[int, Term, int]:
-    """Return activations, logits and the head's gradient where the loss is largest.
+def _loss(
+    model: ModelSpec, r: Resolved, acts: Activations, head: Logits, flat: Buffers
+) -> tuple[int, Term, int, int]:
+    """Return activations, logits, the head's gradient and flat buffers where the loss is largest.
 
     That is in its forward, in its backward, or where the head's own backward has made a gradient.
     """
     if r.law.drops_hidden:
         # largest in its backward: autocast's cache is gone
-        return acts.loss_copied, head.forward, head.weight_grad
+        return acts.loss_copied, head.forward, head.weight_grad, flat.loss
     moments = [
-        (acts.loss_forward + acts.autocast_cache, head.forward, 0),
-        (acts.loss_backward, head.backward, 0),
+        (acts.loss_forward + acts.autocast_cache, head.forward, 0, flat.loss),
+        (acts.loss_backward, head.backward, 0, flat.gather),
     ]
     if acts.balance:
-        moments.append((acts.loss_forward + acts.balance, kept_rows(model, r), 0))
+        moments.append((acts.loss_forward + acts.balance, kept_rows(model, r), 0, flat.loss))
     if head.ending.bytes:
-        moments.append((acts.loss_backward, head.ending, head.weight_grad))
-    return max(moments, key=lambda moment: moment[0] + moment[1].bytes + moment[2])
+        moments.append((acts.loss_backward, head.ending, head.weight_grad, flat.gather))
+    return max(moments, key=lambda moment: moment[0] + moment[1].bytes + moment[2] + moment[3])
 
 
 class _Parts(NamedTuple):
@@ -286,18 +306,22 @@ def _backward(
         done = _earlier_grads(model, r, grads.bytes, left)
         if whole:  # reduced layer by layer, in the last micro-batch
             done += most - _earlier_grads(model, r, most, left)
-        alive = running + (most if r.grad_accum > 1 and not whole else done)
-        if not flat.reduced:  # a unit's whole gradients are beside the shards, else among them
+        stands = r.switches.gradient_buffers or (r.grad_accum > 1 and not whole)
+        alive = running + (most if stands else done)
+        if not (flat.reduced or r.switches.gradient_buffers):
+            # a unit's whole gradients are beside the shards, else among them
             alive = min(alive, most)
         alive += waiting
         flown = flat.in_backward(left, model.num_layers)
-        moments.append(_Moment(alive, moment.activations, flown, seen.backward))
+        stays = kept_between(model, r, max(0, left - 1)).bytes
+        moments.append(_Moment(alive, moment.activations, flown, seen.backward, stays))
         if flat.reduced and left == model.num_layers > 1:
             # the next layer down meets the first reduction
             shard = _earlier_grads(model, r, grads.bytes, left - 1)
             shard -= _earlier_grads(model, r, most, left - 1) if whole else 0
             kept, flown = moment.activations - acts.kept // left, flat.in_backward(left - 1, left)
-            moments.append(_Moment(alive + shard, kept, flown, seen.backward))
+            stays = kept_between(model, r, left - 2).bytes
+            moments.append(_Moment(alive + shard, kept, flown, seen.backward, stays))
     for own in seen.own:
         alive = min(_text_grads(model, r, grads.bytes) + own.grads, grads.bytes)
         moments.append(_Moment(alive, 0, flat.gather, replace(seen.backward, bytes=own.bytes)))
@@ -309,6 +333,13 @@ def _backward(
         term(largest.flown, "the next layer's, and gradients on their way"),
         _acts("backward", largest.activations, acts),
         largest.seen,
+        Term(
+            "weights",
+            largest.staying,
+            "layers that stayed from the forward {0:,} B",
+            (largest.staying,),
+            RESHARD,
+        ),
     )
 
 
@@ -321,11 +352,13 @@ class _Moment(NamedTuple):
     """Flat buffers."""
     seen: Term
     """The towers' share."""
+    staying: int = 0
+    """Of layers whose backward is still to come."""
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.grads + self.activations + self.flown + self.seen.bytes
+        return self.grads + self.activations + self.flown + self.seen.bytes + self.staying
 
 
 def _text_grads(model: ModelSpec, r: Resolved, total: int) -> int:
@@ -362,10 +395,13 @@ def _outside_grads(model: ModelSpec, r: Resolved) -> tuple[int, int]:
 
 def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, int]:
     """Return gradients and activations while a trained embedding gets its gradient."""
-    if not trains_embedding(model, r):
+    if not trains_embedding(model, r) or not model.embeddings:
         return 0, 0
     scratch = sum(backward_blocks(r.tokens, model.vocab, model.hidden))
     grads = total
+    if r.switches.gradient_buffers:  # made whole, then added to the buffer
+        own = sum(module.parameters for module in model.embeddings) * element_bytes(r.dtype)
+        return grads + own, _embedded(model, r) + scratch
     if r.placement.flat_buffers and r.method is Method.FULL:  # the root unit's are reduced last
         root = flat_units(model)[0]
         grads += root * whole_width(r) - root * gradient_width(r) // r.placement.gradient_shards
@@ -377,7 +413,12 @@ def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, i
     elif r.columns:
         # another text's gradient of the embedding is there when this one's is made
         grads += model.vocab * model.hidden * head_gradient_width(r)
-    return grads, r.tokens * model.hidden * element_bytes(r.dtype) + scratch
+    return grads, _embedded(model, r) + scratch
+
+
+def _embedded(model: ModelSpec, r: Resolved) -> int:
+    """Return bytes of the embeddings' output, or of its gradient."""
+    return r.tokens * model.hidden * element_bytes(r.dtype)
 
 
 def _load(model: ModelSpec, r: Resolved, base: Term) -> Term:

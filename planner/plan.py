@@ -12,6 +12,7 @@ from planner.reserved import Reserved, outside_bytes, reserved
 from planner.risk import EVEN, TAIL, Distribution, Risk, distribution, kind_of
 from planner.run.experts import LOOPS, uneven_notes
 from planner.run.framework import planned_as, spelled
+from planner.run.ranks import rank_runs
 from planner.run.recipe import VLLM, Recipe, Task
 from planner.run.resolve import Resolved, resolve
 from planner.run.task_model import task_model
@@ -306,6 +307,21 @@ def plan_resolved(
     model: ModelSpec, resolved: Resolved, machine: Machine, *, risk: float = TAIL
 ) -> Plan:
     """Return the plan of a recipe whose choices are all made."""
+    return max(
+        plans_of_ranks(model, resolved, machine, risk=risk), key=lambda found: found.peak_bytes
+    )
+
+
+def plans_of_ranks(
+    model: ModelSpec, resolved: Resolved, machine: Machine, *, risk: float = TAIL
+) -> list[Plan]:
+    """Return the plan of every distinct rank, the first pipeline stage's first."""
+    kinds = rank_runs(model, resolved)
+    return [_of_rank(kind.model, kind.resolved, machine, risk) for kind in kinds]
+
+
+def _of_rank(model: ModelSpec, resolved: Resolved, machine: Machine, risk: float) -> Plan:
+    """Return the plan of one rank."""
     resolved = with_chunks(model, resolved, machine)
     result = budget(model, resolved, machine)
     peak = max(result.phases, key=lambda phase: phase.total_bytes)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from planner.layer.experts import channel
+from planner.layer.megatron import megatron_layer
 from planner.layer.program import Program
 from planner.layer.tape import Value
 from planner.mixers.registry import mixer_of
@@ -15,7 +16,8 @@ from planner.models.spec import LayerSpec, MlpKind, ModuleKind
 
 def run_layer(p: Program, x: Value, layer: LayerSpec, hidden: int) -> Value:
     """Record one decoder layer on `x`; the caller drops `x`."""
-    out = _layer(p, x, layer, hidden)
+    record = megatron_layer if p.s.code == "megatron" else _layer
+    out = record(p, x, layer, hidden)
     p.end_layer()
     p.tape.layer_done(out)
     return out

@@ -103,6 +103,20 @@ class OpSettings(NamedTuple):
     keeps), all; empty: nothing."""
     float8: bool = False
     """Linears cast what they multiply to float8 (torchao)."""
+    code: str = "transformers"
+    """Whose layers they are: transformers, megatron."""
+    sequence: int = 1
+    """Ranks that share the tokens of the hidden stream (sequence parallelism)."""
+    attention_dropout: bool = False
+    """Scores in full are dropped out."""
+    expert_rows: float = 1.0
+    """Rows that a rank's experts get for every row that the rank sends."""
+    expert_groups: int = 1
+    """Ranks that the experts are divided over."""
+
+    def stream(self, hidden: int) -> int:
+        """Return bytes per token of the hidden stream between layers."""
+        return hidden * self.residual // self.sequence
 
 
 FLOAT8_MULTIPLE = 16

@@ -39,7 +39,7 @@ class Layers:
     @property
     def width(self) -> int:
         """Bytes per token of the hidden stream."""
-        return self.model.hidden * self.settings.residual
+        return self.settings.stream(self.model.hidden)
 
     @property
     def order(self) -> list[LayerSpec]:

@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 from planner.errors import UnsupportedError, UsageError
 from planner.models.spec import ModelSpec
+from planner.run.framework_files import Framework
 from planner.run.recipe import ParallelSection, Recipe, Sharding, Task
 
 ZERO = (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3)
-SHARDS = (*ZERO, Sharding.FSDP, Sharding.FSDP2)
+SHARDS = (*ZERO, Sharding.FSDP, Sharding.FSDP2, Sharding.MEGATRON)
 """Engines that divide something among data-parallel ranks; under the others each holds all of it."""
 
 
@@ -53,6 +54,11 @@ class Layout:
     def data(self) -> int:
         """Ranks with samples of their own."""
         return self.data_shard * self.data_replicate
+
+    @property
+    def sharers(self) -> int:
+        """Ranks that divide what `sharding` divides: those of one sequence's parts hold the same weights too."""
+        return self.data_shard * self.context
 
     @property
     def expert_data(self) -> int:
@@ -98,7 +104,8 @@ def layout_of(model: ModelSpec, recipe: Recipe, gpus: int) -> Layout:
         _refuse_in_serving(asked)
         return ALONE
     shard, replicate = _data_degrees(asked, recipe.sharding, gpus)
-    experts = asked.expert_tensor or (asked.tensor if asked.expert > 1 else 1)
+    routed = any(layer.mlp.num_experts for layer in model.layers)
+    experts = asked.expert_tensor or (asked.tensor if routed or asked.expert > 1 else 1)
     layout = Layout(
         data_shard=shard,
         data_replicate=replicate,
@@ -224,13 +231,37 @@ def divides_layers(layers: int, stages: int) -> bool:
     return layers % stages == 0 or (layers + 2) % stages == 0
 
 
-UNPLANNED = ("tensor", "pipeline", "context", "expert")
-
-
-def refuse_unplanned(layout: Layout, framework: str) -> None:
-    """Raise UnsupportedError for a degree that no term of the plan reads yet."""
-    for field in UNPLANNED:
-        if getattr(layout, field) > 1:
+def refuse_unplanned(model: ModelSpec, recipe: Recipe, layout: Layout, law: Framework) -> None:
+    """Raise UsageError or UnsupportedError for what the framework's code, or the plan, does not divide."""
+    switches, sharding = law.switches, recipe.sharding
+    for field, planned in (
+        ("tensor", switches.tensor_plan != "none"),
+        ("pipeline", switches.pipelines),
+        ("context", layout.context_kind in switches.contexts),
+        ("expert", switches.expert_parallel),
+    ):
+        degree = getattr(layout, field)
+        if degree > 1 and not planned:
             raise UnsupportedError(
-                f"parallel.{field}: {getattr(layout, field)} cannot be planned under {framework} yet"
+                f"parallel.{field}: {degree} cannot be planned under {law.title} yet",
+                hint="--framework megatron, torchtitan or hf-trainer",
             )
+    if (sharding is Sharding.MEGATRON) != (switches.layers == "megatron") and (
+        sharding not in (Sharding.NONE, Sharding.DDP)
+    ):
+        raise UsageError(
+            f"sharding: {sharding.value} is not what {law.title} divides by",
+            hint="--framework megatron goes with --shard megatron, ddp or none",
+        )
+    several = layout.tensor * layout.pipeline * layout.context * layout.expert > 1
+    if several and recipe.task is not Task.SFT:
+        raise UnsupportedError(
+            f"parallel: {layout} cannot be planned for {recipe.task.value} yet", hint="--task sft"
+        )
+    experts = any(layer.mlp.num_experts for layer in model.layers)
+    if switches.layers == "megatron" and experts and layout.tensor > 1 and not layout.sequence:
+        raise UsageError(
+            f"parallel.sequence: false, but Megatron-LM trains experts over {layout.tensor} tensor ranks "
+            "with sequence parallelism only",
+            hint="--sequence-parallel",
+        )

@@ -29,6 +29,7 @@ DIVIDES: Mapping[Sharding, Divided] = {
     Sharding.ZERO3: Divided(True, True, True),
     Sharding.FSDP: Divided(True, True, True),
     Sharding.FSDP2: Divided(True, True, True),
+    Sharding.MEGATRON: Divided(False, False, True),
 }
 
 
@@ -60,6 +61,11 @@ class Placement:
     """Gradients are views of the buckets: no memory of their own."""
     reduces: bool
     """Ranks reduce gradients: a parameter's own is written into a bucket or gone after its hook."""
+    replicas: int
+    """Groups that hold the same shards: reduced gradients are summed over them."""
+    keeps_over: int
+    """Ranks over which FSDP2 divides a layer between its forward and its backward where those are fewer
+    than all that shard: 1 = it stays whole, 0 = all."""
     gathered_layers: int
     """Layers that are whole beside the root unit while one runs: 1, for with checkpointing the
     prefetch comes after the peak; 0 when weights are not divided."""
@@ -89,6 +95,8 @@ def place(
     ranks: int,
     *,
     shards: int,
+    replicas: int = 1,
+    reshard: bool | int = True,
     method: Method,
     quantized: bool,
     autocast: bool,
@@ -99,7 +107,8 @@ def place(
 ) -> Placement:
     """Return what each of `ranks` holds; groups of `shards` of them divide what the scheme divides.
 
-    `quantized`: of the base; `loads_whole`: the framework's loader does not divide.
+    `replicas`: such groups; `reshard`: what FSDP2 does to a layer after its forward; `quantized`: of the
+    base; `loads_whole`: the framework's loader does not divide.
     """
     divided = DIVIDES[sharding]
     fsdp, several = sharding is Sharding.FSDP, ranks > 1
@@ -115,6 +124,8 @@ def place(
         state_shards=shards if divided.states and not trained_outside else 1,
         buckets=replicated and not by_fsdp2,
         bucket_views=replicated and not by_fsdp2 and bucket_views,
+        replicas=replicas if second else 1,
+        keeps_over=0 if not second or reshard is True or reshard == shards else int(reshard) or 1,
         reduces=(several and sharding is not Sharding.NONE) or offload.gradients,
         gathered_layers=1 if second or (divided.weights and (several or offload.weights)) else 0,
         fp32_shards=(fsdp or second) and several and autocast,

@@ -127,6 +127,8 @@ class Sharding(StrEnum):
     ZERO3 = "zero3"
     FSDP = "fsdp"
     FSDP2 = "fsdp2"
+    MEGATRON = "megatron"
+    """Megatron-Core's distributed optimizer: states divided over all ranks that hold the same weights."""
 
 
 class Optimizer(StrEnum):

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.dtypes import TRAIN_DTYPES, normal_dtype
-from planner.errors import UnsupportedError, UsageError
+from planner.errors import UsageError
 from planner.machines.machine import Machine
 from planner.mixers.registry import mixer_of
 from planner.models.spec import ModelSpec
@@ -20,6 +20,7 @@ from planner.run.image_fields import image_fields, image_notes, sees_images_whol
 from planner.run.logits_law import LogitsLaw
 from planner.run.lora_fields import lora_fields, with_start
 from planner.run.parallel import Layout, layout_of, refuse_unplanned
+from planner.run.pipeline import Stage
 from planner.run.placement import Placement, offloaded, place
 from planner.run.positions import context_notes
 from planner.run.recipe import (
@@ -146,10 +147,15 @@ class Resolved:
     sharding: Sharding
     layout: Layout
     """How the run's GPUs divide the work."""
+    reshard_after_forward: bool | int
+    reduce_dtype: str
+    """Of FSDP2's reductions; "" = the gradient's own."""
     accumulate_sync: bool
     """Gradients are reduced after every micro-batch, not only after the last."""
     bucket_views: bool
     gpus: int
+    stage: Stage
+    """Whose rank this is of a pipeline."""
     compile: bool
     compiled: str
     """What torch.compile compiles at once: layer, model; empty: nothing."""
@@ -210,8 +216,10 @@ class Resolved:
         between = self.switches.offloads_between_phases
         return place(
             self.sharding,
-            self.gpus,
-            shards=self.layout.data_shard,
+            self.layout.data * self.layout.context,
+            shards=self.layout.sharers,
+            replicas=self.layout.data_replicate,
+            reshard=self.reshard_after_forward,
             method=self.method,
             quantized=bool(self.quantization),
             autocast=bool(self.autocast) and not self.switches.fsdp_keeps_dtype,
@@ -266,8 +274,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     notes = [*filter(None, [fallback_note(framework, recipe.framework)]), *started]
     trains = task is not Task.SERVE
     layout = layout_of(model, recipe, machine.num_gpus)
-    refuse_unplanned(layout, framework.name)
-    _refuse_shard_options(recipe)
+    refuse_unplanned(model, recipe, layout, framework)
     dtype, autocast = _dtypes(model, recipe, defaults)
     quantization = base_scheme(model, recipe, framework, trains=trains, notes=notes)
     prompt, completion = _lengths(model, recipe, defaults, notes)
@@ -319,7 +326,10 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         quantization=quantization,
         double_quant=bool(choose(recipe.double_quant, defaults, "double_quant", True)),
         master_weights=_master(recipe, switches, dtype),
-        gradient_dtype=normal_dtype(recipe.gradient_dtype or dtype, field="gradient_dtype"),
+        gradient_dtype=normal_dtype(
+            recipe.gradient_dtype or ("fp32" if switches.gradient_buffers else dtype),
+            field="gradient_dtype",
+        ),
         **lora_fields(recipe, switches, quantization, dtype, reference),
         **expert_fields(model, machine, recipe, framework, notes),
         optimizer=Optimizer(choose(recipe.optimizer, defaults, "optimizer", "adamw")),
@@ -355,11 +365,16 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         reference=reference,
         sharding=recipe.sharding,
         layout=layout,
+        reshard_after_forward=True
+        if recipe.reshard_after_forward is None
+        else recipe.reshard_after_forward,
+        reduce_dtype=_reduced(recipe, defaults),
         accumulate_sync=recipe.accumulate_sync
         if recipe.accumulate_sync is not None
         else not switches.skips_sync,
         bucket_views=recipe.bucket_views,
         gpus=machine.num_gpus,
+        stage=Stage(),
         **compiled,
         engine=engine,
         **engine_fields(
@@ -408,10 +423,13 @@ def _kernel_notes(model: ModelSpec) -> list[str]:
     ]
 
 
-def _refuse_shard_options(recipe: Recipe) -> None:
-    for field, usual in (("reshard_after_forward", (None, True)), ("reduce_dtype", (None,))):
-        if getattr(recipe, field) not in usual:
-            raise UnsupportedError(f"{field}: {getattr(recipe, field)} cannot be planned yet")
+def _reduced(recipe: Recipe, defaults: dict[str, Any]) -> str:
+    """Return the dtype in which FSDP2 reduces gradients; empty: their own."""
+    name = choose(recipe.reduce_dtype, defaults, "reduce_dtype", "")
+    found = normal_dtype(name, field="reduce_dtype") if name else ""
+    if found not in ("", "fp32", "bf16", "fp16"):
+        raise UsageError(f"reduce_dtype: {name!r}", hint="fp32, bf16 or fp16")
+    return found
 
 
 def _offload(recipe: Recipe, trains: bool) -> OffloadSection:

@@ -101,6 +101,32 @@ class Switches(Section):
     expandable_segments: Flag = False
     """The framework sets PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before torch starts."""
 
+    # parallel training code of its own
+    layers: Literal["transformers", "megatron"] = "transformers"
+    """Whose layers run: transformers' (and what keeps the same), or Megatron-Core's."""
+    gradient_buffers: Flag = False
+    """Gradients have places in one buffer from the start, as wide as `gradient_dtype`, fp32 if none is
+    asked for (Megatron-Core's ParamAndGradBuffer)."""
+    fused_weight_gradients: Flag = False
+    """Matrix products add weights' gradients to that buffer: no tensor of their own."""
+    tensor_plan: Literal["none", "megatron", "torchtitan", "transformers"] = "none"
+    """How tensor-parallel ranks divide the model: none do; megatron: embedding, head and loss by rows of the
+    vocabulary; torchtitan: the same by DTensor, norms by tokens; transformers: embedding whole, logits gathered."""
+    pipelines: Flag = False
+    """Layers can be divided into pipeline stages."""
+    contexts: frozenset[Literal["ring", "ulysses"]] = frozenset()
+    """How one sequence can be divided over ranks."""
+    expert_parallel: Flag = False
+    """Experts can be divided over ranks."""
+    vocab_padding: Annotated[int, Field(ge=1, strict=True)] = 1
+    """Rows of the vocabulary are padded to a multiple of this on every tensor parallel rank."""
+    kept_scores_buffer: Flag = False
+    """One buffer of a layer's attention scores stays for good: what baddbmm takes and does not read."""
+    grouped_workspaces: Annotated[int, Field(ge=0, strict=True)] = 0
+    """As many more where experts run in one grouped product over streams."""
+    library_workspaces: Annotated[int, Field(ge=0, strict=True)] = 0
+    """Workspaces of Transformer Engine beside torch's two, each as large as one of those."""
+
     # layers
     mask: Mask = "never"
     """When SDPA gets a mask of [sequences, 1, T, T], for which transformers repeats keys and values.

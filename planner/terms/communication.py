@@ -12,7 +12,7 @@ from planner.models.spec import ModelSpec
 from planner.run.recipe import Method
 from planner.run.resolve import Resolved
 from planner.terms.adapters import trained_groups
-from planner.terms.gradients import gradient_width, whole_width
+from planner.terms.gradients import gradient_width, reduce_width, whole_width
 from planner.terms.term import Term
 from planner.terms.weights import flat_units, gathered
 
@@ -35,33 +35,46 @@ class Buffers(NamedTuple):
     """While the root unit's gradients are reduced."""
     root_gradients: int
     """The root unit's whole gradients that wait for the end of the backward, the embeddings' apart."""
+    summed: int
+    """All layers' shards in the dtype of their sum over replicas, where that is not the gradients'."""
 
     def in_backward(self, layers_left: int, layers: int) -> int:
         """Return the buffers while a layer runs backward with `layers_left` of `layers` to come."""
-        return (self.gather if layers_left > 1 else 0) + (
-            self.reduced if layers_left < layers else 0
+        done = layers - layers_left
+        return (
+            (self.gather if layers_left > 1 else 0)
+            + (self.reduced if done else 0)
+            + self.summed * done // layers
         )
 
 
 def buffers(model: ModelSpec, r: Resolved) -> Buffers:
     """Return the flat buffers of a run; zeros where units are not gathered through any."""
     if not r.placement.flat_buffers:
-        return Buffers(0, 0, 0, 0, 0, 0, 0)
+        return Buffers(0, 0, 0, 0, 0, 0, 0, 0)
     root = gathered(model, r, 0).bytes
     unit = gathered(model, r, 1).bytes - root
     if (
         r.placement.weight_shards == 1
     ):  # replicas alone: a unit is copied, no flat buffer is between
         root = unit = 0
+    # what stayed whole is not asked for again
+    ahead = 0 if r.placement.keeps_over == 1 else unit
     if r.method is not Method.FULL:
-        return Buffers(root + unit, unit, unit, unit, 0, 0, 0)
+        return Buffers(root + unit, unit, unit, ahead, 0, 0, 0, 0)
     largest = max(layer.parameters for layer in model.layers)
     waits = sum(module.parameters for module in model.final)
     if model.head is not None:
         waits += model.head.parameters
-    wide, outside = whole_width(r), flat_units(model)[0]
-    end = outside * wide + -(-outside * wide // r.placement.gradient_shards)
-    return Buffers(root + unit, unit, unit, unit, largest * wide, end, waits * wide)
+    wide, sent, (outside, *inside) = whole_width(r), reduce_width(r), flat_units(model)
+    shards = r.placement.gradient_shards
+    end = outside * sent + -(-outside * sent // shards)
+    # the sum over replicas is held beside its cast until the backward ends: _fsdp_param_group.py,
+    # _all_reduce_state
+    held = sent if r.placement.replicas > 1 and sent != gradient_width(r) else 0
+    summed = -(-sum(inside) * held // shards)
+    end += summed + -(-outside * held // shards)
+    return Buffers(root + unit, unit, unit, ahead, largest * sent, end, waits * wide, summed)
 
 
 def buckets(model: ModelSpec, r: Resolved) -> Term:
@@ -70,7 +83,7 @@ def buckets(model: ModelSpec, r: Resolved) -> Term:
     They are made with the module and stay (torch 2.13, nn/parallel/distributed.py; csrc/distributed/c10d/
     reducer.cpp: initialize_buckets).
     """
-    if not r.placement.buckets:
+    if not r.placement.buckets or r.switches.gradient_buffers:  # those are the gradients themselves
         return Term("communication", 0)
     full = gradient_width(r) if r.method is Method.FULL else 0
     size = sum(group.parameters * (full or group.width) for group in trained_groups(model, r))

@@ -61,11 +61,13 @@ def _by_width(model: ModelSpec, r: Resolved) -> Term:
 
 def accumulated(model: ModelSpec, r: Resolved, grads: Term) -> Term:
     """Return the gradients that wait from one micro-batch to the next; none without accumulation."""
+    if r.switches.gradient_buffers:
+        return grads
     if r.grad_accum == 1 or r.copies_into_buckets:
         return Term("gradients", 0)
     if not r.accumulates_whole:
         return grads
-    count, width = trained_parameters(model, r), whole_width(r)
+    count, width = trained_parameters(model, r), reduce_width(r)
     return Term(
         "gradients",
         count * width,
@@ -80,6 +82,13 @@ def whole_width(r: Resolved) -> int:
     if not r.placement.gathers:
         return gradient_width(r)
     return min(element_bytes(r.compute_dtype), gradient_width(r))
+
+
+def reduce_width(r: Resolved) -> int:
+    """Return bytes of an element while it is reduced, and while it waits whole for its reduction."""
+    if r.placement.flat_buffers and r.reduce_dtype:
+        return element_bytes(r.reduce_dtype)
+    return whole_width(r)
 
 
 def _copied(model: ModelSpec, r: Resolved, width: int) -> Term:

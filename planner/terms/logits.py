@@ -74,6 +74,7 @@ def _student(model: ModelSpec, r: Resolved) -> Logits:
     if law.kind in ("score", "none"):
         return _without_vocabulary(model, r)
     made, held = _new_head_gradient(model, r), _held(model, r, rows, act)
+    passing = _passing_head_gradient(model, r)
     if law.kind == "full":
         copies = law.entropy if r.entropy else ()
         extra, cap = _casts(model, r, rows, act), bool(model.softcap) and not law.caps_inside
@@ -82,7 +83,7 @@ def _student(model: ModelSpec, r: Resolved) -> Logits:
             _full(rows, model.vocab, (*law.forward, *copies), act, law.source, extra, cap),
             _full(rows, model.vocab, (*law.backward, *copies), act, law.source, extra + one, cap),
             _full(rows, model.vocab, law.forward, act, law.source, extra, cap),
-            _ending(model, r, rows, act, extra) if made else none,
+            _ending(model, r, rows, act, extra + passing) if made or passing else none,
             made,
             held,
         )
@@ -178,11 +179,24 @@ def _stream(r: Resolved) -> int:
 
 def _new_head_gradient(model: ModelSpec, r: Resolved) -> int:
     """Return bytes of the head's gradient when a micro-batch makes it anew and whole."""
-    if not trains_head(model, r) or r.grad_accum > 1 or r.placement.reduces:
+    if (
+        not trains_head(model, r)
+        or r.grad_accum > 1
+        or r.placement.reduces
+        or r.switches.gradient_buffers
+    ):
         return 0
     # a head that runs chunk by chunk: a chunk's gradient, and the sum it is added to
     copies = 2 if r.law.chunk_count > 1 else 1
     return copies * model.vocab * model.hidden * head_gradient_width(r)
+
+
+def _passing_head_gradient(model: ModelSpec, r: Resolved) -> int:
+    """Return bytes of the head's gradient before it is added to a buffer; 0 where the product adds it."""
+    switches = r.switches
+    if not switches.gradient_buffers or switches.fused_weight_gradients:
+        return 0
+    return model.vocab * model.hidden * head_width(r) if trains_head(model, r) else 0
 
 
 def head_gradient_width(r: Resolved) -> int:

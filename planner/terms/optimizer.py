@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple
 
+from planner.models.rank_part import parameters_by_kind
 from planner.models.spec import ModelSpec, ModuleSpec
 from planner.run.recipe import Method
 from planner.run.resolve import Resolved
@@ -40,8 +41,9 @@ def optimizer(model: ModelSpec, r: Resolved) -> OptimizerCosts:
         size = _factored(model, r)
     else:
         size = int(wide * states)
-    size = -(-(size + masters) // shards)
-    each = size * shards / max(1, count)
+    routed = _routed(model, r)
+    size = _of_a_rank(size + masters, shards, routed / max(1, count), r)
+    each = (size * shards / max(1, count)) if not routed else (masters + wide * states) / count
     term = Term(
         "optimizer",
         size,
@@ -69,6 +71,21 @@ def optimizer(model: ModelSpec, r: Resolved) -> OptimizerCosts:
             "torch.optim.adamw _multi_tensor_adamw",
         ),
     )
+
+
+def _routed(model: ModelSpec, r: Resolved) -> int:
+    """Return the experts' parameters where their states are divided over other ranks than the rest's."""
+    apart = r.layout.expert * r.layout.expert_tensor > 1 and r.placement.state_shards > 1
+    return parameters_by_kind(model)[1] if apart and r.method is Method.FULL else 0
+
+
+def _of_a_rank(size: int, shards: int, routed: float, r: Resolved) -> int:
+    """Return one rank's bytes of states; `routed`: the experts' part, which their own ranks divide."""
+    experts, layout = int(size * routed), r.layout
+    if not experts:
+        return -(-size // shards)
+    holders = max(1, layout.expert_data // layout.data_replicate)
+    return -(-(size - experts) // shards) + -(-experts // holders)
 
 
 def _master(r: Resolved, group: Group) -> int:

@@ -98,6 +98,25 @@ def gathered(model: ModelSpec, r: Resolved, layers: int) -> Term:
     )
 
 
+def kept_between(model: ModelSpec, r: Resolved, layers: int) -> Term:
+    """Return what stays of `layers` layers between their forward and their backward beside their shards.
+
+    torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param.py: to_sharded_post_forward clones the slice of a
+    smaller group; without resharding the gathered parameters stay.
+    """
+    over = r.placement.keeps_over
+    if not over:
+        return Term("weights", 0)
+    largest = max(layer.parameters for layer in model.layers)
+    unit = gathered(model, r, 1).bytes - gathered(model, r, 0).bytes
+    every = unit * sum(flat_units(model)[1:]) // (largest * model.num_layers)
+    text = "of {0} layer(s) {1:,} B / {2} from forward to backward"
+    return Term("weights", layers * every // over, text, (layers, every, over), RESHARD)
+
+
+RESHARD = "torch 2.13 _fully_shard: reshard_after_forward"
+
+
 def trained_width(r: Resolved) -> int:
     """Bytes of a trained base parameter."""
     return 4 if r.placement.fp32_shards else element_bytes(r.dtype)
