@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from planner.errors import UsageError
-from planner.importers import torchtitan
+from planner.errors import UnsupportedError, UsageError
+from planner.importers import manifests, torchtitan
 from planner.importers.context import Context
 from planner.importers.detect import TOOLS, tool_of_mapping
 from planner.importers.launch import Launch, apply_launch, offload_fields, read_launch_file
@@ -158,6 +158,8 @@ def looks_foreign(path: Path) -> bool:
     if path.suffix.lower() not in (".yaml", ".yml", ".json") or not path.is_file():
         return False
     text = unwrap(read_text(path)[0])
+    if manifests.is_manifest(text):
+        return True
     try:
         document = load_json(text) if text.lstrip().startswith("{") else load_yaml(text)
     except UsageError:
@@ -197,6 +199,8 @@ def _import(raw: str, path: Path | None, context: Context) -> Imported:
         return from_mapping(document, text, context)
     if path is not None and path.suffix == ".ipynb":
         raise UsageError(f"config: {path.name} is not a notebook: it is not JSON")
+    if manifests.is_manifest(text):
+        return _from_manifest(text, context)
     document = _mapping_or_none(text)
     if document is not None:
         return from_mapping(document, text, context)
@@ -209,6 +213,27 @@ def _import(raw: str, path: Path | None, context: Context) -> Imported:
     if _reads_as_yaml(text):
         load_yaml(text)  # says where the YAML breaks
     raise unknown()
+
+
+def _from_manifest(text: str, context: Context) -> Imported:
+    """Return the run that a manifest's or compose file's container starts."""
+    served = manifests.read(text, context)
+    if served is None:
+        raise UnsupportedError(
+            "config: no container of this manifest starts vLLM or SGLang",
+            hint="the container with the server's image or command is what is read",
+        )
+    script, container, gpus = served
+    inside = replace(context, version=context.version or manifests.image_version(container))
+    found = from_shell(script, inside)
+    if found is None:
+        raise UnsupportedError(
+            "config: the container's command starts no server that is known",
+            hint="vllm serve, vllm.entrypoints.openai.api_server or sglang.launch_server",
+        )
+    manifests.note_gpus(found, gpus)
+    found.report.effects += [note for note in script.not_understood if "containers" in note]
+    return found
 
 
 def _is_shell(text: str) -> bool:

@@ -5,7 +5,13 @@ from typing import Any
 
 from planner.importers import words
 from planner.importers.fsdp_words import fsdp_setting
-from planner.importers.launch import apply_launch, deepspeed_setting, finish_sharding, from_words
+from planner.importers.launch import (
+    apply_launch,
+    deepspeed_setting,
+    finish_sharding,
+    from_words,
+    set_degrees,
+)
 from planner.importers.names import quantization_in_name
 from planner.importers.settings import Imported, Settings, as_names
 from planner.run.recipe import Checkpointing, EngineKind, Loss, Method, Reference, Task
@@ -206,7 +212,17 @@ def _sharding(
             settings.effect(
                 "FSDP with mixed precision casts trainable bf16 parameters to fp32: 16 B/parameter divided by the GPUs"
             )
-    return finish_sharding(settings, recipe, _degrees(settings) or gpus or from_words(text).gpus)
+    gpus = set_degrees(
+        settings,
+        recipe,
+        _degrees(settings) or gpus or from_words(text).gpus,
+        tensor=settings.count("tensor_parallel_size", to="parallel.tensor"),
+        context=settings.count(
+            "context_parallel_size", "sequence_parallel_degree", to="parallel.context"
+        ),
+        expert=settings.count("expert_parallel_size", to="parallel.expert"),
+    )
+    return finish_sharding(settings, recipe, gpus)
 
 
 def _degrees(settings: Settings) -> int | None:

@@ -10,8 +10,8 @@ from planner.errors import UsageError
 from planner.importers.loading import MAX_BYTES, load_json, load_yaml
 from planner.importers.pasted import decode
 from planner.importers.settings import Settings, as_bool, as_int
-from planner.run.parallel import UNPLANNED
-from planner.run.recipe import Method, Sharding
+from planner.run.framework import pick
+from planner.run.recipe import Method, Sharding, Task
 
 _STAGE = re.compile(r"(?:zero|ds_z|stage)[-_ ]?([0123])", re.IGNORECASE)
 
@@ -247,30 +247,62 @@ def set_degrees(
 ) -> int | None:
     """Write how the GPUs divide the work into `parallel`; return the GPUs, at least the degrees' product.
 
-    A degree that no plan reads yet is named; context parallelism is then planned as the tokens of one rank.
+    A degree that the framework's law, or the task, has no plan of is named. Context parallelism is then planned as
+    the tokens of one rank, the others as sharding over all GPUs.
     """
+    words = {key: degrees.pop(key) for key in ("context_kind", "schedule") if key in degrees}
     asked = {name: value for name, value in degrees.items() if value not in (None, False, 1)}
-    for name in [name for name in asked if name in UNPLANNED]:
-        if name == "context" and recipe.get("context"):
-            recipe["context"] = max(1, -(-int(recipe["context"]) // int(asked[name])))
-            settings.effect(
-                f"{asked[name]} GPUs share a sequence's tokens: planned as {recipe['context']:,} tokens each"
-            )
+    product = math.prod(
+        int(asked.get(name, 1)) for name in ("tensor", "pipeline", "context", "data_replicate")
+    )
+    planned = _planned(recipe, words.get("context_kind", "ring"))
+    for name in [name for name in asked if name in _PLANS and name not in planned]:
+        if name == "context":
+            _share_tokens(settings, recipe, int(asked[name]))
         else:
-            settings.unread(f"{name} parallelism", asked[name], "planned as data parallelism")
+            settings.unread(
+                f"{name} parallelism",
+                asked[name],
+                "not planned with this framework and task: its ranks are planned as data-parallel ones, whose "
+                "weights and activations are not divided so",
+            )
         del asked[name]
-    kinds = {key: asked.pop(key) for key in ("context_kind", "schedule") if key in asked}
-    if not asked.get("context"):
-        kinds.pop("context_kind", None)
-    counts = [int(asked.get(name, 1)) for name in ("tensor", "pipeline", "context")]
-    counts += [
-        int(asked.get(name, 1))
-        for name in ("data_replicate", "data_shard")
-        if asked.get(name, 1) > 0
-    ]
-    product = math.prod(counts)
+    if "tensor" not in asked:
+        asked.pop("sequence", None)
+    if "pipeline" not in asked:
+        asked.pop("virtual_stages", None)
+    if "expert" not in asked:
+        asked.pop("expert_tensor", None)
+    if "context" not in asked:
+        words.pop("context_kind", None)
+    if "pipeline" not in asked:
+        words.pop("schedule", None)
     if asked:
-        recipe["parallel"] = {**asked, **kinds}
-    if product > 1 and (gpus or 1) < product:
-        return product
-    return gpus
+        recipe["parallel"] = {**asked, **words}
+    return product if product > 1 and (gpus or 1) < product else gpus
+
+
+_PLANS = ("tensor", "pipeline", "context", "expert")
+
+
+def _planned(recipe: dict[str, Any], context_kind: str) -> set[str]:
+    """Return the degrees that the planner knows for the recipe's framework and task."""
+    if recipe.get("task") is not Task.SFT:
+        return set()
+    switches = pick(str(recipe["framework"])).switches
+    known = {
+        "tensor": switches.tensor_plan != "none",
+        "pipeline": switches.pipelines,
+        "context": context_kind in switches.contexts,
+        "expert": switches.expert_parallel,
+    }
+    return {name for name, yes in known.items() if yes}
+
+
+def _share_tokens(settings: Settings, recipe: dict[str, Any], ranks: int) -> None:
+    for name in ("context", "prompt_length", "completion_length"):
+        if recipe.get(name):
+            recipe[name] = max(1, -(-int(recipe[name]) // ranks))
+    settings.effect(
+        f"{ranks} GPUs share the tokens of a sequence: lengths are planned as one rank's, divided by {ranks}"
+    )

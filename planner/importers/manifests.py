@@ -13,14 +13,19 @@ from planner.importers.shell import Script, expand, parse_shell
 _SERVER = re.compile(r"vllm|sglang", re.IGNORECASE)
 _ENTRY = {"vllm": "vllm serve", "sglang": "python3 -m sglang.launch_server"}
 """What an image starts where the manifest only gives arguments."""
-_TEMPLATE = re.compile(r"\{\{-?\s*(?:\.Values|\.Release|include|toYaml|if|range|with|template|end)\b")
+_TEMPLATE = re.compile(
+    r"\{\{-?\s*(?:\.Values|\.Release|include|toYaml|if|range|with|template|end)\b"
+)
 
 
 def is_manifest(text: str) -> bool:
     """Return whether a YAML text is a manifest or a compose file, or a template of one."""
     return bool(
         re.search(r"^apiVersion:\s*\S", text, re.MULTILINE)
-        or (re.search(r"^services:\s*$", text, re.MULTILINE) and re.search(r"^\s+image:", text, re.MULTILINE))
+        or (
+            re.search(r"^services:\s*$", text, re.MULTILINE)
+            and re.search(r"^\s+image:", text, re.MULTILINE)
+        )
     )
 
 
@@ -105,30 +110,50 @@ def _environment(container: dict[str, Any]) -> dict[str, str]:
     given = container.get("env") or container.get("environment") or {}
     if isinstance(given, list):
         pairs = [
-            (item.get("name"), item.get("value")) if isinstance(item, dict) else tuple(str(item).partition("=")[::2])
+            (item.get("name"), item.get("value"))
+            if isinstance(item, dict)
+            else tuple(str(item).partition("=")[::2])
             for item in given
         ]
     else:
         pairs = list(given.items()) if isinstance(given, dict) else []
     found = {}
     for name, value in pairs:
-        if name and value is not None and not re.search(r"TOKEN|KEY|SECRET|PASSWORD", str(name), re.IGNORECASE):
+        if (
+            name
+            and value is not None
+            and not re.search(r"TOKEN|KEY|SECRET|PASSWORD", str(name), re.IGNORECASE)
+        ):
             found[str(name)] = expand(str(value), found, {})
     return {key: value for key, value in found.items() if re.fullmatch(r"[A-Za-z_]\w*", key)}
 
 
 def _gpus(container: dict[str, Any]) -> int:
     """Return the GPUs that the container asks for, 0 if it doesn't say."""
-    limits = ((container.get("resources") or {}).get("limits") or {}) if isinstance(container.get("resources"), dict) else {}
+    limits = (
+        ((container.get("resources") or {}).get("limits") or {})
+        if isinstance(container.get("resources"), dict)
+        else {}
+    )
     for key, value in limits.items():
         if str(key).endswith("/gpu"):
             return as_int(value) or 0
-    reserved = (((container.get("deploy") or {}).get("resources") or {}).get("reservations") or {}).get("devices") or []
+    reserved = (
+        ((container.get("deploy") or {}).get("resources") or {}).get("reservations") or {}
+    ).get("devices") or []
     for device in reserved if isinstance(reserved, list) else []:
         if isinstance(device, dict) and "gpu" in str(device.get("capabilities", "")):
             ids = device.get("device_ids")
             return len(ids) if isinstance(ids, list) else as_int(device.get("count")) or 0
     return 0
+
+
+def image_version(container: dict[str, Any]) -> str | None:
+    """Return the release that an image's tag names: vllm/vllm-openai:v0.11.1, lmsysorg/sglang:v0.5.3-cu126."""
+    image = container.get("image")
+    tag = str(image.get("tag", "")) if isinstance(image, dict) else str(image).rpartition(":")[2]
+    match = re.match(r"v?(\d+\.\d+(?:\.\d+)?)", tag)
+    return match.group(1) if match else None
 
 
 def note_gpus(found: Imported, gpus: int) -> None:
@@ -138,5 +163,3 @@ def note_gpus(found: Imported, gpus: int) -> None:
         found.report.effects.append(
             f"the container asks for {gpus} GPU{'s' if gpus > 1 else ''}, its command uses {used}"
         )
-
-

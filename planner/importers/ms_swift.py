@@ -8,7 +8,12 @@ from planner.errors import UnsupportedError
 from planner.importers import words
 from planner.importers.fsdp_words import fsdp_setting
 from planner.importers.image_limits import image_limit
-from planner.importers.launch import apply_launch, deepspeed_setting, visible_devices
+from planner.importers.launch import (
+    apply_launch,
+    deepspeed_setting,
+    set_degrees,
+    visible_devices,
+)
 from planner.importers.names import quantization_in_name, resolve_model
 from planner.importers.settings import Imported, Settings, as_int, as_names
 from planner.importers.shell import Script, flags
@@ -87,6 +92,13 @@ def read(
         settings, settings.raw("optim", "optimizer", to="optimizer", default="adamw_torch_fused")
     )
     engine = _reinforcement(settings, recipe, method, kind) if kind else {}
+    gpus = set_degrees(
+        settings,
+        recipe,
+        gpus,
+        context=settings.count("sequence_parallel_size", to="parallel.context"),
+        context_kind="ulysses",
+    )
     pixels = environment.get("MAX_PIXELS")
     image_limit(settings, recipe, model, *(() if pixels else ("max_pixels",)), word=pixels)
     return settings.finish(
@@ -207,7 +219,6 @@ def _activations(settings: Settings, recipe: dict[str, Any]) -> None:
         "freeze_aligner",
         "freeze_llm",
         "vit_gradient_checkpointing",
-        "sequence_parallel_size",
     )
 
 

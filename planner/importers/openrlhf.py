@@ -16,7 +16,9 @@ from planner.importers.shell import flags
 from planner.run.recipe import Loss, Method, Sharding, Task
 
 VERSION, OLD = "0.11.0", "0.9.0"
-_MODULE = re.compile(r"openrlhf[./]cli[./]train_(\w+?)(?:\.py)?$|(?:^|/)train_(ppo_ray|ppo|sft|rm|dpo|kto|kd|prm)\.py$")
+_MODULE = re.compile(
+    r"openrlhf[./]cli[./]train_(\w+?)(?:\.py)?$|(?:^|/)train_(ppo_ray|ppo|sft|rm|dpo|kto|kd|prm)\.py$"
+)
 _TASKS = {
     "sft": Task.SFT,
     "rm": Task.REWARD,
@@ -39,7 +41,10 @@ _NEW = {
     "train_batch_size": ("train.batch_size",),
     "zero_stage": ("ds.zero_stage",),
     "param_dtype": ("ds.param_dtype",),
-    "gradient_checkpointing": ("model.gradient_checkpointing_enable", "actor.gradient_checkpointing_enable"),
+    "gradient_checkpointing": (
+        "model.gradient_checkpointing_enable",
+        "actor.gradient_checkpointing_enable",
+    ),
     "adam_offload": ("ds.adam_offload",),
     "load_in_4bit": ("ds.load_in_4bit",),
     "lora_rank": ("ds.lora.rank",),
@@ -111,7 +116,9 @@ def from_command(started: Started, context: Context) -> Imported | None:
     if not match or not ({"pretrain", *_NEW["pretrain"]} & set(given)):
         return None
     kind = next(part for part in match.groups() if part)
-    return read(given, _TASKS.get(kind, Task.SFT), gpus=started.gpus, version=context.version_of("openrlhf"))
+    return read(
+        given, _TASKS.get(kind, Task.SFT), gpus=started.gpus, version=context.version_of("openrlhf")
+    )
 
 
 def read(
@@ -170,7 +177,9 @@ def _supervised(settings: Settings, task: Task, gpus: int | None) -> Imported:
         recipe["beta"] = settings.number("beta", to="beta", default=0.1)
         offloaded = settings.flag("ref_offload", to="reference")
         found = words.reference(recipe["method"], needed=True)
-        recipe["reference"] = "offloaded" if offloaded and recipe["method"] is Method.FULL else found
+        recipe["reference"] = (
+            "offloaded" if offloaded and recipe["method"] is Method.FULL else found
+        )
     if task is Task.DISTILL:
         recipe["teacher"] = str(settings.raw("teacher_model", to="teacher", default="")) or None
     gpus = set_degrees(

@@ -116,7 +116,9 @@ def read_policy(settings: Settings, keys: PolicyKeys, policy: Policy) -> Importe
         recipe["value_model"] = str(critic) if critic and str(critic) != model else None
         recipe["reward_model"] = policy.reward_model or "none"
     elif policy.reward_model:
-        settings.effect(f"the reward model {policy.reward_model} scores on GPUs of the run: it is not planned")
+        settings.effect(
+            f"the reward model {policy.reward_model} scores on GPUs of the run: it is not planned"
+        )
     engine = read_engine(settings, keys, policy, method) if policy.engine else {}
     gpus = _degrees(settings, recipe, keys, policy)
     settings.quiet(*keys.quiet)
@@ -137,7 +139,9 @@ def read_lora(settings: Settings, keys: PolicyKeys) -> dict[str, Any]:
 
 def lengths(settings: Settings, recipe: dict[str, Any], keys: PolicyKeys) -> None:
     """Read prompt and completion; where only their sum is stated, the prompt is what is left."""
-    completion = settings.count(*keys.completion, to="completion_length") if keys.completion else None
+    completion = (
+        settings.count(*keys.completion, to="completion_length") if keys.completion else None
+    )
     prompt = settings.count(*keys.prompt, to="prompt_length") if keys.prompt else None
     whole = settings.count(*keys.whole, to="context") if keys.whole else None
     if whole:
@@ -153,7 +157,9 @@ def lengths(settings: Settings, recipe: dict[str, Any], keys: PolicyKeys) -> Non
 
 
 def _micro_batch(settings: Settings, recipe: dict[str, Any], keys: PolicyKeys) -> None:
-    budget = settings.count(*keys.token_budget, to="micro_batch_size") if keys.token_budget else None
+    budget = (
+        settings.count(*keys.token_budget, to="micro_batch_size") if keys.token_budget else None
+    )
     if budget:
         length = recipe["prompt_length"] + recipe["completion_length"]
         recipe["micro_batch_size"] = max(1, budget // length)
@@ -173,7 +179,9 @@ def compute(settings: Settings, recipe: dict[str, Any], keys: PolicyKeys) -> Non
     on = (
         not settings.flag(*keys.no_checkpointing, to="checkpointing")
         if keys.no_checkpointing
-        else settings.flag(*keys.checkpointing, to="checkpointing", default=keys.checkpointing_default)
+        else settings.flag(
+            *keys.checkpointing, to="checkpointing", default=keys.checkpointing_default
+        )
     )
     recipe["checkpointing"] = words.checkpointing(on)
     name = settings.raw(*keys.optimizer, to="optimizer") if keys.optimizer else None
@@ -197,7 +205,9 @@ def read_engine(
         *keys.utilization, to="engine.gpu_memory_utilization", default=keys.utilization_default
     )
     eager = settings.flag(*keys.eager, to="engine.cuda_graphs") if keys.eager else False
-    seqs = settings.count(*keys.max_num_seqs, to="engine.max_num_seqs") if keys.max_num_seqs else None
+    seqs = (
+        settings.count(*keys.max_num_seqs, to="engine.max_num_seqs") if keys.max_num_seqs else None
+    )
     tokens = (
         settings.count(*keys.batched_tokens, to="engine.max_num_batched_tokens")
         if keys.batched_tokens
@@ -208,7 +218,9 @@ def read_engine(
         return {"kind": EngineKind.VLLM_SERVER}
     sleep = (1 if method is not Method.FULL else 2) if policy.sleeps else 0
     if not policy.sleeps:
-        settings.effect(f"the engine does not sleep: it keeps {used or 0:g} of the card while training")
+        settings.effect(
+            f"the engine does not sleep: it keeps {used or 0:g} of the card while training"
+        )
     return {
         "kind": EngineKind.VLLM_PUSH,
         "gpu_memory_utilization": used,

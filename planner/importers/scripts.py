@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from planner.importers import hf_script, ms_swift, trl_script, unsloth, verl, vllm
+from planner.importers import hf_script, ms_swift, openrlhf, sglang, trl_script, unsloth, verl, vllm
 from planner.importers.commands import (
     Reader,
     hf_command,
@@ -19,14 +19,21 @@ from planner.importers.python_calls import Calls, read_calls
 from planner.importers.settings import Imported
 from planner.importers.shell import Script, parse_shell
 
-_COMMANDS: tuple[Reader, ...] = (llamafactory_command, trl_command, hf_command)
+_COMMANDS: tuple[Reader, ...] = (
+    openrlhf.from_command,
+    llamafactory_command,
+    trl_command,
+    hf_command,
+)
 """Readers of one command's own flags, the ones that look closest first."""
 
 
 def from_shell(script: Script, context: Context) -> Imported | None:
     """Return the run that a script starts: of training if there is one, else of serving."""
-    found = _training(script, context) or vllm.read_script(
-        script, version=context.version_of("vllm")
+    found = (
+        _training(script, context)
+        or vllm.read_script(script, version=context.version_of("vllm"))
+        or sglang.read_script(script, version=context.version_of("sglang"))
     )
     if found is not None and script.cut_off:
         found.report.effects.append(

@@ -18,6 +18,12 @@ _EXPR = re.compile(r"\$\(\s*expr\s+([^()]*?)\)|\$\(\(([^()]*(?:\([^()]*\)[^()]*)
 _FLAG = re.compile(r"\s*(--?[A-Za-z][\w.-]*|[+~]*[A-Za-z_]\w*\.[\w.]+(?==))")
 """A flag or a dotted override at the start of a line."""
 _OPENS = re.compile(r"\s*[A-Za-z_]\w*\+?=\([^)]*$")
+_READ_HEREDOC = re.compile(
+    r"^[ \t]*read\s+(?:-\w+\s+(?:''\s*)?)*(?P<name>[A-Za-z_]\w*)\s*<<-?\s*(['\"]?)(?P<end>\w+)\2[ \t]*\n"
+    r"(?P<body>.*?)\n[ \t]*(?P=end)[ \t]*$",
+    re.DOTALL | re.MULTILINE,
+)
+"""read -r -d '' NAME <<EOF: a command kept in a variable."""
 _ARITHMETIC = re.compile(r"^[\d\s+*/%()-]+$")
 
 
@@ -37,6 +43,7 @@ class Script:
 def parse_shell(text: str) -> Script:
     """Return the script's commands; conditions take the GPU arm, nothing is executed."""
     script = Script()
+    text = _READ_HEREDOC.sub(_assigned, text)
     text = _joined(without_heredocs(text), script)
     arrays: dict[str, str] = {}
 
@@ -58,6 +65,13 @@ def parse_shell(text: str) -> Script:
         for part in re.split(r"\s*(?:&&|\|\||;(?!;)|(?<!\|)\|(?!\|))\s*", line):
             _statement(script, part.strip(), arrays)
     return script
+
+
+def _assigned(match: re.Match[str]) -> str:
+    """Return the body of a `read ... <<EOF` as an assignment on one line."""
+    lines = [re.sub(r"\\\s*$", "", line).strip() for line in match["body"].split("\n")]
+    body = " ".join(line for line in lines if line and not line.startswith("#"))
+    return f"{match['name']}={shlex.quote(body)}"
 
 
 def _joined(text: str, script: Script) -> str:
