@@ -12,7 +12,7 @@ from planner.errors import UnsupportedError, UsageError
 from planner.importers import manifests, torchtitan
 from planner.importers.context import Context
 from planner.importers.detect import TOOLS, tool_of_mapping
-from planner.importers.launch import Launch, apply_launch, offload_fields, read_launch_file
+from planner.importers.launch import apply_launch, offload_fields, read_launch_file
 from planner.importers.loading import flatten, load_json, load_yaml, notebook_source, read_text
 from planner.importers.mappings import from_mapping, unknown
 from planner.importers.names import resolve_model
@@ -20,6 +20,7 @@ from planner.importers.pasted import unwrap, written_files
 from planner.importers.scripts import from_python, from_shell
 from planner.importers.settings import Imported, ImportReport, Settings
 from planner.importers.shell import parse_shell
+from planner.importers.spread import Launch
 
 __all__ = [
     "TOOLS",

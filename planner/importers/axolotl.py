@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.importers import words
-from planner.importers.fsdp_words import fsdp_setting
+from planner.importers.fsdp_config import fsdp_setting
 from planner.importers.launch import (
     apply_launch,
     deepspeed_setting,

@@ -9,11 +9,12 @@ from typing import Any
 from planner.importers import hf_script, llamafactory, trl
 from planner.importers.context import Context, absent
 from planner.importers.detect import trl_flavour
-from planner.importers.launch import Launch, from_accelerate, from_words, read_launch_file
+from planner.importers.launch import from_accelerate, from_words, read_launch_file
 from planner.importers.launchers import Started, slurm_gpus
 from planner.importers.loading import load_yaml
 from planner.importers.settings import Imported
 from planner.importers.shell import flags
+from planner.importers.spread import Launch
 from planner.run.recipe import Task
 
 _VERBS = {
@@ -29,8 +30,22 @@ _VERBS = {
 }
 _LAUNCH_ONLY = ("config_file", "num_processes", "accelerate_config", "dataset_name")
 _TRL_KEYS = frozenset(
-    "num_generations max_completion_length max_prompt_length use_vllm use_peft vllm_mode dataset_mixer "
-    "dataset_text_field packing reward_funcs lora_target_modules max_seq_length load_in_4bit beta".split()
+    [
+        "num_generations",
+        "max_completion_length",
+        "max_prompt_length",
+        "use_vllm",
+        "use_peft",
+        "vllm_mode",
+        "dataset_mixer",
+        "dataset_text_field",
+        "packing",
+        "reward_funcs",
+        "lora_target_modules",
+        "max_seq_length",
+        "load_in_4bit",
+        "beta",
+    ]
 )
 _TRL_MODULE = re.compile(r"^trl\.(?:scripts|cli|experimental)\b|^(?:.*/)?trl/scripts/")
 

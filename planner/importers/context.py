@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import UsageError
-from planner.importers.launch import Launch
 from planner.importers.loading import flatten, load_json, load_yaml, read_text
+from planner.importers.spread import Launch
 from planner.importers.versions import stated
 
 PACKAGES = {

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from planner.importers import words
-from planner.importers.fsdp_words import fsdp_setting
+from planner.importers.fsdp_config import fsdp_setting
 from planner.importers.image_limits import image_limit
-from planner.importers.launch import Launch, apply_launch, deepspeed_setting, finish_sharding
+from planner.importers.launch import apply_launch, deepspeed_setting, finish_sharding
 from planner.importers.names import quantization_in_name, resolve_model
 from planner.importers.python_calls import UNKNOWN, Calls
 from planner.importers.settings import Imported, Settings, as_int, as_names
+from planner.importers.spread import Launch
 from planner.importers.trl_script import arguments_of, constants
 from planner.importers.versions import stated
 from planner.run.recipe import Loss, Method, Sharding, Task
@@ -29,8 +30,8 @@ LENGTHS = (
     "cutoff_len",
 )
 KEYS = frozenset(
-    (*LENGTHS[:2], "train_file", "data_path", "source_max_len", "config_name", "tokenizer_name")
-    + ("do_train", "lazy_preprocess", "base_model", "evaluation_strategy", "bits")
+    "block_size model_max_length train_file data_path source_max_len config_name tokenizer_name do_train "
+    "lazy_preprocess base_model evaluation_strategy bits".split()
 )
 """Flags of Hugging Face's own example scripts and their relatives, and not of TRL's."""
 _GONE = {

@@ -2,35 +2,20 @@
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from planner.errors import UsageError
+from planner.importers.fsdp_config import from_fsdp_config
 from planner.importers.loading import MAX_BYTES, load_json, load_yaml
 from planner.importers.pasted import decode
 from planner.importers.settings import Settings, as_bool, as_int
+from planner.importers.spread import Launch
 from planner.run.framework import pick
 from planner.run.recipe import Method, Sharding, Task
 
 _STAGE = re.compile(r"(?:zero|ds_z|stage)[-_ ]?([0123])", re.IGNORECASE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """How a run is spread out. None = the source does not say."""
-
-    sharding: Sharding | None = None
-    gpus: int | None = None
-    optimizer_offload: bool = False
-    parameter_offload: bool = False
-    offload_device: str = "cpu"
-    pinned: bool | None = None
-    mixed_precision: str | None = None
-    checkpointing: bool = False
-    hybrid: bool = False
-    """Sharded inside a node, replicated over nodes."""
-    origin: str = ""
 
 
 def from_deepspeed(document: dict[str, Any], *, origin: str = "DeepSpeed JSON") -> Launch:
@@ -99,8 +84,6 @@ def from_accelerate(document: dict[str, Any]) -> Launch:
             ),
         )
     if kind == "FSDP":
-        from planner.importers.fsdp_words import from_fsdp_config
-
         found = from_fsdp_config(document.get("fsdp_config") or {}, gpus=gpus)
         return replace(found, mixed_precision=common.mixed_precision, origin=common.origin)
     return replace(

@@ -9,15 +9,89 @@ from planner.importers.settings import as_int
 from planner.importers.shell import parse_shell
 
 _WRAPPERS = frozenset(
-    "nohup env exec sudo time setsid stdbuf ionice nice numactl taskset timeout uv poetry pdm pipenv conda "
-    "micromamba singularity apptainer srun mpirun mpiexec ray nsys bash sh xargs enroot dlprof".split()
+    [
+        "nohup",
+        "env",
+        "exec",
+        "sudo",
+        "time",
+        "setsid",
+        "stdbuf",
+        "ionice",
+        "nice",
+        "numactl",
+        "taskset",
+        "timeout",
+        "uv",
+        "poetry",
+        "pdm",
+        "pipenv",
+        "conda",
+        "micromamba",
+        "singularity",
+        "apptainer",
+        "srun",
+        "mpirun",
+        "mpiexec",
+        "ray",
+        "nsys",
+        "bash",
+        "sh",
+        "xargs",
+        "enroot",
+        "dlprof",
+    ]
 )
 _BARE = frozenset(
-    "standalone no_python no-python run_path use_deepspeed use_fsdp multi_gpu cpu mps tpu quiet debug "
-    "use_megatron_lm use_parallelism_config same_network no_local_rank save_pid force_multi elastic_training "
-    "bind_cores_to_rank exclusive unbuffered label overlap pty no-wait verbose no-sync frozen isolated "
-    "no-container-entrypoint container-writable no-capture-output nv cleanenv u B O multi-gpu use-deepspeed "
-    "use-fsdp no-dev active all-extras use_env allow-run-as-root oversubscribe".split()
+    [
+        "standalone",
+        "no_python",
+        "no-python",
+        "run_path",
+        "use_deepspeed",
+        "use_fsdp",
+        "multi_gpu",
+        "cpu",
+        "mps",
+        "tpu",
+        "quiet",
+        "debug",
+        "use_megatron_lm",
+        "use_parallelism_config",
+        "same_network",
+        "no_local_rank",
+        "save_pid",
+        "force_multi",
+        "elastic_training",
+        "bind_cores_to_rank",
+        "exclusive",
+        "unbuffered",
+        "label",
+        "overlap",
+        "pty",
+        "no-wait",
+        "verbose",
+        "no-sync",
+        "frozen",
+        "isolated",
+        "no-container-entrypoint",
+        "container-writable",
+        "no-capture-output",
+        "nv",
+        "cleanenv",
+        "u",
+        "B",
+        "O",
+        "multi-gpu",
+        "use-deepspeed",
+        "use-fsdp",
+        "no-dev",
+        "active",
+        "all-extras",
+        "use_env",
+        "allow-run-as-root",
+        "oversubscribe",
+    ]
 )
 """Launchers' flags that take no value."""
 _RUNS = frozenset(("run", "exec", "submit", "job", "launch", "profile"))

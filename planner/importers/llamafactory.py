@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from planner.importers import words
-from planner.importers.fsdp_words import fsdp_setting
+from planner.importers.fsdp_config import fsdp_setting
 from planner.importers.image_limits import image_limit
 from planner.importers.launch import (
-    Launch,
     apply_launch,
     deepspeed_setting,
     finish_sharding,
@@ -15,6 +14,7 @@ from planner.importers.launch import (
 )
 from planner.importers.names import quantization_in_name
 from planner.importers.settings import Imported, Settings, as_int, as_names
+from planner.importers.spread import Launch
 from planner.run.recipe import Checkpointing, Loss, Method, Optimizer, Sharding, Task
 
 VERSION = "0.9.5"

@@ -6,7 +6,7 @@ from typing import Any
 
 from planner.errors import UnsupportedError
 from planner.importers import words
-from planner.importers.fsdp_words import fsdp_setting
+from planner.importers.fsdp_config import fsdp_setting
 from planner.importers.image_limits import image_limit
 from planner.importers.launch import (
     apply_launch,

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from planner.importers import words
-from planner.importers.fsdp_words import fsdp_setting
-from planner.importers.launch import Launch, apply_launch, deepspeed_setting, finish_sharding
+from planner.importers.fsdp_config import fsdp_setting
+from planner.importers.launch import apply_launch, deepspeed_setting, finish_sharding
 from planner.importers.names import quantization_in_name, resolve_model
 from planner.importers.settings import Imported, Settings, Taken, as_names
+from planner.importers.spread import Launch
 from planner.importers.trl_versions import infer
 from planner.run.recipe import INITS, EngineKind, Loss, Method, Reference, Sharding, Task
 

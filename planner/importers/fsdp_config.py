@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from planner.importers.launch import Launch
 from planner.importers.settings import Settings, as_bool, as_int, as_names
+from planner.importers.spread import Launch
 from planner.run.recipe import Sharding
 
 
