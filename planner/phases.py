@@ -13,7 +13,7 @@ from planner.run.tasks import TASKS
 from planner.terms.activations import Activations, dequantized
 from planner.terms.adapters import lora, pissa_work, trains_embedding, trains_head, trains_tied
 from planner.terms.columns import micro_batch
-from planner.terms.communication import Buffers, buckets, buffers, term
+from planner.terms.communication import PASSING, Buffers, buckets, buffers, term
 from planner.terms.companions import offloaded
 from planner.terms.critic import Critic, critic, rollout_logits
 from planner.terms.embedding import backward_blocks
@@ -31,6 +31,7 @@ from planner.terms.term import Term, merged, plus
 from planner.terms.vision import Vision, vision
 from planner.terms.vllm_weights import vllm_weights_term
 from planner.terms.weights import RESHARD, flat_units, gathered, kept_between, weights
+from planner.terms.zero import standing_gradients, step_gradients, waiting_gradients
 
 PHASES = (
     "load", "rollout", "score", "reference", "teacher", "reward", "critic",
@@ -81,7 +82,7 @@ def _workspaces(model: ModelSpec, r: Resolved, machine: Machine) -> Term:
 
 
 def _phase(name: str, *terms: Term) -> Phase:
-    alive = tuple(term for term in terms if term.bytes)
+    alive = merged(*terms)
     return Phase(name, alive, sum(term.bytes for term in alive))
 
 
@@ -92,9 +93,9 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         return _serve(model, r, machine, base, space)
     adapter, grads, states = lora(model, r), gradients(model, r), optimizer(model, r)
     acts, head = micro_batch(model, r), logits(model, r)
-    reducer = buckets(model, r)
-    fixed = (base, adapter, states.states, space, reducer)
-    held = accumulated(model, r, grads)
+    reducer, kept = buckets(model, r), standing_gradients(r, grads)
+    fixed = (base, adapter, states.states, space, reducer, kept)
+    held = Term("gradients", 0) if kept.bytes else accumulated(model, r, grads)
     outputs = held_outputs(model, r)
     whole, root = gathered(model, r, r.placement.gathered_layers), gathered(model, r, 0)
     flat = buffers(model, r)
@@ -118,14 +119,14 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         alive = (base, adapter, space) if side.before_training else fixed
         phases.append(_phase(side.name, *merged(*alive, seen.no_grad, *side.terms, resident)))
     # what outlives is of the step before
-    acting, flown = _forward(model, r, flat, acts.forward + acts.outliving)
+    acting, flown = _forward(model, r, flat, acts)
     phases.append(
         _phase(
             "forward",
             *fixed,
             held,
             whole,
-            term(flown, "the running layer's, and before it the root's"),
+            term(r, flown, "the running layer's, and before it the root's"),
             kept_between(model, r, model.num_layers - 1),
             seen.forward,
             _acts("forward", acting, acts),
@@ -133,7 +134,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
             resident,
         )
     )
-    kept, logit, made, asked = _loss(model, r, acts, head, flat)
+    saved, logit, made, asked = _loss(model, r, acts, head, flat)
     if not held.bytes and made:
         held = Term("gradients", made, "the head's {0:,} B", (made,), grads.source)
     phases.append(
@@ -143,9 +144,9 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
             held,
             root,
             kept_between(model, r, model.num_layers),
-            term(asked, "the last layer's, asked for by the root"),
+            term(r, asked, "the last layer's, asked for by the root"),
             seen.loss,
-            _acts("loss", kept, acts),
+            _acts("loss", saved, acts),
             logit,
             resident,
         )
@@ -153,7 +154,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     running_back = _backward(model, r, acts, grads, held, flat, seen)
     phases.append(_phase("backward", *fixed, whole, *running_back, outputs, resident))
     left = _acts("step", acts.outliving, acts)
-    made_whole = Term("gradients", 0) if r.placement.bucket_views else grads
+    made_whole = Term("gradients", 0) if r.placement.bucket_views else step_gradients(r, grads)
     step = Term(
         "optimizer",
         states.states.bytes + states.step.bytes,
@@ -164,18 +165,8 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     passed = passed_on(model, r)
     phases.append(
         _phase(
-            "step",
-            base,
-            adapter,
-            made_whole,
-            step,
-            outputs,
-            seen.after,
-            left,
-            space,
-            reducer,
-            resident,
-            passed,
+            *("step", base, adapter, made_whole, step, outputs),
+            *(seen.after, left, space, reducer, resident, passed),
         )
     )
     second = critic(r)
@@ -206,12 +197,13 @@ def _with_critic(
             more = (*more, second.held)
         elif phase.name == "step":
             own = (second.spec, second.r)
-            held = accumulated(*own, second.gradients)
+            held = second.kept if second.kept.bytes else accumulated(*own, second.gradients)
             seen = vision(*own, second.acts.forward)
             back = _backward(*own, second.acts, second.gradients, held, buffers(*own), seen)
-            together = grads if second.held.bytes else Term("gradients", 0)
+            counted = second.kept.bytes or not second.held.bytes
+            together = Term("gradients", 0) if counted else grads
             found.append(_phase("critic", *merged(*fixed, *second.standing, together, *back)))
-            more = (*more, second.step, second.gradients)
+            more = (*more, second.step, *(() if second.kept.bytes else (second.gradients,)))
         found.append(_phase(phase.name, *merged(*phase.terms, *more)))
     return found
 
@@ -271,14 +263,21 @@ def _acts(phase: str, size: int, acts: Activations) -> Term:
     return Term("activations", size, "{0}", (parts,), source)
 
 
-def _forward(model: ModelSpec, r: Resolved, flat: Buffers, running: int) -> tuple[int, int]:
-    """Return activations and flat buffers of the forward: at its largest layer, or at its first.
+def _forward(model: ModelSpec, r: Resolved, flat: Buffers, acts: Activations) -> tuple[int, int]:
+    """Return activations and flat buffers of the forward: in its largest layer, or at a copy-out.
 
-    There the root's buffer is still beside the layer's, and only the embeddings' output exists.
+    At the first layer's the root's buffer is still beside it, and only the embeddings' output exists;
+    at the last layer's the one before it, and what the earlier layers keep.
     """
-    later = (running, flat.forward)
+    later = (acts.forward + acts.outliving, flat.forward)
+    if not flat.start:
+        return later
     embedded = r.tokens * model.hidden * element_bytes(r.dtype)
-    return max(later, (embedded, flat.start), key=sum) if flat.start else later
+    last = embedded + acts.outliving + acts.kept * (model.num_layers - 1) // model.num_layers
+    moments = [later, (embedded, flat.start)]
+    if model.num_layers > 1:
+        moments.append((last, 2 * flat.forward))
+    return max(moments, key=sum)
 
 
 def _backward(
@@ -298,6 +297,7 @@ def _backward(
     whole = r.accumulates_whole
     most = held.bytes if whole else grads.bytes
     waiting = 0 if whole else flat.root_gradients
+    by_zero = waiting_gradients(model, r, gradient_width(r), grads.bytes)
     moments: list[_Moment] = []
     for moment in acts.backward:
         running, left = moment.layer_grads, moment.layers_left
@@ -311,7 +311,7 @@ def _backward(
         if not (flat.reduced or r.switches.gradient_buffers):
             # a unit's whole gradients are beside the shards, else among them
             alive = min(alive, most)
-        alive += waiting
+        alive = by_zero[0] if by_zero is not None else alive + waiting
         flown = flat.in_backward(left, model.num_layers)
         stays = kept_between(model, r, max(0, left - 1)).bytes
         moments.append(_Moment(alive, moment.activations, flown, seen.backward, stays))
@@ -325,12 +325,13 @@ def _backward(
     for own in seen.own:
         alive = min(_text_grads(model, r, grads.bytes) + own.grads, grads.bytes)
         moments.append(_Moment(alive, 0, flat.gather, replace(seen.backward, bytes=own.bytes)))
-    moments.append(_Moment(*_embedding_moment(model, r, grads.bytes), flat.end, seen.after))
+    total = grads.bytes if by_zero is None else by_zero[1]
+    moments.append(_Moment(*_embedding_moment(model, r, total), flat.end, seen.after))
     largest = max(moments, key=lambda each: each.total)
     template = "{0:,} B that exist by then, of {1:,} B at the step"
     return (
         Term("gradients", largest.grads, template, (largest.grads, grads.bytes), grads.source),
-        term(largest.flown, "the next layer's, and gradients on their way"),
+        term(r, largest.flown, PASSING),
         _acts("backward", largest.activations, acts),
         largest.seen,
         Term(
@@ -402,6 +403,9 @@ def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, i
     if r.switches.gradient_buffers:  # made whole, then added to the buffer
         own = sum(module.parameters for module in model.embeddings) * element_bytes(r.dtype)
         return grads + own, _embedded(model, r) + scratch
+    zero = r.placement.zero
+    if zero is not None and zero.partitions_gradients:  # whole, on its way to its owner
+        grads += model.vocab * model.hidden * head_gradient_width(r)
     if r.placement.flat_buffers and r.method is Method.FULL:  # the root unit's are reduced last
         root = flat_units(model)[0]
         grads += root * whole_width(r) - root * gradient_width(r) // r.placement.gradient_shards

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import UsageError
+from planner.importers.deepspeed import GATHERS, buckets, refuse_contradictions, stage_of
 from planner.importers.fsdp_config import from_fsdp_config
 from planner.importers.loading import MAX_BYTES, load_json, load_yaml
 from planner.importers.pasted import decode
@@ -22,7 +23,8 @@ def from_deepspeed(document: dict[str, Any], *, origin: str = "DeepSpeed JSON") 
     """Return what a DeepSpeed config says; "auto" values come from the trainer."""
     zero = document.get("zero_optimization")
     zero = zero if isinstance(zero, dict) else {}
-    stage = as_int(zero.get("stage")) or 0
+    stage = stage_of(zero)
+    refuse_contradictions(document, zero, stage)
 
     def offloads(key: str) -> bool:
         section = zero.get(key)
@@ -44,6 +46,8 @@ def from_deepspeed(document: dict[str, Any], *, origin: str = "DeepSpeed JSON") 
         parameter_offload=offloads("offload_param"),
         offload_device=_device(*(section.get("device") for section in asked)),
         pinned=any(as_bool(section.get("pin_memory")) for section in asked) if asked else None,
+        buckets=buckets(document, zero, stage),
+        gathers_at_save=any(as_bool(zero.get(key)) for key in GATHERS),
         mixed_precision=precision,
         origin=origin,
     )
@@ -175,6 +179,8 @@ def apply_launch(settings: Settings, recipe: dict[str, Any], launch: Launch) -> 
     if launch.optimizer_offload:
         recipe["optimizer_offload"] = True
         settings.effect("the optimizer is offloaded to host memory")
+    if launch.buckets:
+        recipe["buckets"] = launch.buckets
     recipe.update(offload_fields(launch))
     if recipe.get("offload"):
         settings.effect("weights, or what the config names, are offloaded between uses")

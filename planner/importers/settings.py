@@ -340,7 +340,7 @@ def as_int(value: Any) -> int | None:
     if isinstance(value, int):
         return value
     if isinstance(value, float):
-        return int(value) if value == int(value) else None
+        return int(value) if value.is_integer() else None
     match = _NUMBER.match(str(value))
     if match is None:
         return None

@@ -1,6 +1,7 @@
 """Launch: how a run is spread out over GPUs, as launchers and their files say it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from planner.run.recipe import Sharding
 
@@ -15,6 +16,10 @@ class Launch:
     parameter_offload: bool = False
     offload_device: str = "cpu"
     pinned: bool | None = None
+    buckets: dict[str, Any] = field(default_factory=dict)
+    """recipe.buckets."""
+    gathers_at_save: bool | None = None
+    """Stage 3 gathers 16-bit weights on rank 0 when it saves."""
     mixed_precision: str | None = None
     checkpointing: bool = False
     hybrid: bool = False

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from planner.run.parallel import ZERO
 from planner.run.recipe import Method, Sharding
+from planner.run.zero import Zero
 
 
 class Divided(NamedTuple):
@@ -82,6 +83,13 @@ class Placement:
     """Every rank has the whole model in memory before it is divided."""
     offload: Offload
     """What waits in host memory."""
+    zero: Zero | None
+    """DeepSpeed's buffers; None where it is not at work."""
+
+    @property
+    def window(self) -> bool:
+        """True when weights are made whole tensor by tensor, many at a time, not unit by unit."""
+        return self.zero is not None and self.zero.window
 
     @property
     def gathers(self) -> bool:
@@ -104,6 +112,7 @@ def place(
     bucket_views: bool = False,
     replicates_by_fsdp2: bool = False,
     offload: Offload = NOTHING,
+    zero: Zero | None = None,
 ) -> Placement:
     """Return what each of `ranks` holds; groups of `shards` of them divide what the scheme divides.
 
@@ -134,6 +143,7 @@ def place(
         divides_adapters=second,
         loads_whole=fsdp and several and loads_whole,
         offload=offload,
+        zero=zero if several or offload.by.startswith("zero") else None,
     )
 
 

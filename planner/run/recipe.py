@@ -222,6 +222,37 @@ class OffloadSection(Section):
     are where its config says pin_memory."""
 
 
+Elements = Annotated[int, Field(ge=0, le=2**50, strict=True)]
+
+
+class BucketsSection(Section):
+    """DeepSpeed's buffers, in elements; None = the framework's config, else DeepSpeed's own default.
+
+    "auto": as transformers' Trainer and accelerate fill it in from the hidden size.
+    """
+
+    reduce: Elements | Literal["auto"] | None = None
+    """Gradients reduced at once (reduce_bucket_size)."""
+    allgather: Elements | None = None
+    """Weights gathered at once after a step; torch gathers them in place, without a buffer."""
+    prefetch: Elements | Literal["auto"] | None = None
+    """zero3: weights asked for ahead at once (stage3_prefetch_bucket_size)."""
+    live: Elements | None = None
+    """zero3: weights that are whole at most (stage3_max_live_parameters)."""
+    reuse: Elements | None = None
+    """zero3: weights needed again within so many elements stay whole (stage3_max_reuse_distance)."""
+    persistence: Elements | Literal["auto"] | None = None
+    """zero3: tensors of at most so many elements stay whole (stage3_param_persistence_threshold)."""
+    sub_group: Elements | None = None
+    """zero3: elements of the shard stepped at once (sub_group_size); 0 = a tensor's."""
+    overlap: bool | None = None
+    """Reduction beside the backward (overlap_comm): stages 1 and 2 have a second bucket for it."""
+    contiguous: bool | None = None
+    """Gradients are copied into a buffer of the bucket's size (contiguous_gradients)."""
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    """Gradients are reduced in this dtype (communication_data_type); None = the weights'."""
+
+
 class ParallelSection(Section):
     """How the GPUs of a training run divide the work (planner/run/parallel.py)."""
 
@@ -349,6 +380,7 @@ class Recipe(Section):
     resume: bool = False
     """Plan the start from a checkpoint."""
     sharding: Sharding = Sharding.NONE
+    buckets: BucketsSection = BucketsSection()
     parallel: ParallelSection = ParallelSection()
     reshard_after_forward: bool | Annotated[int, Field(ge=2, le=2**20, strict=True)] | None = None
     """fsdp2: what a layer is divided over between forward and backward: true = all ranks, false = it stays

@@ -25,6 +25,7 @@ from planner.run.placement import Placement, offloaded, place
 from planner.run.positions import context_notes
 from planner.run.recipe import (
     Attention,
+    BucketsSection,
     Checkpointing,
     EngineKind,
     Float8,
@@ -48,6 +49,7 @@ from planner.run.task_fields import (
 from planner.run.tasks import DEFAULT_BETA, TASKS, Head, planned_task
 from planner.run.train_bytes import beside
 from planner.run.unread import unread
+from planner.run.zero import STAGES, Zero, check, zero
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,6 +147,8 @@ class Resolved:
     beta: float
     reference: Reference
     sharding: Sharding
+    zero: Zero | None
+    """DeepSpeed's buffers, if it divides or offloads."""
     layout: Layout
     """How the run's GPUs divide the work."""
     reshard_after_forward: bool | int
@@ -233,6 +237,7 @@ class Resolved:
                 quantized=bool(self.quantization),
                 by=self.switches.offloads_by,
             ),
+            zero=self.zero,
         )
 
     @property
@@ -276,6 +281,9 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     layout = layout_of(model, recipe, machine.num_gpus)
     refuse_unplanned(model, recipe, layout, framework)
     dtype, autocast = _dtypes(model, recipe, defaults)
+    deepspeed = _by_deepspeed(recipe, machine)
+    if deepspeed:  # its engine casts the module, and nothing runs in autocast
+        dtype, autocast = autocast or dtype, ""
     quantization = base_scheme(model, recipe, framework, trains=trains, notes=notes)
     prompt, completion = _lengths(model, recipe, defaults, notes)
     generations = choose(recipe.num_generations, defaults, "num_generations", 1)
@@ -298,7 +306,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     if recipe.engine.expert_parallel and not any(layer.mlp.num_experts for layer in model.layers):
         notes.append("expert_parallel moves nothing: the model has no experts")
     if trains:
-        if machine.num_gpus > 1 and recipe.sharding is Sharding.NONE:
+        if layout.data_replicate == machine.num_gpus > 1 and recipe.sharding is Sharding.NONE:
             notes.append(
                 f"{machine.num_gpus} GPUs without --shard: a whole copy on each, nothing is divided; "
                 "--shard fsdp2 divides weights, gradients and states"
@@ -325,7 +333,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         autocast=autocast if trains else "",
         quantization=quantization,
         double_quant=bool(choose(recipe.double_quant, defaults, "double_quant", True)),
-        master_weights=_master(recipe, switches, dtype),
+        master_weights=_master(recipe, switches, dtype, deepspeed=deepspeed),
         gradient_dtype=normal_dtype(
             recipe.gradient_dtype or ("fp32" if switches.gradient_buffers else dtype),
             field="gradient_dtype",
@@ -364,6 +372,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         beta=beta,
         reference=reference,
         sharding=recipe.sharding,
+        zero=_zero(model, recipe, framework),
         layout=layout,
         reshard_after_forward=True
         if recipe.reshard_after_forward is None
@@ -449,10 +458,27 @@ def _offload(recipe: Recipe, trains: bool) -> OffloadSection:
     return asked
 
 
-def _master(recipe: Recipe, switches: Switches, dtype: str) -> bool:
+def _zero(model: ModelSpec, recipe: Recipe, framework: Framework) -> Zero | None:
+    """Return DeepSpeed's buffers; raises UsageError for buckets of a scheme without them."""
+    check(recipe.sharding, recipe.buckets)
+    sharding = recipe.sharding
+    if framework.switches.offloads_by == "deepspeed" and recipe.optimizer_offload:
+        sharding = sharding if sharding in STAGES else Sharding.ZERO2  # one GPU, offloaded by ZeRO
+    preset = framework.deepspeed.get(sharding.value, BucketsSection())
+    return zero(sharding, recipe.buckets, preset, model.hidden)
+
+
+def _by_deepspeed(recipe: Recipe, machine: Machine) -> bool:
+    """Return whether DeepSpeed runs the step, with 16-bit weights and fp32 copies of its own."""
+    return recipe.sharding in STAGES and machine.num_gpus > 1 and recipe.task is not Task.SERVE
+
+
+def _master(recipe: Recipe, switches: Switches, dtype: str, *, deepspeed: bool) -> bool:
     """Return whether the optimizer keeps an fp32 copy of what is trained."""
     if recipe.master_weights is not None:
         return recipe.master_weights
+    if deepspeed:
+        return True
     if recipe.task is Task.SERVE or not switches.master_weights:
         return False
     if recipe.method is Method.FULL and dtype == "bf16":

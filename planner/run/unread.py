@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from planner.run.resolve import Resolved
 
 FIELDS_WITHOUT_BYTES = {
+    "buckets.allgather": "torch gathers in place",
     "engine.url": "an address",
     "engine.timeout_s": "a time",
     "lora.use_rslora": "a factor",

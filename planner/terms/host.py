@@ -22,8 +22,6 @@ from planner.terms.weights import flat_units, trained_width
 GPUS_PER_NODE = 8
 """Ranks of a node where there are more: boards of DGX and HGX machines."""
 FP32 = 4
-SUB_GROUP = 10**9
-"""DeepSpeed sub_group_size: elements of one flat group (runtime/zero/config.py)."""
 SWAP_BUFFERS = 4
 """offload_optimizer.buffer_count: parameter, gradient and two states (offload_config.py)."""
 PARAMETER_BUFFERS, PARAMETER_BUFFER = 5, 10**8
@@ -71,11 +69,19 @@ def _buffer(size: int, r: Resolved) -> int:
     return pinned(size, r) if r.offload.pinned else size
 
 
-def _groups(elements: int) -> Iterator[int]:
+def _groups(model: ModelSpec, r: Resolved, elements: int) -> Iterator[int]:
     """Yield the elements of each flat group of stage 3."""
+    size = _sub_group(model, r)
     while elements > 0:
-        yield min(SUB_GROUP, elements)
-        elements -= SUB_GROUP
+        yield min(size, elements)
+        elements -= size
+
+
+def _sub_group(model: ModelSpec, r: Resolved) -> int:
+    """Return elements of a flat group: at least a tensor's part."""
+    zero = r.placement.zero
+    assert zero is not None
+    return max(zero.sub_group, -(-largest_trained(model, r) // r.placement.state_shards), 1)
 
 
 def _deepspeed(model: ModelSpec, r: Resolved) -> Iterator[Term]:
@@ -84,10 +90,10 @@ def _deepspeed(model: ModelSpec, r: Resolved) -> Iterator[Term]:
     width = gradient_width(r) if r.method is not Method.FULL else element_bytes(r.dtype)
     stage3 = r.placement.offload.by == "zero3"
     if r.placement.offload.states and r.offload.device == "nvme":
-        yield from _swapped(r, part, width)
+        yield from _swapped(model, r, part, width)
     elif r.placement.offload.states:
         yield _states(r, part, stage3=stage3)
-        yield _gradients(r, part, width, stage3=stage3)
+        yield _gradients(model, r, part, width, stage3=stage3)
         if not stage3:
             one = largest_trained(model, r)
             size = _buffer(width * part, r) + _buffer(width * one, r)
@@ -115,10 +121,10 @@ def _states(r: Resolved, part: int, *, stage3: bool) -> Term:
     )
 
 
-def _gradients(r: Resolved, part: int, width: int, *, stage3: bool) -> Term:
+def _gradients(model: ModelSpec, r: Resolved, part: int, width: int, *, stage3: bool) -> Term:
     """Return the fp32 gradients that the step reads, and those as they arrive."""
     if stage3:
-        wide = sum(_buffer(FP32 * group, r) for group in _groups(part))
+        wide = sum(_buffer(FP32 * group, r) for group in _groups(model, r, part))
         arriving = _buffer(width * part, r)
     else:
         wide = _buffer(FP32 * part, r)
@@ -132,9 +138,9 @@ def _gradients(r: Resolved, part: int, width: int, *, stage3: bool) -> Term:
     )
 
 
-def _swapped(r: Resolved, part: int, width: int) -> Iterator[Term]:
+def _swapped(model: ModelSpec, r: Resolved, part: int, width: int) -> Iterator[Term]:
     """Yield the buffers through which a step's states come from the disk and go back."""
-    group = min(SUB_GROUP, part)
+    group = min(_sub_group(model, r), part)
     buffers = SWAP_BUFFERS * pinned(FP32 * group, r)
     disk = FP32 * part * (2 + KINDS[r.optimizer].states)
     yield Term(

@@ -18,9 +18,11 @@ from planner.run.tasks import TASKS, Head
 from planner.terms.activations import op_settings
 from planner.terms.adapters import trained_parameters
 from planner.terms.columns import micro_batch
+from planner.terms.gradients import gradients
 from planner.terms.logits import logits
 from planner.terms.term import Term
 from planner.terms.weights import gathered, weights
+from planner.terms.zero import standing_bucket, standing_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,6 +46,7 @@ def lifecycle(model: ModelSpec, r: Resolved, phases: "Sequence[Phase]") -> list[
     standing = tuple(term for term in forward.terms if term.name in STANDING)
     if r.placement.gathers:  # the forward's weights include what it gathers
         standing = (weights(model, r), *(term for term in standing if term.name != "weights"))
+    standing = (*standing, standing_bucket(model, r), standing_gradients(r, gradients(model, r)))
     found = []
     if r.eval_samples and TASKS[r.task].generates:
         rollout = next(phase for phase in phases if phase.name == "rollout")

@@ -8,13 +8,18 @@ from planner.terms.companions import with_companions
 from planner.terms.counts import base_weights
 from planner.terms.rope_tables import rope_tables
 from planner.terms.shards import (
+    FOUR_BIT,
     adapter_shard,
     layer_shard,
     model_shard,
     outside_layers,
+    packed_layer,
+    packed_model,
+    packed_root,
     root_shard,
 )
 from planner.terms.term import Term
+from planner.terms.window import window
 
 
 def weights(model: ModelSpec, r: Resolved) -> Term:
@@ -22,12 +27,20 @@ def weights(model: ModelSpec, r: Resolved) -> Term:
     base = base_weights(model, r)
     shards = r.placement.weight_shards
     width = trained_width(r) if r.method is Method.FULL and r.trains else element_bytes(r.dtype)
-    if base.quantized:
+    if r.placement.flat_buffers and r.quantization in FOUR_BIT:
+        part = packed_model(model, r, shards)
+        size = part.divided + part.constants
+        template = (
+            "{0:,} parameters as {1} over {2} ranks, each tensor in whole rows, {3:,} B + constants "
+            "whole on each, {4:,} B"
+        )
+        args: tuple[object, ...] = (base.quantized_parameters, r.quantization, shards, *part)
+    elif base.quantized:
         size = -(-base.total // shards)
         template = (
             "{0:,} parameters as {1} with constants = {2:,} B, the rest {3:,} B, over {4} shard(s)"
         )
-        args: tuple[object, ...] = (
+        args = (
             base.quantized_parameters,
             r.quantization,
             base.quantized,
@@ -65,6 +78,8 @@ def gathered(model: ModelSpec, r: Resolved, layers: int) -> Term:
     """Return the unsharded copies while layers run: the root unit and `layers` layers (prefetch)."""
     if not r.placement.gathers:
         return Term("weights", 0)
+    if r.placement.window:
+        return window(model, r)
     width = min(element_bytes(r.compute_dtype), trained_width(r))
     root = sum(module.parameters for module in outside_layers(model)) * width
     base = base_weights(model, r)
@@ -75,7 +90,10 @@ def gathered(model: ModelSpec, r: Resolved, layers: int) -> Term:
         each = largest * width
     if r.placement.flat_buffers:
         ranks = r.placement.weight_shards
-        if not base.quantized:
+        if r.quantization in FOUR_BIT:
+            root = packed_root(model, r, ranks) * ranks
+            each = packed_layer(model, r, ranks) * ranks
+        elif not base.quantized:
             root = root_shard(model, ranks) * ranks * width
             each = max(layer_shard(layer, ranks) for layer in model.layers) * ranks * width
         if r.method is not Method.FULL:
@@ -94,7 +112,7 @@ def gathered(model: ModelSpec, r: Resolved, layers: int) -> Term:
         "gathered: embeddings and head {0:,} B + {1} layer(s) x {2:,} B"
         + (" + the shard from the host {3:,} B" if copied else ""),
         (root, layers, each, copied),
-        "FSDP FULL_SHARD / ZeRO-3: the root unit stays gathered from forward to backward",
+        "FSDP FULL_SHARD: the root unit stays gathered from forward to backward",
     )
 
 

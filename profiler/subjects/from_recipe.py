@@ -98,8 +98,6 @@ def _shard(resolved: Resolved) -> Shard | None:
             f"sharding {resolved.sharding.value} over {resolved.gpus} GPUs cannot be traced",
             hint="fsdp2 can: one rank of it runs beside ranks that are not there",
         )
-    if resolved.quantization:
-        raise UnsupportedError(f"a {resolved.quantization} base under fsdp2 cannot be traced")
     if resolved.placement.offload.by:
         raise UnsupportedError("fsdp2 with offload cannot be traced")
     return Shard(

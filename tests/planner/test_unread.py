@@ -22,6 +22,15 @@ SERVE: dict[str, Any] = {"task": "serve"}
 GATHERED: dict[str, Any] = {**FULL, "evaluation": {"samples": 64, "logits": True}}
 DISTILL: dict[str, Any] = {"task": "distill", "framework": "trl", "teacher": "llama-3.2-3b"}
 TWO_CARDS = (
+    "buckets.reduce",
+    "buckets.prefetch",
+    "buckets.live",
+    "buckets.reuse",
+    "buckets.persistence",
+    "buckets.sub_group",
+    "buckets.overlap",
+    "buckets.contiguous",
+    "buckets.dtype",
     "sharding",
     "parallel.data_replicate",
     "accumulate_sync",
@@ -111,6 +120,15 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "negatives": ({"task": "embed", "method": "full"}, 4),
     "mini_batch": ({"task": "embed", "method": "full", "micro_batch_size": 64}, 4),
     "sharding": (FULL, "zero3"),
+    "buckets.reduce": ({**FULL, "sharding": "zero2"}, 10**8),
+    "buckets.prefetch": ({**FULL, "sharding": "zero3", "buckets": {"live": 10**8}}, 10**8),
+    "buckets.live": ({**FULL, "sharding": "zero3"}, 10**7),
+    "buckets.reuse": ({**FULL, "sharding": "zero3", "buckets": {"live": 10**7}}, 0),
+    "buckets.persistence": ({**FULL, "sharding": "zero3", "buckets": {"live": 10**7}}, 10**7),
+    "buckets.sub_group": ({**FULL, "sharding": "zero3"}, 10**7),
+    "buckets.overlap": ({**FULL, "sharding": "zero2"}, True),
+    "buckets.contiguous": ({**FULL, "sharding": "zero2"}, False),
+    "buckets.dtype": ({**FULL, "sharding": "zero3"}, "fp32"),
     "parallel.data_replicate": ({**FULL, "sharding": "fsdp2"}, 2),
     "reshard_after_forward": ({**FULL, "sharding": "fsdp2"}, False),
     "reduce_dtype": ({**FULL, "sharding": "fsdp2", "context": 128}, "fp32"),
@@ -309,8 +327,10 @@ def test_a_field_without_bytes_moves_nothing(field: str) -> None:
         "engine.timeout_s": 5.0,
         "lora.use_rslora": True,
         "parallel.data_shard": -1,
+        "buckets.allgather": 10**8,
     }
-    assert sizes(planned(VLLM)) == sizes(planned(changed(VLLM, field, values[field])))
+    base = {**FULL, "sharding": "zero2"} if field.startswith("buckets.") else VLLM
+    assert sizes(planned(base)) == sizes(planned(changed(base, field, values[field])))
     assert FIELDS_WITHOUT_BYTES[field]
 
 

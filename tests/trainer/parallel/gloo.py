@@ -12,7 +12,6 @@ import torch.multiprocessing as mp
 
 from trainer.parallel.ranks import Ranks, join, leave
 
-
 PRELOADED = [
     "torch",
     "torch.distributed.fsdp",
