@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import UnsupportedError, UsageError
-from planner.importers import manifests, torchtitan
+from planner.importers import manifests
 from planner.importers.context import Context
 from planner.importers.detect import TOOLS, tool_of_mapping
 from planner.importers.launch import apply_launch, offload_fields, read_launch_file
@@ -21,6 +21,7 @@ from planner.importers.scripts import from_python, from_shell
 from planner.importers.settings import Imported, ImportReport, Settings
 from planner.importers.shell import parse_shell
 from planner.importers.spread import Launch
+from planner.importers.toml_files import load_toml, tool_of_toml
 
 __all__ = [
     "TOOLS",
@@ -191,8 +192,10 @@ def _import(raw: str, path: Path | None, context: Context) -> Imported:
     text = unwrap(raw)
     context = replace(context, text=raw, written=written_files(text))
     stripped = text.lstrip()
-    if (titan := torchtitan.load(text)) is not None:
-        return torchtitan.read(flatten(titan), version=context.version)
+    named = path is not None and path.suffix.lower() == ".toml"
+    if (table := load_toml(text, named=named)) is not None:
+        kind = tool_of_toml(table)
+        return from_mapping(table, text, replace(context, tool=kind))
     if stripped.startswith("{"):
         document = load_json(text)
         if "cells" in document:

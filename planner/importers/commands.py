@@ -11,10 +11,11 @@ from planner.importers.context import Context, absent
 from planner.importers.detect import trl_flavour
 from planner.importers.launch import from_accelerate, from_words, read_launch_file
 from planner.importers.launchers import Started, slurm_gpus
-from planner.importers.loading import load_yaml
+from planner.importers.loading import flatten, load_json, load_yaml
 from planner.importers.settings import Imported
 from planner.importers.shell import flags
 from planner.importers.spread import Launch
+from planner.importers.toml_files import load_toml
 from planner.run.recipe import Task
 
 _VERBS = {
@@ -58,6 +59,8 @@ class Nested:
     comment: str
     """The command and its environment, as a comment: GPU counts and recipe names are there."""
     path: Path | None
+    python: str = ""
+    """Instead: a Python config's source."""
 
 
 def launch_of(
@@ -218,51 +221,111 @@ def hf_command(started: Started, context: Context) -> Imported | None:
     )
 
 
-_YAML_TOOLS = {
-    "llamafactory-cli": "train",
-    "lmf": "train",
-    "axolotl": "train",
-    "tune": "run",
-    "swift": "",
-}
+_YAML_TOOLS = frozenset(
+    (
+        "llamafactory-cli",
+        "lmf",
+        "axolotl",
+        "tune",
+        "swift",
+        "litgpt",
+        "xtuner",
+        "composer",
+        "rl",
+        "sft",
+        "trainer",
+    )
+)
+"""Programs whose first file is their config, so that it is asked for where it is not here."""
+_RUNNERS = re.compile(
+    r"^(?:run_(?:grpo|sft|dpo|rm|distillation)\w*|start_\w+_pipeline|gsm8k_\w+|train)\.py$|^(?:axolotl|llamafactory|areal|torchtitan|litgpt|prime_rl)\."
+)
+_FILES = (".yaml", ".yml", ".json", ".toml")
 
 
 def nested_config(started: Started, context: Context) -> Nested | None:
-    """Return the YAML file that a launcher's command names, overrides applied, or None.
+    """Return the config that a launcher's command names, overrides applied, or None.
 
     Raises UsageError where the file is not here.
     """
-    names = {started.name, *(Path(word).name for word in started.launcher)}
-    module = "axolotl.cli" in started.program or started.program.startswith("llamafactory")
     words = started.arguments
-    if not set(_YAML_TOOLS) & names and not module:
+    names = {started.name, *(Path(word).name for word in started.launcher)}
+    known = bool(_YAML_TOOLS & names) or bool(
+        _RUNNERS.match(started.name) or _RUNNERS.match(started.program)
+    )
+    wanted = _named_file(started)
+    if wanted is None:
         return None
-    files = [word for word in words if word.endswith((".yaml", ".yml", ".json"))]
-    named = next((words[i + 1] for i, word in enumerate(words[:-1]) if word == "--config"), None)
-    if not files and named and started.name == "tune":
-        raise absent(named, what=" (a recipe of the torchtune package: `tune cp` copies it)")
-    if not files:
-        return None
-    wanted = named if named in files else files[0]
-    found = context.mapping(wanted)
+    if started.name == "tune" and not wanted.endswith(_FILES):
+        raise absent(wanted, what=" (a recipe of the torchtune package: `tune cp` copies it)")
+    found = context.find(wanted)
     if found is None:
-        raise absent(wanted)
-    flat, text, path = found
-    rest = words[words.index(wanted) + 1 :]
+        if known:
+            raise absent(wanted)
+        return None
+    text, path = found
+    if wanted.endswith(".py"):
+        return Nested(document={}, comment="", path=path, python=text)
+    document = _document(text, wanted)
+    if document is None:
+        return None
+    after = words[words.index(wanted) + 1 :] if wanted in words else words
     overrides: dict[str, Any] = {}
-    for word in rest:
+    for word in after:
         key, equals, value = word.partition("=")
         if equals and not key.startswith("-"):
-            overrides[key] = load_yaml(value)
-    flagged = flags([*words[: words.index(wanted)][1:], *rest])
+            overrides[key.lstrip("+")] = load_yaml(value)
+    before = words[: words.index(wanted)][1:] if wanted in words else []
+    flagged = flags([*before, *after])
+    dropped = (
+        "config",
+        "config_name",
+        "config_path",
+        "config-path",
+        "config-name",
+        "job.config_file",
+    )
     overrides |= {
-        key.replace("__", "."): value for key, value in flagged.items() if key != "config"
+        key.replace("__", "."): value for key, value in flagged.items() if key not in dropped
     }
     heads = "\n".join(line for line in text.splitlines() if line.lstrip().startswith("#"))
     told = " ".join(f"{key}={value}" for key, value in started.environment.items())
     count = f"num_processes={started.gpus}" if started.gpus else ""
     comment = f"# {' '.join([*started.launcher, started.program, *words])} {told} {count}\n{heads}"
-    return Nested(document={**flat, **overrides}, comment=comment[:20_000], path=path)
+    return Nested(document={**flatten(document), **overrides}, comment=comment[:20_000], path=path)
+
+
+def _document(text: str, name: str) -> dict[str, Any] | None:
+    if name.endswith(".toml"):
+        return load_toml(text, named=True)
+    document = load_json(text) if text.lstrip().startswith("{") else load_yaml(text)
+    return document if isinstance(document, dict) else None
+
+
+def _named_file(started: Started) -> str | None:
+    """Return the config that a command names: by --config or --config_path and _name, @ FILE, or the first file."""
+    given = {key.replace("-", "_"): value for key, value in flags(started.arguments).items()}
+    folder, name = given.get("config_path"), given.get("config_name")
+    if isinstance(name, str):
+        joined = f"{folder}/{name}" if isinstance(folder, str) else name
+        return joined if joined.endswith(_FILES) else f"{joined}.yaml"
+    for key in ("config", "job.config_file"):
+        if isinstance(given.get(key), str):
+            return str(given[key])
+        listed = given.get(key)
+        if isinstance(listed, list):
+            return str(listed[0])
+    words = started.arguments
+    if "@" in words[:-1]:
+        return words[words.index("@") + 1]
+    files = [word for word in words if word.endswith(_FILES) and not word.startswith("-")]
+    scripts = (
+        [word for word in words[1:] if word.endswith(".py")] if started.name == "xtuner" else []
+    )
+    flagged = {
+        value for key, value in given.items() if key in ("deepspeed", "dataset", "data_path")
+    }
+    return next((word for word in (*scripts, *files) if word not in flagged), None)
 
 
 Reader = Callable[[Started, Context], Imported | None]

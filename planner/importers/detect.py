@@ -1,6 +1,7 @@
 """Which tool a config belongs to, by its content."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from planner.errors import UnsupportedError
@@ -18,6 +19,18 @@ TOOLS = (
     "unsloth",
     "vllm",
     "vllm-recipe",
+    "hf-trainer",
+    "openrlhf",
+    "sglang",
+    "skyrl",
+    "nemo-rl",
+    "areal",
+    "roll",
+    "slime",
+    "prime-rl",
+    "litgpt",
+    "llm-foundry",
+    "xtuner",
     "accelerate",
     "deepspeed",
 )
@@ -121,7 +134,39 @@ def other_tool(document: dict[str, Any], keys: set[str], flat: dict[str, Any]) -
     return next((name for name, test in _SECTIONS if test(document, keys, flat)), None)
 
 
-_SECTIONS: tuple[tuple[str, Any], ...] = ()
+def _has(*names: str) -> Callable[[dict[str, Any], set[str], dict[str, Any]], bool]:
+    """Return a test for names that are all there, at the top or dotted."""
+    return lambda document, keys, flat: all(name in keys or name in flat for name in names)
+
+
+_SECTIONS: tuple[tuple[str, Callable[[dict[str, Any], set[str], dict[str, Any]], bool]], ...] = (
+    ("skyrl", lambda d, keys, flat: "trainer.policy.model.path" in flat),
+    ("nemo-rl", _has("policy.model_name", "policy.train_micro_batch_size")),
+    (
+        "roll",
+        lambda d, keys, flat: (
+            "actor_train" in keys and bool({"actor_infer", "pretrain", "reference"} & keys)
+        ),
+    ),
+    (
+        "areal",
+        lambda d, keys, flat: (
+            "actor.path" in flat and bool({"gconfig", "allocation_mode", "rollout"} & keys)
+        ),
+    ),
+    (
+        "litgpt",
+        lambda d, keys, flat: (
+            "checkpoint_dir" in keys and bool({"train", "lora_r", "devices"} & keys)
+        ),
+    ),
+    (
+        "llm-foundry",
+        lambda d, keys, flat: (
+            {"train_loader", "model"} <= keys or {"device_train_microbatch_size", "model"} <= keys
+        ),
+    ),
+)
 
 
 def _with_model_name(keys: set[str], text: str) -> str:

@@ -30,8 +30,20 @@ LENGTHS = (
     "cutoff_len",
 )
 KEYS = frozenset(
-    "block_size model_max_length train_file data_path source_max_len config_name tokenizer_name do_train "
-    "lazy_preprocess base_model evaluation_strategy bits".split()
+    [
+        "block_size",
+        "model_max_length",
+        "train_file",
+        "data_path",
+        "source_max_len",
+        "config_name",
+        "tokenizer_name",
+        "do_train",
+        "lazy_preprocess",
+        "base_model",
+        "evaluation_strategy",
+        "bits",
+    ]
 )
 """Flags of Hugging Face's own example scripts and their relatives, and not of TRL's."""
 _GONE = {

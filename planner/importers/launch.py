@@ -245,6 +245,10 @@ def set_degrees(
         int(asked.get(name, 1)) for name in ("tensor", "pipeline", "context", "data_replicate")
     )
     planned = _planned(recipe, words.get("context_kind", "ring"))
+    if _holds_together(settings, recipe, max(gpus or 1, product), asked, planned):
+        asked = {name: value for name, value in asked.items() if name == "context"}
+        kept = dict(recipe.pop("parallel"))
+        asked |= kept
     for name in [name for name in asked if name in _PLANS and name not in planned]:
         if name == "context":
             _share_tokens(settings, recipe, int(asked[name]))
@@ -269,6 +273,31 @@ def set_degrees(
     if asked:
         recipe["parallel"] = {**asked, **words}
     return product if product > 1 and (gpus or 1) < product else gpus
+
+
+def _holds_together(
+    settings: Settings, recipe: dict[str, Any], gpus: int, asked: dict[str, Any], planned: set[str]
+) -> bool:
+    """Plan a Megatron run that no law covers as FSDP over the ranks that hold one model together."""
+    divided = [
+        name for name in ("tensor", "pipeline", "expert") if name in asked and name not in planned
+    ]
+    if not divided or recipe.get("sharding") not in (Sharding.ZERO1, Sharding.MEGATRON):
+        return False
+    ranks = int(asked.get("pipeline", 1)) * max(
+        int(asked.get("tensor", 1)), int(asked.get("expert", 1))
+    )
+    ranks = min(ranks, gpus)
+    if gpus % ranks:
+        return False
+    recipe["sharding"] = Sharding.FSDP
+    recipe["parallel"] = {"data_shard": ranks, "data_replicate": gpus // ranks}
+    said = ", ".join(f"{name} {asked[name]}" for name in divided)
+    settings.effect(
+        f"{said}: the {ranks} ranks that hold a model together are planned as FSDP's, which divides weights, "
+        "gradients and states as they do; activations are not divided: an upper bound"
+    )
+    return True
 
 
 _PLANS = ("tensor", "pipeline", "context", "expert")

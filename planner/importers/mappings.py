@@ -4,7 +4,18 @@ from collections.abc import Callable
 from typing import Any
 
 from planner.errors import UsageError
-from planner.importers import axolotl, llamafactory, ms_swift, torchtune, trl, verl, vllm
+from planner.importers import (
+    axolotl,
+    llamafactory,
+    ms_swift,
+    policies,
+    supervised,
+    torchtitan,
+    torchtune,
+    trl,
+    verl,
+    vllm,
+)
 from planner.importers.context import Context
 from planner.importers.detect import TOOLS, tool_of_mapping, written_version
 from planner.importers.launch import apply_launch, from_accelerate, from_deepspeed, from_words
@@ -92,6 +103,16 @@ _READERS: dict[str, Reader] = {
     "vllm-recipe": lambda d, flat, version, c: vllm.read_recipe(
         d, version=version, variant=c.variant
     ),
+    "skyrl": lambda d, flat, version, c: policies.read_skyrl(flat, version=version),
+    "nemo-rl": lambda d, flat, version, c: policies.read_nemo_rl(flat, version=version),
+    "areal": lambda d, flat, version, c: policies.read_areal(flat, version=version),
+    "roll": lambda d, flat, version, c: policies.read_roll(flat, version=version),
+    "litgpt": lambda d, flat, version, c: supervised.read_litgpt(flat, version=version),
+    "llm-foundry": lambda d, flat, version, c: supervised.read_llm_foundry(
+        flat, version=version, gpus=from_words(comments(c.text)).gpus
+    ),
+    "prime-rl": lambda d, flat, version, c: supervised.read_prime(flat, version=version),
+    "torchtitan": lambda d, flat, version, c: torchtitan.read(flat, version=version),
     **dict.fromkeys(("trl", "alignment-handbook", "open-r1"), _trl),
     **dict.fromkeys(("accelerate", "deepspeed"), _launch),
 }

@@ -4,7 +4,6 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from planner.errors import UnsupportedError
 from planner.importers import words
 from planner.importers.fsdp_config import fsdp_setting
 from planner.importers.image_limits import image_limit
@@ -37,11 +36,8 @@ def read_script(script: Script, *, version: str | None = None) -> Imported | Non
     """Return the run of the first `swift sft|pt|rlhf` command, or None."""
     for command, environment in zip(script.commands, script.prefixes, strict=True):
         names = [Path(word).name for word in command]
-        if "megatron" in names:
-            raise UnsupportedError(
-                "ms-swift: megatron commands have another argument set, which is not mapped",
-                hint="the transformers variant (swift sft) can be read",
-            )
+        if "megatron" in names:  # megatron_flags.py reads those
+            continue
         for verb in ("sft", "pt", "rlhf"):
             if verb in names[:4] and (
                 "swift" in names or any(f"{verb}.py" in name for name in names)

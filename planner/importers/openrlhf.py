@@ -10,7 +10,7 @@ from planner.importers import words
 from planner.importers.context import Context
 from planner.importers.launch import apply_launch, finish_sharding, from_deepspeed, set_degrees
 from planner.importers.launchers import Started
-from planner.importers.policy_keys import Policy, PolicyKeys, read_policy
+from planner.importers.policy_keys import Policy, PolicyKeys, quiet_prefixes, read_policy
 from planner.importers.settings import Imported, Settings
 from planner.importers.shell import flags
 from planner.run.recipe import Loss, Method, Sharding, Task
@@ -74,13 +74,7 @@ _NEW = {
     "optim": (),
 }
 """Flag up to 0.9 -> what it is called from 0.10 on."""
-_QUIET = ("logger.", "ckpt.", "adam.", "muon.", "eval.", "data.", "rollout.", "algo.", "critic.", "reward.",
-          "ref.", "actor.", "train.", "vllm.", "ds.", "use_wandb", "input_", "output_", "apply_chat", "bf16",
-          "prompt_data", "prompt_split", "n_samples", "rollout_batch", "micro_rollout", "num_episodes", "critic_num",
-          "ref_num", "reward_num", "normalize", "l2", "aux_loss", "flash_attn", "load_checkpoint", "vllm_sync",
-          "overlap_comm", "grad_accum_dtype", "zpg", "label_key", "chosen_key", "rejected_key", "entropy",
-          "lambd", "gamma", "eps_clip", "deepspeed_enable_sleep", "kl_estimator", "use_kl", "freezing", "value_",
-          "prefix", "policy_", "local_rank", "enable_prefix")  # fmt: skip
+_QUIET = quiet_prefixes("openrlhf")
 KEYS = PolicyKeys(
     law="hf-trainer",
     model=("pretrain",),
@@ -227,5 +221,5 @@ def _policy(settings: Settings) -> Imported:
     )
     if not engines:
         settings.effect("no vLLM engines: the actor generates itself")
-    settings.flag("load_in_4bit")
+    settings.raw("load_in_4bit", "packing_samples", "optim")
     return read_policy(settings, KEYS, policy)

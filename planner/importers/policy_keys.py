@@ -3,10 +3,13 @@
 A trained policy, perhaps a critic, reference and judge, and an engine that shares the GPUs or has its own.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
+from planner.datafiles import data_dir
 from planner.importers import words
 from planner.importers.launch import finish_sharding, set_degrees
 from planner.importers.names import quantization_in_name
@@ -14,6 +17,18 @@ from planner.importers.settings import Imported, Settings, as_names
 from planner.run.recipe import EngineKind, Loss, Method, Reference, Sharding, Task
 
 Names = tuple[str, ...]
+
+
+@lru_cache(maxsize=1)
+def _quiet() -> dict[str, list[str]]:
+    path = data_dir() / "importers" / "quiet_prefixes.json"
+    tools: dict[str, list[str]] = json.loads(path.read_text(encoding="utf-8"))["tools"]
+    return tools
+
+
+def quiet_prefixes(tool: str) -> Names:
+    """Return how those of a tool's keys begin that move no byte of the GPU's memory."""
+    return tuple(_quiet()[tool])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +160,8 @@ def lengths(settings: Settings, recipe: dict[str, Any], keys: PolicyKeys) -> Non
     prompt = settings.count(*keys.prompt, to="prompt_length") if keys.prompt else None
     whole = settings.count(*keys.whole, to="context") if keys.whole else None
     if whole:
-        completion = min(completion or whole - min(keys.prompt_default, whole // 2), whole - 1)
+        least = prompt or min(keys.prompt_default, whole // 2)
+        completion = min(completion or whole, whole - least) if whole > least else whole
         prompt = prompt or whole - completion
     if completion is None:
         completion = keys.completion_default

@@ -38,6 +38,8 @@ class Calls:
 
     by_name: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     comments: str = ""
+    names: dict[str, Any] = field(default_factory=dict)
+    """Names that were assigned, by their last constant value."""
 
     def last(self, *names: str) -> dict[str, Any] | None:
         """Return the keywords of the last call whose dotted name ends with one of `names`."""
@@ -80,6 +82,9 @@ def read_calls(source: str, *, gpus: int | None = None) -> Calls:
     except RecursionError:
         raise UsageError("python: nested too deeply") from None
     calls = reader.calls
+    calls.names = {
+        key: value for key, value in reader.names.items() if not key.startswith((".", DEVICE_COUNT))
+    }
     calls.comments = "\n".join(line for line in source.split("\n") if line.lstrip().startswith("#"))
     return calls
 

@@ -2,9 +2,20 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
-from planner.importers import hf_script, ms_swift, openrlhf, sglang, trl_script, unsloth, verl, vllm
+from planner.importers import (
+    hf_script,
+    megatron_flags,
+    ms_swift,
+    openrlhf,
+    policies,
+    sglang,
+    supervised,
+    trl_script,
+    unsloth,
+    verl,
+    vllm,
+)
 from planner.importers.commands import (
     Reader,
     hf_command,
@@ -17,10 +28,22 @@ from planner.importers.launchers import Started, started
 from planner.importers.mappings import from_mapping, unknown
 from planner.importers.python_calls import Calls, read_calls
 from planner.importers.settings import Imported
-from planner.importers.shell import Script, parse_shell
+from planner.importers.shell import Script, flags, parse_shell
+
+
+def overrides_command(program: Started, context: Context) -> Imported | None:
+    """Return the run of SkyRL's Hydra overrides, or None."""
+    if not re.match(r"skyrl(?:_train)?\.", program.program):
+        return None
+    values = verl.overrides(program.arguments)
+    return policies.read_skyrl(values, version=context.version_of("skyrl"))
+
 
 _COMMANDS: tuple[Reader, ...] = (
     openrlhf.from_command,
+    megatron_flags.swift_command,
+    megatron_flags.slime_command,
+    overrides_command,
     llamafactory_command,
     trl_command,
     hf_command,
@@ -65,14 +88,23 @@ def _of_command(program: Started, context: Context) -> Imported | None:
     nested = nested_config(program, context)
     if nested is None:
         return None
+    if nested.python:
+        found = from_python(nested.python, replace(context, path=nested.path, text=nested.python))
+        return _with_preset(found, program)
     inside = replace(context, path=nested.path, text=nested.comment, tool=None)
     return from_mapping(nested.document, nested.comment, inside)
+
+
+def _with_preset(found: Imported, program: Started) -> Imported:
+    name = flags(program.arguments).get("deepspeed")
+    return supervised.with_deepspeed(found, name) if isinstance(name, str) else found
 
 
 def from_python(source: str, context: Context) -> Imported:
     """Return the run that a Python source builds."""
     calls = read_calls(source, gpus=context.gpus)
-    text = context.text
+    if isinstance(model := calls.names.get("model"), dict) and "llm" in model:
+        return supervised.read_xtuner(calls, calls.names, version=context.version_of("xtuner"))
     if calls.has(*unsloth.LOADERS):
         return unsloth.read(calls, version=context.version_of("unsloth"))
     if calls.has("LLM") and not calls.has("GRPOTrainer", "SFTTrainer"):
@@ -91,18 +123,13 @@ def from_python(source: str, context: Context) -> Imported:
     )
     if shell and (found := from_shell(parse_shell(shell), context)) is not None:
         return found
-    raise unknown() if not text else _nothing_in(context.path)
+    raise unknown()
 
 
 def text_lines(source: str) -> list[str]:
     """Return a source's lines, continued ones joined, so that a cell's command is whole."""
     joined = re.sub(r"\\\n\s*#?", " ", source)
     return joined.split("\n")
-
-
-def _nothing_in(path: Path | None) -> Exception:
-    del path
-    return unknown()
 
 
 def _has_trl(calls: Calls) -> bool:

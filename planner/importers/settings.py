@@ -267,6 +267,24 @@ class Settings:
         self.effect(f"the model has no {', '.join(missing)}: PEFT adapts the other targets only")
         return kept
 
+    def _companions(self, recipe: dict[str, Any]) -> dict[str, Any]:
+        """Return the recipe with other models' names as the catalogue has them, or without."""
+        from planner.importers.names import resolve_model, resolve_name
+
+        changed = dict(recipe)
+        for role in ("reward_model", "value_model", "teacher"):
+            name = changed.get(role)
+            if not name or name == "none":
+                continue
+            if found := resolve_name(name):
+                changed[role] = found
+            elif resolve_model(name) is None and role != "teacher":
+                changed[role] = None
+                self.effect(
+                    f"{role} {name}: not known here, planned as of the trained model's own kind"
+                )
+        return changed
+
     def finish(
         self,
         model: str,
@@ -285,6 +303,7 @@ class Settings:
                 self.report.ignored += 1
             else:
                 self.unread(key, value, "unknown")
+        recipe = self._companions(recipe)
         if isinstance(lora.get("targets"), tuple):
             lora = {**lora, "targets": self._existing(model, lora["targets"])}
         try:

@@ -15,8 +15,16 @@ from planner.run.recipe import EngineKind, Method, Sharding, Task
 VERSION = "0.5"
 SHARE = 0.88
 """mem_fraction_static where neither flag nor a large tensor-parallel degree lowers it."""
-_SHORT = {"tp": "tp-size", "tensor-parallel-size": "tp-size", "dp": "dp-size", "data-parallel-size": "dp-size",
-          "pp": "pp-size", "pipeline-parallel-size": "pp-size", "ep": "ep-size", "model": "model-path"}  # fmt: skip
+_SHORT = {
+    "tp": "tp-size",
+    "tensor-parallel-size": "tp-size",
+    "dp": "dp-size",
+    "data-parallel-size": "dp-size",
+    "pp": "pp-size",
+    "pipeline-parallel-size": "pp-size",
+    "ep": "ep-size",
+    "model": "model-path",
+}
 
 
 def read_script(script: Script, *, version: str | None = None) -> Imported | None:
@@ -65,8 +73,23 @@ def read(given: dict[str, Any], *, version: str | None = None) -> Imported:
     )
     if settings.raw("speculative-algorithm", "speculative-draft-model-path"):
         settings.effect("a speculative drafter's weights and KV cache come on top")
-    settings.quiet("speculative-", "schedule-", "disable-radix", "log-", "enable-metrics", "nccl-", "dist-",
-                   "node-rank", "nnodes", "stream-", "decode-log", "watchdog", "device", "grammar", "is-embedding")  # fmt: skip
+    settings.quiet(
+        "speculative-",
+        "schedule-",
+        "disable-radix",
+        "log-",
+        "enable-metrics",
+        "nccl-",
+        "dist-",
+        "node-rank",
+        "nnodes",
+        "stream-",
+        "decode-log",
+        "watchdog",
+        "device",
+        "grammar",
+        "is-embedding",
+    )
     kv = settings.raw("kv-cache-dtype", to="engine.kv_dtype")
     offload = settings.raw("cpu-offload-gb")
     if offload and as_int(offload) != 0:

@@ -176,6 +176,11 @@ def _uncommented(line: str) -> str:
 def _statement(script: Script, part: str, arrays: dict[str, str]) -> None:
     if not part:
         return
+    if part.startswith(": "):  # : "${NAME:=value}" sets a default
+        for name, value in re.findall(r"\$\{([A-Za-z_]\w*):?=([^{}]*)\}", part):
+            if not script.environment.get(name):
+                script.environment[name] = expand(value, script.environment, arrays).strip("\"'")
+        return
     expanded = expand(part, script.environment, arrays)
     try:
         words = shlex.split(expanded)

@@ -274,6 +274,7 @@ def _drop_rest(settings: Settings) -> None:
         "global_profiler",
         "transfer_queue",
         f"{_A}loss_agg",
+        f"{_A}policy_loss",
         f"{_A}ppo_epochs",
         f"{_A}grad_clip",
         f"{_A}checkpoint",

@@ -163,7 +163,15 @@ SERVING_FIELDS = {
 }
 """The same words where nothing is trained."""
 MACHINE_FIELDS = ("gpu", "gpus", "vram", "host_ram")
-OTHER_FIELDS = ("revision", "offline", "framework_version", "tool_version", "variant", "launch", "model")
+OTHER_FIELDS = (
+    "revision",
+    "offline",
+    "framework_version",
+    "tool_version",
+    "variant",
+    "launch",
+    "model",
+)
 
 
 @dataclass(frozen=True, slots=True)
