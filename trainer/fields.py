@@ -140,6 +140,7 @@ def _recipe(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
         ("audio", recipe.audio > 0, "0: the trainer trains on text alone"),
         ("audio_seconds", recipe.audio_seconds is not None, "nothing: the trainer trains on text alone"),
         ("parallel", recipe.parallel != ParallelSection(), "nothing: the trainer uses one device"),
+        ("loads", recipe.loads is not None, "nothing: the trainer uses one device"),
         ("buckets", recipe.buckets != BucketsSection(), "nothing: the trainer does not run DeepSpeed"),
         ("reshard_after_forward", recipe.reshard_after_forward is not None, "nothing: the trainer uses one device"),
         ("reduce_dtype", recipe.reduce_dtype is not None, "nothing: the trainer uses one device"),
