@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import starmap
 from typing import Any
 
 from planner.errors import UsageError
@@ -12,14 +13,15 @@ from planner.reserved import Reserved, outside_bytes, reserved
 from planner.risk import EVEN, TAIL, Distribution, Risk, distribution, kind_of
 from planner.run.experts import LOOPS, uneven_notes
 from planner.run.framework import planned_as, spelled
-from planner.run.ranks import rank_runs
+from planner.run.ranks import RankPeak, RankRun, rank_runs
 from planner.run.recipe import VLLM, Recipe, Task
 from planner.run.resolve import Resolved, resolve
 from planner.run.task_model import task_model
 from planner.run.tasks import planned_task
 from planner.terms.engine import Serving
 from planner.terms.free_chunks import with_chunks
-from planner.terms.term import Term
+from planner.terms.groups import NO_GROUPS, Communicators, communicators
+from planner.terms.term import Term, merged
 from planner.terms.vision import left_out
 from planner.units import format_bytes
 
@@ -44,7 +46,7 @@ class Plan:
     peak_bytes: int
     """Tensors alive in the largest phase (what torch calls peak allocated)."""
     capacity_bytes: int
-    """What torch sees on one GPU, less the CUDA context."""
+    """What torch sees on one GPU, less the CUDA context and the communicators of the run's groups."""
     host_peak_bytes: int
     host_terms: tuple[Term, ...] = ()
     assumptions: tuple[str, ...] = ()
@@ -55,6 +57,10 @@ class Plan:
     """`fits` means at most this risk of ending out of memory."""
     imbalance_bytes: int = 0
     """What the peak gains where a router sends every token to the same experts of a loop."""
+    communicators: Communicators = NO_GROUPS
+    """Groups of ranks it talks in."""
+    ranks: tuple[RankPeak, ...] = ()
+    """The distinct ranks, of which this plan is the fullest one's."""
     problem: str = ""
     """Why the run cannot start whatever the memory (an engine that refuses); "" = it can."""
 
@@ -255,6 +261,8 @@ class Plan:
             "headroom_bytes": self.headroom_bytes,
             "host_peak_bytes": self.host_peak_bytes,
             "host_terms": [term.to_dict() for term in self.host_terms],
+            "ranks": [rank.to_dict() for rank in self.ranks],
+            "groups": self.communicators.to_list(),
             "phases": [phase.to_dict() for phase in self.phases],
             "assumptions": list(self.assumptions),
             "not_modeled": list(self.not_modeled),
@@ -279,9 +287,17 @@ def plan_resolved(
     model: ModelSpec, resolved: Resolved, machine: Machine, *, risk: float = TAIL
 ) -> Plan:
     """Return the plan of a recipe whose choices are all made."""
-    return max(
-        plans_of_ranks(model, resolved, machine, risk=risk), key=lambda found: found.peak_bytes
-    )
+    kinds = rank_runs(model, resolved)
+    plans = plans_of_ranks(model, resolved, machine, risk=risk)
+    ranks = tuple(starmap(_rank_peak, zip(kinds, plans, strict=True)))
+    return replace(max(plans, key=lambda found: found.peak_bytes), ranks=ranks)
+
+
+def _rank_peak(kind: RankRun, found: Plan) -> RankPeak:
+    return RankPeak(
+        kind.number, kind.count, kind.role, found.peak_bytes, found.peak_phase,
+        {term.name: term.bytes for term in merged(*found.phase(found.peak_phase).terms)},
+    )  # fmt: skip
 
 
 def plans_of_ranks(
@@ -305,7 +321,9 @@ def _of_rank(model: ModelSpec, resolved: Resolved, machine: Machine, risk: float
     unified = machine.gpu is not None and machine.gpu.unified
     # unified memory: what is "offloaded" to the host stays in the same memory
     shared = host_bytes if unified else 0
-    capacity = max(0, machine.vram_bytes - machine.context_bytes - shared)
+    talk = communicators(resolved, machine)
+    outside = machine.context_bytes + talk.held.typical
+    capacity = max(0, machine.vram_bytes - outside - shared)
     return Plan(
         model=model.name,
         spec=model,
@@ -326,6 +344,7 @@ def _of_rank(model: ModelSpec, resolved: Resolved, machine: Machine, risk: float
         risk_allowed=risk,
         imbalance_bytes=uneven,
         problem=result.problem,
+        communicators=talk,
     )
 
 
@@ -356,6 +375,4 @@ def _not_modeled(model: ModelSpec, r: Resolved) -> tuple[str, ...]:
         )
     if missing := left_out(model, r):
         notes.append(missing)
-    if r.placement.reduces and r.placement.ranks > 1:
-        notes.append("NCCL buffers beyond one communicator's: a group more takes 0.5 to 1 GiB more")
     return tuple(notes)

@@ -9,6 +9,7 @@ from planner.units import format_bytes
 
 if TYPE_CHECKING:
     from planner.plan import Plan
+    from planner.run.ranks import RankPeak
 
 
 class Change(Protocol):
@@ -68,7 +69,7 @@ def bar(size: int, full: int) -> str:
 def text(plan: "Plan", levers: Sequence[Lever] = ()) -> str:
     """Return the whole answer as plain text."""
     r = plan.resolved
-    lines = [verdict_line(plan), summary(plan), ""]
+    lines = [verdict_line(plan), summary(plan), *_ranks(plan), ""]
     for phase in plan.phases:
         mark = " <- peak" if phase.name == plan.peak_phase else ""
         lines.append(
@@ -97,6 +98,42 @@ def text(plan: "Plan", levers: Sequence[Lever] = ()) -> str:
         lines += ["", *notes]
     lines.append(f"  planned as {planned_as(r.framework, r.framework_asked)}")
     return "\n".join(lines)
+
+
+def _ranks(plan: "Plan") -> list[str]:
+    """Return whose memory this is: one line where all ranks are alike, else a bar for each kind."""
+    gpus = plan.resolved.layout.gpus
+    if gpus == 1 or not plan.ranks:
+        return []
+    talks = ", ".join(f"{group.name} {group.size}" for group, _ in plan.communicators.groups)
+    held = plan.communicators.held.typical
+    outside = f"; groups: {talks}, their communicators {format_bytes(held)} outside torch"
+    if len(plan.ranks) == 1:
+        return [f"rank 0 of {gpus} (all alike), {plan.resolved.layout}{outside}"]
+    fullest, why = fullest_rank(plan)
+    lines = [
+        f"rank {fullest.rank} of {gpus} is shown, the fullest: {fullest.role}{why}",
+        f"{plan.resolved.layout}{outside}",
+        "",
+    ]
+    for kind in plan.ranks:
+        mark = " <- fullest" if kind is fullest else ""
+        lines.append(
+            f"  rank {kind.rank:<6}{bar(kind.peak_bytes, plan.capacity_bytes)} "
+            f"{format_bytes(kind.peak_bytes):>11}  {kind.role}{mark}"
+        )
+    return lines
+
+
+def fullest_rank(plan: "Plan") -> tuple["RankPeak", str]:
+    """Return the fullest kind of rank, and what it has more of than the least full one."""
+    fullest = max(plan.ranks, key=lambda kind: kind.peak_bytes)
+    least = min(plan.ranks, key=lambda kind: kind.peak_bytes)
+    more = {name: size - least.terms.get(name, 0) for name, size in fullest.terms.items()}
+    name = max(more, key=lambda name: more[name])
+    if fullest.peak_bytes == least.peak_bytes:
+        return fullest, ""
+    return fullest, f"; {name} {format_bytes(more[name])} more than on rank {least.rank}"
 
 
 def summary(plan: "Plan") -> str:

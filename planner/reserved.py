@@ -8,12 +8,12 @@ the card's limit it gives unused blocks back first.
 from dataclasses import replace
 from typing import NamedTuple
 
-from planner.machines.communicators import communicator
 from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
 from planner.phases import Phase
 from planner.replay.steps import Replayed, replay_run
 from planner.run.resolve import Resolved
+from planner.terms.groups import communicators
 
 
 class Reserved(NamedTuple):
@@ -83,15 +83,15 @@ def _replayed(
 
 
 def outside_bytes(r: Resolved, machine: Machine) -> int:
-    """Return what the GPU holds of the run outside torch's pool: contexts and a communicator.
+    """Return what the GPU holds of the run outside torch's pool: contexts and communicators.
 
     auto-gptq and gptqmodel load by device_map "auto": accelerate's get_max_memory puts a tensor on
     every GPU, and with it each process a CUDA context (accelerate 1.0 utils/modeling.py).
     """
-    ranks = r.placement.ranks
+    ranks = r.gpus
     everywhere = r.switches.gptq_touches_every_gpu and r.quantization.startswith("gptq")
     contexts = (ranks if everywhere else 1) * machine.context_bytes
-    return contexts + communicator(machine, ranks).typical
+    return contexts + communicators(r, machine).held.typical
 
 
 def _bytes(phases: tuple[Phase, ...], phase: str, term: str) -> int:

@@ -4,7 +4,7 @@ Ranks of one pipeline stage are alike; every stage is one kind of rank.
 """
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from planner.models.rank_part import Cuts, stage_part, tensor_part
 from planner.models.spec import ModelSpec
@@ -14,6 +14,25 @@ from planner.run.pipeline import Stage, layers_of
 from planner.run.resolve import Resolved
 from planner.run.switches import Switches
 from planner.run.tasks import Head
+
+
+class RankPeak(NamedTuple):
+    """One kind of rank and its peak, as its plan has it."""
+
+    rank: int
+    """The first of its kind."""
+    count: int
+    role: str
+    peak_bytes: int
+    peak_phase: str
+    terms: dict[str, int]
+    """Bytes alive at its peak."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        found = self._asdict()
+        del found["terms"]
+        return found
 
 
 class RankRun(NamedTuple):

@@ -308,7 +308,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     if recipe.engine.expert_parallel and not any(layer.mlp.num_experts for layer in model.layers):
         notes.append("expert_parallel moves nothing: the model has no experts")
     if trains:
-        if machine.num_gpus > 1 and recipe.sharding is Sharding.NONE:
+        if layout.data_replicate == machine.num_gpus > 1 and recipe.sharding is Sharding.NONE:
             notes.append(
                 f"{machine.num_gpus} GPUs without --shard: a whole copy on each, nothing is divided; "
                 "--shard fsdp2 divides weights, gradients and states"
