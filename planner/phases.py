@@ -26,7 +26,7 @@ from planner.terms.logits import Logits, head_gradient_width, held_outputs, kept
 from planner.terms.optimizer import optimizer
 from planner.terms.overhead import engine_workspace, scores_buffer, workspace
 from planner.terms.passes import passes
-from planner.terms.pipeline import passed_on
+from planner.terms.pipeline import passed_on, under_way
 from planner.terms.sync import pushes, synced
 from planner.terms.term import Term, merged, plus
 from planner.terms.vision import Vision, vision
@@ -102,7 +102,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     flat = buffers(model, r)
     running = engine_costs(model, r, machine, base.bytes)
     resident = running.resident
-    seen = vision(model, r, acts.forward)
+    seen, passing = vision(model, r, acts.forward), under_way(model, r)
     phases = [_phase("load", base, adapter, *loading(model, r, base))]
     if pushes(r):
         woken = running.woken if r.engine is EngineKind.VLLM_PUSH else resident
@@ -136,6 +136,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
             _acts("forward", acting, acts),
             outputs,
             resident,
+            *passing,
         )
     )
     saved, logit, made, asked = _loss(model, r, acts, head, flat)
@@ -153,12 +154,15 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
             _acts("loss", saved, acts),
             logit,
             resident,
+            *passing,
         )
     )
     running_back = _backward(model, r, acts, grads, held, flat, seen)
-    phases.append(_phase("backward", *fixed, whole, *running_back, outputs, resident))
+    phases.append(_phase("backward", *fixed, whole, *running_back, outputs, resident, *passing))
     left = _acts("step", acts.outliving, acts)
-    made_whole = Term("gradients", 0) if r.placement.bucket_views else step_gradients(r, grads)
+    offloaded_fsdp2 = r.placement.flat_buffers and r.placement.offload.gradients
+    elsewhere = r.placement.bucket_views or offloaded_fsdp2
+    made_whole = Term("gradients", 0) if elsewhere else step_gradients(r, grads)
     step = Term(
         "optimizer",
         states.states.bytes + states.step.bytes,
