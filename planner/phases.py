@@ -26,7 +26,7 @@ from planner.terms.logits import Logits, head_gradient_width, held_outputs, kept
 from planner.terms.optimizer import optimizer
 from planner.terms.overhead import engine_workspace, scores_buffer, workspace
 from planner.terms.passes import passes
-from planner.terms.pipeline import passed_on
+from planner.terms.pipeline import passed_on, under_way
 from planner.terms.term import Term, merged, plus
 from planner.terms.vision import Vision, vision
 from planner.terms.vllm_weights import vllm_weights_term
@@ -101,7 +101,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     flat = buffers(model, r)
     running = engine_costs(model, r, machine, base.bytes)
     resident = running.resident
-    seen = vision(model, r, acts.forward)
+    seen, passing = vision(model, r, acts.forward), under_way(model, r)
     phases = [_phase("load", base, adapter, _load(model, r, base))]
     if TASKS[r.task].generates:
         phases.append(_rollout(model, r, running, _resting(r, fixed, ROLLOUT_LEAVES)))
@@ -132,6 +132,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
             _acts("forward", acting, acts),
             outputs,
             resident,
+            *passing,
         )
     )
     saved, logit, made, asked = _loss(model, r, acts, head, flat)
@@ -149,12 +150,15 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
             _acts("loss", saved, acts),
             logit,
             resident,
+            *passing,
         )
     )
     running_back = _backward(model, r, acts, grads, held, flat, seen)
-    phases.append(_phase("backward", *fixed, whole, *running_back, outputs, resident))
+    phases.append(_phase("backward", *fixed, whole, *running_back, outputs, resident, *passing))
     left = _acts("step", acts.outliving, acts)
-    made_whole = Term("gradients", 0) if r.placement.bucket_views else step_gradients(r, grads)
+    offloaded_fsdp2 = r.placement.flat_buffers and r.placement.offload.gradients
+    elsewhere = r.placement.bucket_views or offloaded_fsdp2
+    made_whole = Term("gradients", 0) if elsewhere else step_gradients(r, grads)
     step = Term(
         "optimizer",
         states.states.bytes + states.step.bytes,

@@ -74,7 +74,7 @@ DIFFERENCES = (
 def refuse_unhonoured(run: RunFile, train: BaseModel) -> None:
     """Raise UnsupportedError or UsageError for the first field that the trainer would not act on."""
     recipe = run.recipe
-    for name, value, allowed in (*_recipe(recipe), *_machine(run)):
+    for name, value, allowed in _recipe(recipe):
         raise UnsupportedError(f"{name}: {value} cannot be trained", hint=f"use {allowed}")
     if recipe.task is Task.GRPO or recipe.engine != type(recipe.engine)():
         _refuse_engine(recipe)
@@ -197,11 +197,6 @@ def _lora(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
                 ", ".join(value) if isinstance(value, tuple) else value,
                 allowed,
             )
-
-
-def _machine(run: RunFile) -> Iterator[tuple[str, Any, str]]:
-    if run.machine.gpus > 1:
-        yield "machine.gpus", run.machine.gpus, "1: the trainer uses one device"
 
 
 def _refuse_engine(recipe: Recipe) -> None:

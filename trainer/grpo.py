@@ -85,7 +85,7 @@ def train_grpo(
             held_out=len(held_out or ()),
             ranks=ranks,
         )
-        with run_folder(run, train, resume=resume) as output:
+        with run_folder(run, train, resume=resume, ranks=ranks) as output:
             ready.save(output)
             rewards.pool.output.to(output / REWARDS_LOG)
             on_ready(ready)
@@ -115,7 +115,14 @@ def _train(
     policy, engine = ready.policy, ready.engine
     assert engine is not None
     order = Order(size=len(prompts), seed=train.seed, shuffle=train.dataset.shuffle)
-    session = Session(train, output=output, policy=policy, stepper=ready.stepper, order=order)
+    session = Session(
+        train,
+        output=output,
+        policy=policy,
+        stepper=ready.stepper,
+        order=order,
+        ranks=ready.ranks,
+    )
     if held_out is not None:
         session.validation = Validation(
             ready,
@@ -194,7 +201,7 @@ class Grpo:
         logged["seconds"] = time.perf_counter() - started
         sampled = ranks.sum(float(sum(rollout.lengths)))
         logged["tokens_per_second"] = sampled / logged["seconds"]
-        if self.train.print_completions and ranks.first:
+        if self.train.print_completions:
             rows = self.train.print_completions
             show_completions(self.session, step, rollout, scores, values, rows)
         if updates == 0:

@@ -50,14 +50,21 @@ def step_line(logged: dict[str, Any]) -> str:
 def show_completions(
     session: Session, step: int, rollout: Rollout, scores: Scores, advantages: Tensor, rows: int
 ) -> None:
-    """Write the step's completions to Parquet, and show the first `rows` on a terminal."""
-    columns: dict[str, list[Any]] = {
+    """Write the completions of all ranks to Parquet, and show the first `rows` on a terminal."""
+    own: dict[str, list[Any]] = {
         "prompt": [prompt.text for prompt in rollout.prompts],
         "completion": rollout.texts,
         **{f"reward {name}": list(values) for name, values in scores.by_reward.items()},
         **scores.extra,
         "reward": scores.totals,
         "advantage": advantages.tolist(),
+    }
+    every = session.ranks.gather_objects(own)
+    if not session.ranks.first:
+        return
+    columns = {
+        name: [value for part in every for value in part.get(name, [None] * len(part["reward"]))]
+        for name in dict.fromkeys(name for part in every for name in part)
     }
     report.save_completions(session.output, step, columns)
     if session.reports is not None:

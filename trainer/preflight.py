@@ -91,8 +91,8 @@ class Preflight:
         return planned
 
     def save(self, output: Path) -> None:
-        """Write the rehearsal where `vramwise profile compare` finds it."""
-        if self.measured is not None:
+        """Write the rehearsal where `vramwise profile compare` finds it; of several ranks the first one's."""
+        if self.measured is not None and self.ranks.first:
             self.measured.save(output / PREFLIGHT_FILE)
 
     @property

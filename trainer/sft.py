@@ -90,7 +90,7 @@ def train_sft(
         router_loss=bool(coefficient),
         ranks=ranks,
     )
-    with run_folder(run, train, resume=resume) as output:
+    with run_folder(run, train, resume=resume, ranks=ranks) as output:
         ready.save(output)
         return _train(
             ready.train,
@@ -117,7 +117,14 @@ def _train(
     resume: bool,
     coefficient: float,
 ) -> Result:
-    session = Session(train, output=output, policy=ready.policy, stepper=ready.stepper, order=order)
+    session = Session(
+        train,
+        output=output,
+        policy=ready.policy,
+        stepper=ready.stepper,
+        order=order,
+        ranks=ready.ranks,
+    )
     if held_out is not None:
         session.validation = Validation(ready, output, loss_measure(held_out, ready))
     session.equip(ready, callbacks)

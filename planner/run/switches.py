@@ -109,8 +109,8 @@ class Switches(Section):
     tensor_plan: Literal["none", "megatron", "torchtitan", "transformers"] = "none"
     """How tensor-parallel ranks divide the model: none do; megatron: embedding, head and loss by rows of the
     vocabulary; torchtitan: the same by DTensor, norms by tokens; transformers: embedding whole, logits gathered."""
-    pipelines: Flag = False
-    """Layers can be divided into pipeline stages."""
+    pipelines: Literal["none", "megatron", "torch"] = "none"
+    """Whose code divides layers into pipeline stages: Megatron-Core's, or torch.distributed.pipelining."""
     contexts: frozenset[Literal["ring", "ulysses"]] = frozenset()
     """How one sequence can be divided over ranks."""
     expert_parallel: Flag = False

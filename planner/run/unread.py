@@ -18,6 +18,7 @@ FIELDS_WITHOUT_BYTES = {
     "engine.timeout_s": "a time",
     "lora.use_rslora": "a factor",
     "parallel.data_shard": "what the other degrees leave of the GPUs",
+    "parallel.schedule": "says again what virtual_stages says, and is refused where it contradicts it",
 }
 """Recipe fields that move no byte of any plan, and why they are in a recipe."""
 ALGORITHMS = frozenset(

@@ -71,6 +71,8 @@ def _student(model: ModelSpec, r: Resolved) -> Logits:
     """Return the bytes of the trained model's own head."""
     law, act = r.law, logit_width(r)
     rows, none = scored_rows(r, law), Term("logits", 0)
+    if not r.stage.last:  # another stage's; the gradient it sends is among the layers'
+        return Logits(none, none, none, none, 0, none)
     if law.kind in ("score", "none"):
         return _without_vocabulary(model, r)
     made, held = _new_head_gradient(model, r), _held(model, r, rows, act)
