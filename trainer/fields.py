@@ -142,6 +142,7 @@ def _recipe(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
         ("video_frames", recipe.video_frames is not None, "nothing: the trainer trains on text alone"),
         ("audio", recipe.audio > 0, "0: the trainer trains on text alone"),
         ("audio_seconds", recipe.audio_seconds is not None, "nothing: the trainer trains on text alone"),
+        ("loads", recipe.loads is not None, "nothing: how ranks read weights is the trainer's own"),
         ("sharding", recipe.sharding not in SHARDED, "none, ddp or fsdp2: several GPUs are FSDP2's, each with all of the weights or a part"),
         *((f"parallel.{name}", getattr(recipe.parallel, name) != ParallelSection.model_fields[name].default, "nothing: the trainer divides samples, weights and states over its ranks, by data_shard and data_replicate") for name in OTHER_DEGREES),
         ("accumulate_sync", recipe.accumulate_sync is False, "true: gradients are summed over ranks after every micro-batch"),

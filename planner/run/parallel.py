@@ -262,6 +262,10 @@ def refuse_unplanned(model: ModelSpec, recipe: Recipe, layout: Layout, law: Fram
             f"parallel.tensor: {layout.tensor}, but bitsandbytes' packed weights are not divided by tensor",
             hint="--shard fsdp2 divides them",
         )
+    if switches.layers == "megatron" and recipe.method is not Method.FULL:
+        raise UnsupportedError(
+            f"method: {recipe.method.value} cannot be planned under {law.title} yet", hint="full"
+        )
     several = layout.tensor * layout.pipeline * layout.context * layout.expert > 1
     if several and recipe.task is not Task.SFT:
         raise UnsupportedError(

@@ -147,6 +147,8 @@ class Resolved:
     beta: float
     reference: Reference
     sharding: Sharding
+    loads: str
+    """full, rank0 or sharded; "" = nobody says."""
     zero: Zero | None
     """DeepSpeed's buffers, if it divides or offloads."""
     layout: Layout
@@ -383,6 +385,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         beta=beta,
         reference=reference,
         sharding=recipe.sharding,
+        loads=recipe.loads or "",
         zero=_zero(model, recipe, framework),
         layout=layout,
         reshard_after_forward=not staged

@@ -100,6 +100,14 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[["Resolved"], bool], str], ...] = 
     (("parallel.schedule", "parallel.virtual_stages"), lambda r: r.layout.pipeline > 1, "there is no pipeline"),
     (("parallel.context_kind",), lambda r: r.layout.context > 1, "no sequence is divided"),
     (("bucket_views",), lambda r: r.placement.buckets, "no ddp has buckets"),
+    (("loads",), lambda r: r.placement.weight_shards > 1, "no weights are divided"),
+    (
+        ("buckets.reduce", "buckets.prefetch", "buckets.live", "buckets.reuse", "buckets.persistence",
+         "buckets.sub_group", "buckets.overlap", "buckets.contiguous", "buckets.dtype"),
+        lambda r: r.placement.zero is not None,
+        "DeepSpeed neither divides nor offloads",
+    ),
+    (("buckets.overlap",), lambda r: not r.placement.window, "stage 3 has one bucket either way"),
 )  # fmt: skip
 
 

@@ -57,6 +57,7 @@ def _plan(
     """
     from planner.answers.advise import levers
     from planner.answers.layouts import laid_out, layouts
+    from planner.answers.pool_levers import pool_levers
     from planner.errors import DoesNotFitError
     from planner.plan import plan
     from planner.report import layout_line, text
@@ -80,7 +81,8 @@ def _plan(
     else:
         best = levers(described.model, recipe, described.machine, result)
         said = f"\n\n{layout_line(best_layouts)}" if whole else ""
-        typer.echo(text(result, best) + said + extra.prose)
+        others = pool_levers(described.model, recipe, described.machine, result)
+        typer.echo(text(result, best, others) + said + extra.prose)
     if check and not result.fits:
         if as_json:  # the document above is the whole answer
             raise typer.Exit(DoesNotFitError.exit_code)

@@ -22,6 +22,7 @@ SERVE: dict[str, Any] = {"task": "serve"}
 GATHERED: dict[str, Any] = {**FULL, "evaluation": {"samples": 64, "logits": True}}
 DISTILL: dict[str, Any] = {"task": "distill", "framework": "trl", "teacher": "llama-3.2-3b"}
 TWO_CARDS = (
+    "loads",
     "buckets.reduce",
     "buckets.prefetch",
     "buckets.live",
@@ -141,6 +142,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "negatives": ({"task": "embed", "method": "full"}, 4),
     "mini_batch": ({"task": "embed", "method": "full", "micro_batch_size": 64}, 4),
     "sharding": (FULL, "zero3"),
+    "loads": ({**FULL, "sharding": "zero3"}, "full"),
     "buckets.reduce": ({**FULL, "sharding": "zero2"}, 10**8),
     "buckets.prefetch": ({**FULL, "sharding": "zero3", "buckets": {"live": 10**8}}, 10**8),
     "buckets.live": ({**FULL, "sharding": "zero3"}, 10**7),
@@ -266,6 +268,7 @@ UNREAD: dict[str, tuple[dict[str, Any], Any]] = {
     "engine.offline": (GRPO, True),
     "engine.max_loras": (GRPO, 4),
     "engine.max_lora_rank": (GRPO, 64),
+    "loads": (FULL, "full"),
     "sharding": (FULL, "zero3"),
     "experts_implementation": (FULL, "eager"),
     "expert_capacity_factor": (FULL, 1.25),

@@ -114,6 +114,7 @@ FIELDS: dict[str, Case] = {
     "recipe.reference": no("separate", "grpo", recipe__beta=0.1),
     "recipe.sharding": no("fsdp"),
     "recipe.bucket_views": no(True),
+    "recipe.loads": no("rank0"),
     "recipe.buckets.reduce": no(10**8),
     "recipe.buckets.allgather": no(10**8),
     "recipe.buckets.prefetch": no(10**8),
