@@ -136,7 +136,7 @@ def prepare(
         say(note)
     started, _ = with_start(spec, run.recipe)
     wanted = settle_engine(settled(started))
-    if train.neftune_alpha or router_loss:
+    if wanted.task is Task.SFT:
         beside = {"neftune": bool(train.neftune_alpha), "router_loss": router_loss}
         wanted = wanted.model_copy(update=beside)
     layout, asked = choose_layout(spec, wanted, train)

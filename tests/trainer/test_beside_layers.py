@@ -37,7 +37,7 @@ def both(**fields):
 
 @pytest.fixture(scope="module")
 def plain():
-    return both()
+    return both(router_loss=False)
 
 
 def grown(with_it, without, phase):
@@ -75,3 +75,17 @@ def test_a_plan_of_the_file_knows_what_its_train_section_says(train, field):
     run = with_train(RunFile(model="m", recipe=Recipe(task="sft"), train=train))
     assert getattr(run.recipe, field)
     assert with_train(RunFile(model="m", recipe=Recipe(task="grpo"), train=train)).recipe == Recipe(task="grpo")  # fmt: skip
+
+
+def test_a_plan_without_a_word_has_the_loss_that_the_trainer_takes_from_the_config():
+    from transformers import AutoConfig
+
+    from trainer.router_loss import router_coefficient
+
+    for given, on in (({}, True), ({"router_aux_loss_coef": 0.0}, False)):
+        config = {**CONFIG, **given}
+        assert bool(router_coefficient(AutoConfig.for_model(**config), None)) is on
+        recipe = make_recipe(task="sft", context=512)
+        model = model_spec_from_config(config)
+        resolved = plan(model, recipe, Machine(vram_bytes=2**40)).resolved
+        assert resolved.router_loss is model.router_loss is on
