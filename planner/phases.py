@@ -6,12 +6,11 @@ from typing import Any, NamedTuple
 from planner.dtypes import element_bytes
 from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
-from planner.quant.table import BITSANDBYTES
 from planner.run.recipe import VLLM, EngineKind, Method
 from planner.run.resolve import Resolved
 from planner.run.tasks import TASKS
-from planner.terms.activations import Activations, dequantized
-from planner.terms.adapters import lora, pissa_work, trains_embedding, trains_head, trains_tied
+from planner.terms.activations import Activations
+from planner.terms.adapters import lora, trains_embedding, trains_head, trains_tied
 from planner.terms.columns import micro_batch
 from planner.terms.communication import PASSING, Buffers, buckets, buffers, term
 from planner.terms.companions import offloaded
@@ -22,11 +21,13 @@ from planner.terms.generation import generating, rolling
 from planner.terms.gradients import accumulated, gradient_width, gradients, whole_width
 from planner.terms.host import host
 from planner.terms.lifecycle import lifecycle, lifecycle_host
+from planner.terms.loading import loading
 from planner.terms.logits import Logits, head_gradient_width, held_outputs, kept_rows, logits
 from planner.terms.optimizer import optimizer
 from planner.terms.overhead import engine_workspace, scores_buffer, workspace
 from planner.terms.passes import passes
-from planner.terms.pipeline import passed_on
+from planner.terms.pipeline import passed_on, under_way
+from planner.terms.sync import pushes, synced
 from planner.terms.term import Term, merged, plus
 from planner.terms.vision import Vision, vision
 from planner.terms.vllm_weights import vllm_weights_term
@@ -34,7 +35,7 @@ from planner.terms.weights import RESHARD, flat_units, gathered, kept_between, w
 from planner.terms.zero import standing_gradients, step_gradients, waiting_gradients
 
 PHASES = (
-    "load", "rollout", "score", "reference", "teacher", "reward", "critic",
+    "load", "sync", "rollout", "score", "reference", "teacher", "reward", "critic",
     "forward", "loss", "backward", "step", "evaluate", "save", "resume",
 )  # fmt: skip
 
@@ -101,8 +102,11 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     flat = buffers(model, r)
     running = engine_costs(model, r, machine, base.bytes)
     resident = running.resident
-    seen = vision(model, r, acts.forward)
-    phases = [_phase("load", base, adapter, _load(model, r, base))]
+    seen, passing = vision(model, r, acts.forward), under_way(model, r)
+    phases = [_phase("load", base, adapter, *loading(model, r, base))]
+    if pushes(r):
+        woken = running.woken if r.engine is EngineKind.VLLM_PUSH else resident
+        phases.append(_phase("sync", *_resting(r, fixed, SCORE_LEAVES), synced(model, r), woken))
     if TASKS[r.task].generates:
         phases.append(_rollout(model, r, running, _resting(r, fixed, ROLLOUT_LEAVES)))
         phases.append(
@@ -132,6 +136,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
             _acts("forward", acting, acts),
             outputs,
             resident,
+            *passing,
         )
     )
     saved, logit, made, asked = _loss(model, r, acts, head, flat)
@@ -149,12 +154,15 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
             _acts("loss", saved, acts),
             logit,
             resident,
+            *passing,
         )
     )
     running_back = _backward(model, r, acts, grads, held, flat, seen)
-    phases.append(_phase("backward", *fixed, whole, *running_back, outputs, resident))
+    phases.append(_phase("backward", *fixed, whole, *running_back, outputs, resident, *passing))
     left = _acts("step", acts.outliving, acts)
-    made_whole = Term("gradients", 0) if r.placement.bucket_views else step_gradients(r, grads)
+    offloaded_fsdp2 = r.placement.flat_buffers and r.placement.offload.gradients
+    elsewhere = r.placement.bucket_views or offloaded_fsdp2
+    made_whole = Term("gradients", 0) if elsewhere else step_gradients(r, grads)
     step = Term(
         "optimizer",
         states.states.bytes + states.step.bytes,
@@ -178,8 +186,8 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     )
     staying = _resting(r, fixed, ROLLOUT_LEAVES)
     waiting = tuple(term for term in fixed if term not in staying)  # at its most, in the rollout
-    others = (inputs, running.host, *waiting, offloaded(r), *lifecycle_host(model, r))
-    held_there = host(model, r, states.host, others)
+    others = (inputs, running.host, *waiting, offloaded(r))
+    held_there = host(model, r, states.host, others, lifecycle_host(model, r))
     return Budget(tuple(phases), held_there, running.problem, running.serving)
 
 
@@ -423,32 +431,6 @@ def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, i
 def _embedded(model: ModelSpec, r: Resolved) -> int:
     """Return bytes of the embeddings' output, or of its gradient."""
     return r.tokens * model.hidden * element_bytes(r.dtype)
-
-
-def _load(model: ModelSpec, r: Resolved, base: Term) -> Term:
-    """Return what loading needs beside the model; BLAS workspaces come with the first product."""
-    here = r.placement
-    if here.loads_whole:
-        size = base.bytes * here.weight_shards + gathered(model, r, here.gathered_layers).bytes
-        return Term(
-            "overhead",
-            size,
-            "the whole model on each GPU until it is sharded {0:,} B",
-            (size,),
-            "litgpt finetune/lora.py: load_checkpoint before FSDP frees the full weights",
-        )
-    if r.lora_init.startswith("pissa") and r.method is not Method.FULL:
-        return pissa_work(model, r)
-    if r.quantization not in BITSANDBYTES:
-        return Term("overhead", 0)
-    size = dequantized(model, r)
-    return Term(
-        "overhead",
-        size,
-        "one 16-bit weight while it is quantised {0:,} B",
-        (size,),
-        "bitsandbytes quantize_4bit",
-    )
 
 
 ROLLOUT_LEAVES = frozenset({"weights", "adapters", "optimizer"})

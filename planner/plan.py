@@ -314,7 +314,8 @@ def _of_rank(model: ModelSpec, resolved: Resolved, machine: Machine, risk: float
     result = budget(model, resolved, machine)
     peak = max(result.phases, key=lambda phase: phase.total_bytes)
     uneven = 0
-    if resolved.experts in LOOPS and not resolved.imbalance:
+    divided = resolved.layout.expert > 1
+    if (resolved.experts in LOOPS or divided) and not resolved.imbalance:
         worst = budget(model, replace(resolved, imbalance=True), machine)
         uneven = max(0, max(phase.total_bytes for phase in worst.phases) - peak.total_bytes)
     host_bytes = sum(term.bytes for term in result.host)

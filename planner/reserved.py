@@ -41,6 +41,10 @@ def reserved(
     if not r.trains:  # vLLM stays inside its utilisation
         return Reserved(peak, peak, peak)
     workspace, resident = _bytes(phases, "loss", "overhead"), _bytes(phases, "forward", "engine")
+    if r.stage.stages > 1 or r.switches.gradient_buffers:
+        # graphs of other micro-batches and buffers, which the replay does not play, only stand there
+        alone = _replayed(model, r, workspace, resident, lengths, None, capacity_bytes)
+        resident += max(0, peak - alone.allocated_bytes)
     free = _replayed(model, r, workspace, resident, lengths, None, capacity_bytes)
     with_room = on_card = max(peak, free.reserved_bytes)
     if with_room > capacity_bytes:

@@ -82,11 +82,19 @@ def visible(tracker: "StorageTracker") -> Iterator[None]:
 
         return property(fetch)
 
+    def gathering(original: Callable[..., Any]) -> Callable[..., Any]:
+        def gather(*args: Any, **kwargs: Any) -> Any:
+            with tracker.allocating("weights"):
+                return original(*args, **kwargs)
+
+        return gather
+
     with ExitStack() as stack:
         for owner, name, change in (
             (ShardingPropagator, "_propagate_tensor_meta_non_cached", quietly),
             (torch.UntypedStorage, "resize_", resizing),
             (FSDPParam, "all_gather_inputs", fetching),
+            (FSDPParam, "init_all_gather_outputs", gathering),
             (groups, "foreach_all_gather", communicating),
             (groups, "foreach_reduce", reducing),
         ):

@@ -1,5 +1,6 @@
 """Models that Megatron-LM's arguments describe -> ModelSpec: GPT as core/models/gpt builds it."""
 
+from dataclasses import replace
 from typing import Any
 
 from planner.accuracy.prediction import NotCovered
@@ -16,6 +17,8 @@ from planner.models.spec import (
 
 GPT2_VOCABULARY = 50257
 """GPT2BPETokenizer, the test cases' own where they name none."""
+BERT_VOCABULARY = 30522
+"""bert-large-uncased's, which BertWordPieceLowerCase reads."""
 SWIGLU_MULTIPLE = 64
 """training/arguments.py: ffn_hidden_size = int((4 * hidden_size * 2 / 3) / 64) * 64 with swiglu."""
 DROPOUT = 0.1
@@ -62,6 +65,25 @@ def gpt_model(name: str, settings: Settings, positions: int) -> ModelSpec:
         hidden_dropout=dropout,
         embedding_dropout=dropout,
         source="Megatron-LM arguments",
+    )
+
+
+def bert_model(name: str, settings: Settings, positions: int) -> ModelSpec:
+    """Return BERT as core/models/bert builds it: token types, a pooler, two heads, the vocabulary's tied."""
+    words = {"vocab-size": BERT_VOCABULARY, **settings}
+    model = gpt_model(name, words, positions)
+    hidden = model.hidden
+    return replace(
+        model,
+        embeddings=(*model.embeddings, embedding("tokentype_embeddings", 2, hidden)),
+        final=(
+            *model.final,
+            linear("lm_head.dense", hidden, hidden, bias=True),
+            _norm("lm_head.layer_norm", hidden, settings),
+            linear("pooler.dense", hidden, hidden, bias=True),
+            linear("binary_head", hidden, 2, bias=True),
+        ),
+        head=linear("lm_head", hidden, model.vocab, bias=True),
     )
 
 

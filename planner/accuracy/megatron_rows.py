@@ -4,8 +4,9 @@ import json
 import re
 from typing import Any
 
-from planner.accuracy.megatron_models import Settings, gpt_model
+from planner.accuracy.megatron_models import Settings, bert_model, gpt_model
 from planner.accuracy.names import machine_named
+from planner.accuracy.parallel_columns import degree
 from planner.accuracy.prediction import NotCovered, Prediction
 from planner.accuracy.rows import Row
 from planner.plan import Plan, plans_of_ranks
@@ -35,17 +36,15 @@ def predict_megatron(row: Row) -> Prediction:
     gpus = row.integer("n_gpus")
     if gpus is None:
         raise NotCovered("the row does not say how many GPUs ran")
-    model = gpt_model(
-        row["model"],
-        settings,
-        int(settings.get("max-position-embeddings", row.integer("seq_len") or 0)),
-    )
+    build = bert_model if row["model"].startswith("bert") else gpt_model
+    positions = int(settings.get("max-position-embeddings", row.integer("seq_len") or 0))
+    model = build(row["model"], settings, positions)
     machine = machine_named(row["gpu"], gpus)
     resolved = resolve(model, recipe_of(row, settings), machine)
     last = plans_of_ranks(model, resolved, machine)[-1]
     if row.quantity == "allocated_after_step":
         value = standing_bytes(last)
-        return Prediction("static_after_step", value, *last.interval("static", value), last)
+        return Prediction("static_allocated", value, *last.interval("static", value), last)
     value = last.allocated_peak_bytes
     return Prediction("peak_allocated", value, *last.interval("allocated", value), last)
 
@@ -59,19 +58,13 @@ def settings_of(row: Row) -> Settings:
     for key in UNSTATED:
         if settings.get(key):
             raise NotCovered(f"Megatron-LM's {key} is not planned")
-    if not row["model"].startswith("gpt"):
+    if not row["model"].startswith(("gpt", "bert")):
         raise NotCovered(f"the model {row['model'][:40]!r} is no decoder that the planner builds")
     if row["model"].startswith("gpt_grpo"):
         raise NotCovered("a test of RL: an inference engine's buffers are beside the training")
     if "muon" in row["optimizer"]:
         raise NotCovered("Megatron-LM's Muon is not planned")
     return settings
-
-
-def degree(row: Row, name: str) -> int:
-    """Return a degree of parallelism as the row states it."""
-    found = re.search(rf"\b{name} (\d+)", row["parallelism"])
-    return int(found[1]) if found else 1
 
 
 def recipe_of(row: Row, settings: Settings) -> Recipe:
@@ -112,7 +105,7 @@ def _law(settings: Settings) -> str:
     """Return the law of the test case's kernels."""
     if not settings.get("no-gradient-accumulation-fusion"):
         return "megatron"
-    if settings.get("transformer-impl") == "local":
+    if "local" in (settings.get("transformer-impl"), settings.get("spec")):
         return "megatron-local"
     if settings.get("cross-entropy-loss-fusion"):
         return "megatron-fused-loss"

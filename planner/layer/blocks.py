@@ -66,12 +66,14 @@ def _block(
 ) -> Value:
     """Record x + norm(part(norm(x)))."""
     tape, width = p.tape, p.s.residual
-    normed = p.norm(x, width, hidden) if before else x
+    normed = p.norm(x, width, hidden // p.s.sequence) if before else x
+    normed = p.gathered(normed, hidden * (wide if before else width), keep=not before)
     out = part(p, normed, layer, hidden, wide if before else width)
     if normed is not x:
         tape.drop(normed)
+    out = p.summed(out, hidden)
     if after:
-        raw, out = out, p.norm(out, width, hidden)
+        raw, out = out, p.norm(out, width, hidden // p.s.sequence)
         tape.drop(raw)
     out = _dropout(p, out, hidden)
     if layer.scaled:
@@ -79,7 +81,7 @@ def _block(
         saves = (raw,) if p.s.full else ()
         out = tape.op((raw,), size, saves=saves, weight_grad=hidden * p.s.grad if p.s.full else 0)
         tape.drop(raw)
-    summed = tape.add(x, out, hidden * width)
+    summed = tape.add(x, out, p.s.stream(hidden))
     tape.drop(out)
     return summed
 
@@ -88,7 +90,7 @@ def _dropout(p: Program, x: Value, hidden: int) -> Value:
     """Record the residual dropout of older families; `x` is dropped."""
     if not p.s.hidden_dropout:
         return x
-    mask = p.tape.value(hidden, needs_grad=False)  # one byte an element
+    mask = p.tape.value(hidden / p.s.sequence, needs_grad=False)  # one byte an element
     out = p.tape.op((x,), x.size, saves=(mask,))
     p.tape.drop(mask, x)
     return out

@@ -6,6 +6,7 @@ core/tensor_parallel/layers.py and mappings.py; core/fusions/fused_bias_dropout.
 (planner/models/rank_part.py); `OpSettings.sequence` ranks share the tokens of the hidden stream.
 """
 
+from planner.layer.attention import ring_blocks
 from planner.layer.channel import activation, gated, mlp_linears
 from planner.layer.program import Program
 from planner.layer.tape import Op, Value
@@ -129,17 +130,22 @@ def _copied(p: Program, x: Value) -> Value:
 def _fused(p: Program, q: Value, k: Value, v: Value, layer: LayerSpec) -> Value:
     """Record a fused kernel: it keeps its inputs, its output and the rows' statistics."""
     tape, heads = p.tape, layer.mixer.num_heads
+    divided = p.s.context_kind == "ulysses"
+    if divided:
+        q, k, v = (_copied(p, part) for part in (q, k, v))
+    ring = ring_blocks(p, q, k, v, p.s.act)
     lse = tape.statistics(heads * 4)
     out = tape.op(
         (q, k, v),
         q.size,
         saves=(q, k, v, lse),
         saves_out=True,
-        scratch=q.size * 4 / p.s.act,  # dq is summed in fp32
+        forward_scratch=ring.forward,
+        scratch=q.size * 4 / p.s.act + ring.backward,  # dq is summed in fp32
         kind=Op.ATTENTION,
     )
     tape.drop(q, k, v, lse)
-    return out
+    return _copied(p, out) if divided else out
 
 
 def _unfused(p: Program, q: Value, k: Value, v: Value, layer: LayerSpec) -> Value:

@@ -66,7 +66,7 @@ def stage_part(model: ModelSpec, layers: Sequence[int], *, first: bool, last: bo
         embeddings=model.embeddings if first else (),
         final=model.final if last else (),
         head=model.head if last else None,
-        vocab=model.vocab if last else 1,
+        vocab=model.vocab if first or last else 1,
         tied=model.tied and first,
         towers=model.towers if first else (),
         embedding_dropout=model.embedding_dropout if first else 0.0,

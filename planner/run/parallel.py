@@ -13,7 +13,7 @@ from typing import NamedTuple
 from planner.errors import UnsupportedError, UsageError
 from planner.models.spec import ModelSpec
 from planner.run.framework_files import Framework
-from planner.run.recipe import ParallelSection, Recipe, Sharding, Task
+from planner.run.recipe import Method, ParallelSection, Recipe, Sharding, Task
 
 ZERO = (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3)
 SHARDS = (*ZERO, Sharding.FSDP, Sharding.FSDP2, Sharding.MEGATRON)
@@ -94,8 +94,8 @@ class Layout:
 ALONE = Layout()
 
 
-def layout_of(model: ModelSpec, recipe: Recipe, gpus: int) -> Layout:
-    """Return the layout that a recipe asks for on `gpus` GPUs.
+def layout_of(model: ModelSpec, recipe: Recipe, gpus: int, plan: str = "") -> Layout:
+    """Return the layout that a recipe asks for on `gpus` GPUs; `plan`: the framework's tensor_plan.
 
     Raises UsageError naming the degree that does not divide what it would divide.
     """
@@ -110,7 +110,7 @@ def layout_of(model: ModelSpec, recipe: Recipe, gpus: int) -> Layout:
         data_shard=shard,
         data_replicate=replicate,
         tensor=asked.tensor,
-        sequence=asked.sequence,
+        sequence=asked.sequence or (plan == "torchtitan" and asked.tensor > 1),
         pipeline=asked.pipeline,
         schedule=asked.schedule or ("interleaved" if asked.virtual_stages > 1 else "1f1b"),
         virtual_stages=asked.virtual_stages,
@@ -236,7 +236,7 @@ def refuse_unplanned(model: ModelSpec, recipe: Recipe, layout: Layout, law: Fram
     switches, sharding = law.switches, recipe.sharding
     for field, planned in (
         ("tensor", switches.tensor_plan != "none"),
-        ("pipeline", switches.pipelines),
+        ("pipeline", switches.pipelines != "none"),
         ("context", layout.context_kind in switches.contexts),
         ("expert", switches.expert_parallel),
     ):
@@ -252,6 +252,14 @@ def refuse_unplanned(model: ModelSpec, recipe: Recipe, layout: Layout, law: Fram
         raise UsageError(
             f"sharding: {sharding.value} is not what {law.title} divides by",
             hint="--framework megatron goes with --shard megatron, ddp or none",
+        )
+    if layout.sequence and switches.tensor_plan == "transformers":
+        raise UnsupportedError(
+            "parallel.sequence: transformers' tp_plan divides no tokens", hint="leave it out"
+        )
+    if switches.layers == "megatron" and recipe.method is not Method.FULL:
+        raise UnsupportedError(
+            f"method: {recipe.method.value} cannot be planned under {law.title} yet", hint="full"
         )
     several = layout.tensor * layout.pipeline * layout.context * layout.expert > 1
     if several and recipe.task is not Task.SFT:

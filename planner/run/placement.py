@@ -161,6 +161,8 @@ def offloaded(
     if sharding is Sharding.FSDP and parameters:
         # adapters on a quantised base stay outside FSDP, with their gradients and states
         return Offload("fsdp", weights=True, gradients=not quantized, states=not quantized)
+    if sharding is Sharding.FSDP2 and parameters:
+        return Offload("fsdp", weights=True, gradients=True, states=True)
     if optimizer or parameters:
         deepspeed = sharding in ZERO or by == "deepspeed"
         engine = ("zero3" if sharding is Sharding.ZERO3 else "zero") if deepspeed else by

@@ -382,6 +382,9 @@ class Recipe(Section):
     """Plan the start from a checkpoint."""
     sharding: Sharding = Sharding.NONE
     buckets: BucketsSection = BucketsSection()
+    loads: Literal["full", "rank0", "sharded"] | None = None
+    """How ranks get their shards of the weights: each reads all of them and divides then, the first reads and
+    broadcasts, or each reads its own (zero.Init, meta). None = the framework's way, not counted but litgpt's."""
     parallel: ParallelSection = ParallelSection()
     reshard_after_forward: bool | Annotated[int, Field(ge=2, le=2**20, strict=True)] | None = None
     """fsdp2: what a layer is divided over between forward and backward: true = all ranks, false = it stays

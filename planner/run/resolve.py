@@ -147,6 +147,8 @@ class Resolved:
     beta: float
     reference: Reference
     sharding: Sharding
+    loads: str
+    """full, rank0 or sharded; "" = nobody says."""
     zero: Zero | None
     """DeepSpeed's buffers, if it divides or offloads."""
     layout: Layout
@@ -278,7 +280,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     defaults = framework.task_defaults(task.value)
     notes = [*filter(None, [fallback_note(framework, recipe.framework)]), *started]
     trains = task is not Task.SERVE
-    layout = layout_of(model, recipe, machine.num_gpus)
+    layout = layout_of(model, recipe, machine.num_gpus, switches.tensor_plan)
     refuse_unplanned(model, recipe, layout, framework)
     dtype, autocast = _dtypes(model, recipe, defaults)
     deepspeed = _by_deepspeed(recipe, machine)
@@ -321,6 +323,8 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         notes.append(
             "neftune: its noise lives before the first layer, most often below the largest layer"
         )
+    # torchtitan's apply_fsdp with pp_enabled: units stay gathered, and torch's stage reduces once a step
+    staged = layout.pipeline > 1 and recipe.sharding is Sharding.FSDP2
     resolved = Resolved(
         task=task,
         algorithm=recipe.algorithm or task.value,
@@ -364,7 +368,14 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         keep_layers=recipe.offload_keep_layers,
         attention=_attention(model, recipe, defaults, notes),
         loss=loss,
-        law=_law(framework, task, loss, autocast, compiled=compiled["compiled_loss"]),
+        law=_law(
+            framework,
+            task,
+            loss,
+            autocast,
+            compiled=compiled["compiled_loss"],
+            parallel=layout.tensor > 1,
+        ),
         loss_chunk_rows=recipe.loss_chunk_rows or 0,
         entropy=bool(recipe.entropy) and trains,
         tiled_mlp=_tiled(recipe, switches, defaults),
@@ -372,15 +383,16 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         beta=beta,
         reference=reference,
         sharding=recipe.sharding,
+        loads=recipe.loads or "",
         zero=_zero(model, recipe, framework),
         layout=layout,
-        reshard_after_forward=True
+        reshard_after_forward=not staged
         if recipe.reshard_after_forward is None
         else recipe.reshard_after_forward,
         reduce_dtype=_reduced(recipe, defaults),
         accumulate_sync=recipe.accumulate_sync
         if recipe.accumulate_sync is not None
-        else not switches.skips_sync,
+        else not (switches.skips_sync or staged),
         bucket_views=recipe.bucket_views,
         gpus=machine.num_gpus,
         stage=Stage(),
@@ -446,9 +458,10 @@ def _offload(recipe: Recipe, trains: bool) -> OffloadSection:
     asked, sharding = recipe.offload, recipe.sharding
     if not trains:
         return OffloadSection()
-    if asked.parameters and sharding not in (Sharding.ZERO3, Sharding.FSDP):
+    if asked.parameters and sharding not in (Sharding.ZERO3, Sharding.FSDP, Sharding.FSDP2):
         raise UsageError(
-            f"offload.parameters: {sharding.value} does not offload weights", hint="zero3 or fsdp"
+            f"offload.parameters: {sharding.value} does not offload weights",
+            hint="zero3, fsdp or fsdp2",
         )
     moved = recipe.optimizer_offload or asked.parameters
     if asked.device == "nvme" and moved and sharding is not Sharding.ZERO3:
@@ -588,8 +601,18 @@ def _reference(recipe: Recipe, task: Task, beta: float) -> Reference:
     return Reference.SEPARATE if recipe.method is Method.FULL else Reference.ADAPTER_OFF
 
 
+PARALLEL = "parallel"
+"""What a framework's law of a loss over divided columns adds to its name."""
+
+
 def _law(
-    framework: Framework, task: Task, loss: Loss, autocast: str, *, compiled: bool
+    framework: Framework,
+    task: Task,
+    loss: Loss,
+    autocast: str,
+    *,
+    compiled: bool,
+    parallel: bool,
 ) -> LogitsLaw:
     head = TASKS[task].head
     if head is not Head.VOCABULARY:
@@ -597,6 +620,8 @@ def _law(
     kind, switches = loss.value, framework.switches_of(task.value)
     if compiled:
         return compiled_law(framework, task, kind)
+    if parallel and f"{kind}-{PARALLEL}" in framework.logits:
+        return framework.logits[f"{kind}-{PARALLEL}"]
     if autocast and switches.fp32_outputs and loss is Loss.FULL:
         kind = "full-fp32"
     return framework.law(task.value, kind)

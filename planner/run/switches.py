@@ -109,8 +109,8 @@ class Switches(Section):
     tensor_plan: Literal["none", "megatron", "torchtitan", "transformers"] = "none"
     """How tensor-parallel ranks divide the model: none do; megatron: embedding, head and loss by rows of the
     vocabulary; torchtitan: the same by DTensor, norms by tokens; transformers: embedding whole, logits gathered."""
-    pipelines: Flag = False
-    """Layers can be divided into pipeline stages."""
+    pipelines: Literal["none", "megatron", "torch"] = "none"
+    """Whose code divides layers into pipeline stages: Megatron-Core's, or torch.distributed.pipelining."""
     contexts: frozenset[Literal["ring", "ulysses"]] = frozenset()
     """How one sequence can be divided over ranks."""
     expert_parallel: Flag = False
@@ -196,6 +196,14 @@ class Switches(Section):
     """GRPO's micro-batch is raised to a multiple of the generations."""
     generates_quantized: Flag = True
     """vLLM inside the trainer's process generates with a 4-bit policy."""
+    sync_unit: Literal["tensor", "layer", "model"] = "tensor"
+    """What of divided weights is whole at once on every rank while they are pushed to the engine."""
+    merges_whole: Flag = False
+    """Under ZeRO-3 adapters are merged into a model that is gathered all at once, and pushed then."""
+    syncs_adapters_alone: Flag = False
+    """An engine that has the base gets nothing but adapters."""
+    sync_bucket_bytes: Annotated[int, Field(ge=0, strict=True)] = 0
+    """Bytes of a buffer that weights go to the engine through."""
     drops_renewed_weights: Flag = False
     """A pushed copy whose weights all come anew gives them back asleep (level 2), not into host memory."""
     prefill_tokens: Annotated[int, Field(ge=0, strict=True)] = 0

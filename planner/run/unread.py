@@ -18,6 +18,7 @@ FIELDS_WITHOUT_BYTES = {
     "engine.timeout_s": "a time",
     "lora.use_rslora": "a factor",
     "parallel.data_shard": "what the other degrees leave of the GPUs",
+    "parallel.schedule": "says again what virtual_stages says, and is refused where it contradicts it",
 }
 """Recipe fields that move no byte of any plan, and why they are in a recipe."""
 ALGORITHMS = frozenset(
@@ -103,6 +104,14 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[["Resolved"], bool], str], ...] = 
     (("parallel.schedule", "parallel.virtual_stages"), lambda r: r.layout.pipeline > 1, "there is no pipeline"),
     (("parallel.context_kind",), lambda r: r.layout.context > 1, "no sequence is divided"),
     (("bucket_views",), lambda r: r.placement.buckets, "no ddp has buckets"),
+    (("loads",), lambda r: r.placement.weight_shards > 1, "no weights are divided"),
+    (
+        ("buckets.reduce", "buckets.prefetch", "buckets.live", "buckets.reuse", "buckets.persistence",
+         "buckets.sub_group", "buckets.overlap", "buckets.contiguous", "buckets.dtype"),
+        lambda r: r.placement.zero is not None,
+        "DeepSpeed neither divides nor offloads",
+    ),
+    (("buckets.overlap",), lambda r: not r.placement.window, "stage 3 has one bucket either way"),
 )  # fmt: skip
 
 

@@ -14,9 +14,8 @@ from planner.models.spec import ModelSpec, ModuleKind
 from planner.quant.table import BITSANDBYTES
 from planner.run.recipe import Checkpointing, Method, Task
 from planner.run.resolve import Resolved
-from planner.terms.adapters import rest_width
 from planner.terms.beside_layers import with_noise_and_routers
-from planner.terms.counts import adapters, base_weights
+from planner.terms.counts import adapters, base_weights, rest_width
 from planner.terms.gradients import gradient_width
 from planner.terms.weights import trained_width
 
@@ -166,11 +165,22 @@ def op_settings(model: ModelSpec, r: Resolved, tokens: int | None = None) -> OpS
         again="ops" if r.checkpointing is Checkpointing.SELECTIVE_OP else "",
         float8=r.float8 is not None,
         code=r.switches.layers,
+        tensor=layout.tensor,
         sequence=layout.tensor if layout.sequence else 1,
+        context=layout.context,
+        context_kind=_context_kind(r),
         attention_dropout=model.attention_dropout > 0,
         expert_rows=expert_rows(model, r),
         expert_groups=layout.expert,
     )
+
+
+def _context_kind(r: Resolved) -> str:
+    """Return how keys and values get round: torch's ring gathers them."""
+    if r.layout.context == 1:
+        return ""
+    gathers = r.layout.context_kind == "ring" and r.switches.layers != "megatron"
+    return "gathered" if gathers else r.layout.context_kind
 
 
 def expert_rows(model: ModelSpec, r: Resolved) -> float:
@@ -180,7 +190,7 @@ def expert_rows(model: ModelSpec, r: Resolved) -> float:
     many as it sends; at worst it gets all that the group sends, as far as a capacity lets it.
     """
     layout = r.layout
-    worst = layout.expert if r.imbalance else 1
+    worst: float = layout.expert if r.imbalance else 1
     if r.expert_capacity:
         worst = min(worst, r.expert_capacity)
     return layout.expert_tensor * worst
@@ -260,6 +270,10 @@ def _tail(model: ModelSpec, settings: OpSettings) -> Tail:
     x = tape.value(width)
     own = tail_settings(settings)
     out = Program(tape, own).norm(x, settings.residual, model.hidden // settings.sequence)
+    if (
+        settings.code != "megatron"
+    ):  # which gathers it in the head's product, and keeps its own part
+        out = Program(tape, own).gathered(out, model.hidden * settings.residual)
     tape.layer_done(out)
     tape.drop(x)
     forward, kept_forward = envelope(tape.points), tape.live
@@ -272,7 +286,7 @@ def _tail(model: ModelSpec, settings: OpSettings) -> Tail:
     if saved:
         tape.drop(out)
     tape.points.clear()
-    tape.start_backward(out, width)
+    tape.start_backward(out, out.size)
     tape.run()
     _TAILS[key] = Tail(forward, kept_forward, kept_backward, envelope(tape.points))
     return _TAILS[key]

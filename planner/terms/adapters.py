@@ -66,6 +66,8 @@ def lora(model: ModelSpec, r: Resolved) -> Term:
         size = held + -(-(size - counts.parameters * width) // ranks)
         template += f" over {{{len(args)}}} ranks, each tensor in whole rows"
         args = (*args, ranks)
+        if r.placement.offload.weights:
+            size, template, args = 0, "on the host between uses: {0:,} B a rank", (size,)
     return Term(
         "adapters",
         size,

@@ -6,6 +6,7 @@ has its own buffers.
 """
 
 from collections.abc import Iterator
+from math import ceil
 
 from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
@@ -13,9 +14,10 @@ from planner.run.recipe import Method
 from planner.run.resolve import Resolved
 from planner.terms.activations import pinned
 from planner.terms.adapters import trained_parameters
-from planner.terms.counts import base_weights
+from planner.terms.counts import adapters, base_weights, rest_width
 from planner.terms.gradients import gradient_width, largest_trained
 from planner.terms.optimizer_kinds import KINDS
+from planner.terms.shards import tensor_shards, trained_share
 from planner.terms.term import Term
 from planner.terms.weights import flat_units, trained_width
 
@@ -32,6 +34,7 @@ STAGE3 = "DeepSpeed stage3.py: _create_fp32_partitions, initialize_optimizer_sta
 STAGE2 = (
     "DeepSpeed stage_1_and_2.py: __init__, initialize_optimizer_states, accumulated_grads_in_cpu"
 )
+FSDP2 = "torch 2.13 distributed/fsdp/_fully_shard/_fsdp_param.py: CPUOffloadPolicy"
 FSDP = "torch.distributed.fsdp _flat_param.py: _local_shard and _cpu_grad, pinned"
 
 
@@ -40,10 +43,17 @@ def node_ranks(r: Resolved) -> int:
     return min(r.gpus, GPUS_PER_NODE)
 
 
-def host(model: ModelSpec, r: Resolved, states: Term, others: tuple[Term, ...]) -> tuple[Term, ...]:
+def host(
+    model: ModelSpec,
+    r: Resolved,
+    states: Term,
+    others: tuple[Term, ...],
+    once: tuple[Term, ...] = (),
+) -> tuple[Term, ...]:
     """Return what one node's host memory holds.
 
-    `states`: of an optimizer that keeps its own there; `others`: further terms of one rank.
+    `states`: of an optimizer that keeps its own there; `others`: further terms of one rank; `once`: those of
+    the node.
     """
     engine = r.placement.offload.by
     if engine in ("zero", "zero3"):
@@ -53,10 +63,11 @@ def host(model: ModelSpec, r: Resolved, states: Term, others: tuple[Term, ...]) 
     else:
         found = (*others, states)
     ranks = node_ranks(r)
-    return tuple(_of_node(term, ranks) for term in found if term.bytes)
+    return (*(of_node(term, ranks) for term in found if term.bytes), *once)
 
 
-def _of_node(term: Term, ranks: int) -> Term:
+def of_node(term: Term, ranks: int) -> Term:
+    """Return what `ranks` processes of a node hold of a term each."""
     if ranks == 1:
         return term
     template = "{0} ranks on the node x {1:,} B: {2}"
@@ -183,7 +194,10 @@ def _parameters(model: ModelSpec, r: Resolved, part: int) -> Term:
 
 
 def _fsdp(model: ModelSpec, r: Resolved, states: Term) -> Iterator[Term]:
-    """Yield a rank's flat shards, their gradients and the states of an optimizer on the host."""
+    """Yield a rank's shards, their gradients and the states of an optimizer on the host."""
+    if r.placement.flat_buffers:
+        yield from _fsdp2(model, r, states)
+        return
     full = r.method is Method.FULL
     width = trained_width(r) if full else element_bytes(r.dtype)
     base = base_weights(model, r)
@@ -207,6 +221,28 @@ def _fsdp(model: ModelSpec, r: Resolved, states: Term) -> Iterator[Term]:
             (model.parameters, gradient_width(r), r.placement.gradient_shards),
             FSDP,
         )
+    yield states
+
+
+def _fsdp2(model: ModelSpec, r: Resolved, states: Term) -> Iterator[Term]:
+    """Yield what CPUOffloadPolicy keeps: each parameter's shard pinned, gradients, states of the shard."""
+    shards, template = r.placement.weight_shards, "{0:,} B on one of {1} rank(s)"
+    full = r.method is Method.FULL
+    width = trained_width(r) if full else rest_width(r)
+    sizes = [*tensor_shards(model, r, width, shards)]
+    if not full:
+        adapter = element_bytes(r.adapter_dtype)
+        sizes += [
+            (-(-rows // shards) * columns * adapter, count)
+            for rows, columns, count in adapters(model, r).matrices
+        ]
+    if r.offload.pinned is not False:
+        sizes = [(pinned(size, r), count) for size, count in sizes]
+    held = sum(size * count for size, count in sizes)
+    yield Term("weights", held, template, (held, shards), FSDP2)
+    share = trained_share(model, r, shards)
+    made = ceil(trained_parameters(model, r) * gradient_width(r) * share)
+    yield Term("gradients", made, template, (made, shards), FSDP2)
     yield states
 
 

@@ -8,7 +8,8 @@ from planner.quant.table import BITSANDBYTES
 from planner.run.logits_law import LogitsLaw, width
 from planner.run.recipe import Method
 from planner.run.resolve import Resolved
-from planner.terms.adapters import rest_width, trains_head
+from planner.terms.adapters import trains_head
+from planner.terms.counts import rest_width
 from planner.terms.distillation import beside_student
 from planner.terms.gradients import gradient_width
 from planner.terms.term import Term, plus
@@ -71,6 +72,8 @@ def _student(model: ModelSpec, r: Resolved) -> Logits:
     """Return the bytes of the trained model's own head."""
     law, act = r.law, logit_width(r)
     rows, none = scored_rows(r, law), Term("logits", 0)
+    if not r.stage.last:  # another stage's; the gradient it sends is among the layers'
+        return Logits(none, none, none, none, 0, none)
     if law.kind in ("score", "none"):
         return _without_vocabulary(model, r)
     made, held = _new_head_gradient(model, r), _held(model, r, rows, act)

@@ -4,7 +4,7 @@ fully_shard cuts every parameter on its own into ceil(rows / ranks) rows a rank 
 distributed/fsdp/_fully_shard/_fsdp_param.py); what is gathered has those rows from every rank.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from math import prod
 from typing import NamedTuple
@@ -129,12 +129,23 @@ def _table(model: ModelSpec, r: Resolved) -> Table:
 
 
 def _packed(module: ModuleSpec, scheme: Scheme | None, width: int, ranks: int) -> Packed:
-    divided = constants = 0
+    parts = list(_parts(module, scheme, width, ranks))
+    return Packed(sum(each.divided for each in parts), sum(each.constants for each in parts))
+
+
+def _parts(module: ModuleSpec, scheme: Scheme | None, width: int, ranks: int) -> Iterator[Packed]:
     for shape, packs in tensors(module, scheme):
         if packs and scheme is not None:
             codes = -(-prod(shape) // 2)
-            divided += -(-codes // ranks)
-            constants += packed_bytes(shape, scheme, module.kind) - codes
+            yield Packed(-(-codes // ranks), packed_bytes(shape, scheme, module.kind) - codes)
         elif shape:
-            divided += -(-shape[0] // ranks) * prod(shape[1:]) * width
-    return Packed(divided, constants)
+            yield Packed(-(-shape[0] // ranks) * prod(shape[1:]) * width, 0)
+
+
+def tensor_shards(
+    model: ModelSpec, r: Resolved, width: int, ranks: int
+) -> Iterator[tuple[int, int]]:
+    """Yield one rank's bytes of each tensor of the base, and how many such tensors there are."""
+    for part in _table(model, r).parts:
+        for each in _parts(part.module, part.scheme, width, ranks):
+            yield each.divided, part.count

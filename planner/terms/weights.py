@@ -26,6 +26,7 @@ def weights(model: ModelSpec, r: Resolved) -> Term:
     """Return the base weights of one GPU."""
     base = base_weights(model, r)
     shards = r.placement.weight_shards
+    part = None
     width = trained_width(r) if r.method is Method.FULL and r.trains else element_bytes(r.dtype)
     if r.placement.flat_buffers and r.quantization in FOUR_BIT:
         part = packed_model(model, r, shards)
@@ -58,7 +59,10 @@ def weights(model: ModelSpec, r: Resolved) -> Term:
             (model.parameters, width, shards),
         )
     if r.placement.offload.weights:
-        size, template, args = 0, "on the host between uses: {0:,} B a rank", (size,)
+        here = part.constants if part else 0
+        template = "on the host between uses: {0:,} B a rank"
+        template += " + 4-bit constants {1:,} B" if here else ""
+        size, args = here, (size - here, here)
     if tables := sum(rope_tables(model, r)):
         size += tables
         template += f" + cosines and sines of all positions {{{len(args)}:,}} B"
@@ -105,7 +109,11 @@ def gathered(model: ModelSpec, r: Resolved, layers: int) -> Term:
         each -= linears * (width - 1)
     # an offloaded shard is copied to the device before it is gathered
     copied = max(root, layers * each) // r.placement.weight_shards
-    copied = copied if r.placement.offload.weights and r.placement.weight_shards > 1 else 0
+    # (FSDP2's copy is gone when the unit is copied out of the flat buffer)
+    flat = r.placement.flat_buffers
+    copied = (
+        copied if r.placement.offload.weights and not flat and r.placement.weight_shards > 1 else 0
+    )
     return Term(
         "weights",
         root + layers * each + copied,

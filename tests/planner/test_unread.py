@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from planner.errors import UnsupportedError
 from planner.machines.machine import make_machine
 from planner.models.catalogue import catalogue_model
 from planner.models.spec import ModelSpec
@@ -17,11 +16,13 @@ from planner.run.unread import FIELDS_WITHOUT_BYTES, leaves
 MODEL = catalogue_model("llama-3.2-1b")
 GRPO: dict[str, Any] = {"task": "grpo", "framework": "trl-1.9"}
 FULL: dict[str, Any] = {"method": "full", "framework": "hf-trainer", "dtype": "bf16"}
+MEGATRON: dict[str, Any] = {"method": "full", "framework": "megatron"}
 VLLM: dict[str, Any] = {"task": "grpo", "engine": {"kind": "vllm-push"}}
 SERVE: dict[str, Any] = {"task": "serve"}
 GATHERED: dict[str, Any] = {**FULL, "evaluation": {"samples": 64, "logits": True}}
 DISTILL: dict[str, Any] = {"task": "distill", "framework": "trl", "teacher": "llama-3.2-3b"}
 TWO_CARDS = (
+    "loads",
     "buckets.reduce",
     "buckets.prefetch",
     "buckets.live",
@@ -33,6 +34,14 @@ TWO_CARDS = (
     "buckets.dtype",
     "sharding",
     "parallel.data_replicate",
+    "parallel.tensor",
+    "parallel.sequence",
+    "parallel.pipeline",
+    "parallel.virtual_stages",
+    "parallel.context",
+    "parallel.context_kind",
+    "parallel.expert",
+    "parallel.expert_tensor",
     "accumulate_sync",
     "reshard_after_forward",
     "reduce_dtype",
@@ -56,6 +65,8 @@ EXPERTS, OF_EXPERTS = (
         "experts_implementation",
         "expert_capacity_factor",
         "router_loss",
+        "parallel.expert",
+        "parallel.expert_tensor",
     ),
 )
 
@@ -63,6 +74,17 @@ BIASED, OF_BIASED = "qwen2.5-0.5b", ("lora.bias",)
 ADAPTER = str(Path(__file__).parent / "adapter")
 
 CASES: dict[str, tuple[dict[str, Any], Any]] = {
+    "parallel.tensor": (FULL, 2),
+    "parallel.sequence": ({**MEGATRON, "parallel": {"tensor": 2}}, True),
+    "parallel.pipeline": (MEGATRON, 2),
+    "parallel.virtual_stages": (
+        {**MEGATRON, "gradient_accumulation": 4, "parallel": {"pipeline": 2}},
+        2,
+    ),
+    "parallel.context": (FULL, 2),
+    "parallel.context_kind": ({**FULL, "parallel": {"context": 2}}, "ulysses"),
+    "parallel.expert": (MEGATRON, 2),
+    "parallel.expert_tensor": ({**MEGATRON, "parallel": {"tensor": 2, "sequence": True}}, 1),
     "bucket_views": ({**FULL, "sharding": "ddp"}, True),
     "images": (LONG, 1),
     "image_size": ({**LONG, "images": 1}, "512x512"),
@@ -120,6 +142,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "negatives": ({"task": "embed", "method": "full"}, 4),
     "mini_batch": ({"task": "embed", "method": "full", "micro_batch_size": 64}, 4),
     "sharding": (FULL, "zero3"),
+    "loads": ({**FULL, "sharding": "zero3"}, "full"),
     "buckets.reduce": ({**FULL, "sharding": "zero2"}, 10**8),
     "buckets.prefetch": ({**FULL, "sharding": "zero3", "buckets": {"live": 10**8}}, 10**8),
     "buckets.live": ({**FULL, "sharding": "zero3"}, 10**7),
@@ -245,28 +268,12 @@ UNREAD: dict[str, tuple[dict[str, Any], Any]] = {
     "engine.offline": (GRPO, True),
     "engine.max_loras": (GRPO, 4),
     "engine.max_lora_rank": (GRPO, 64),
+    "loads": (FULL, "full"),
     "sharding": (FULL, "zero3"),
     "experts_implementation": (FULL, "eager"),
     "expert_capacity_factor": (FULL, 1.25),
 }
 """Field: (a run that does not read it, a value that somebody gave)."""
-
-
-NOT_PLANNED: dict[str, tuple[dict[str, Any], Any]] = {
-    "parallel.tensor": (FULL, 2),
-    "parallel.sequence": ({**FULL, "parallel": {"tensor": 2}}, True),
-    "parallel.pipeline": (FULL, 2),
-    "parallel.schedule": (
-        {**FULL, "parallel": {"pipeline": 2, "virtual_stages": 2}},
-        "interleaved",
-    ),
-    "parallel.virtual_stages": ({**FULL, "parallel": {"pipeline": 2}}, 2),
-    "parallel.context": (FULL, 2),
-    "parallel.context_kind": ({**FULL, "parallel": {"context": 2}}, "ulysses"),
-    "parallel.expert": ({**FULL, "sharding": "fsdp2"}, 2),
-    "parallel.expert_tensor": ({**FULL, "parallel": {"expert": 2}, "sharding": "fsdp2"}, 1),
-}
-"""Field: (a run, a value that no term reads yet): refused by name, or its degree is."""
 
 
 def changed(base: dict[str, Any], field: str, value: Any) -> dict[str, Any]:
@@ -292,7 +299,7 @@ def fields() -> set[str]:
 
 
 def test_every_field_of_a_recipe_is_accounted_for() -> None:
-    assert fields() == set(CASES) | set(FIELDS_WITHOUT_BYTES) | set(NOT_PLANNED)
+    assert fields() == set(CASES) | set(FIELDS_WITHOUT_BYTES)
     assert not set(CASES) & set(FIELDS_WITHOUT_BYTES)
 
 
@@ -313,13 +320,6 @@ def test_a_field_moves_the_plan_or_is_named_in_it(field: str) -> None:
     assert not any(f" {field}" in note for note in after.assumptions if "not read" in note)
 
 
-@pytest.mark.parametrize("field", sorted(NOT_PLANNED))
-def test_a_field_that_cannot_be_planned_is_refused(field: str) -> None:
-    base, value = NOT_PLANNED[field]
-    with pytest.raises(UnsupportedError, match=r"^parallel\..* cannot be planned"):
-        planned(changed(base, field, value), gpus=2, model=catalogue_model(EXPERTS))
-
-
 @pytest.mark.parametrize("field", sorted(FIELDS_WITHOUT_BYTES))
 def test_a_field_without_bytes_moves_nothing(field: str) -> None:
     values = {
@@ -327,6 +327,7 @@ def test_a_field_without_bytes_moves_nothing(field: str) -> None:
         "engine.timeout_s": 5.0,
         "lora.use_rslora": True,
         "parallel.data_shard": -1,
+        "parallel.schedule": "1f1b",
         "buckets.allgather": 10**8,
     }
     base = {**FULL, "sharding": "zero2"} if field.startswith("buckets.") else VLLM

@@ -113,6 +113,7 @@ FIELDS: dict[str, Case] = {
     "recipe.beta": Case(0.1, "grpo"),
     "recipe.reference": no("separate", "grpo", recipe__beta=0.1),
     "recipe.sharding": no("fsdp"),
+    "recipe.loads": no("rank0"),
     "recipe.buckets.reduce": no(10**8),
     "recipe.buckets.allgather": no(10**8),
     "recipe.buckets.prefetch": no(10**8),

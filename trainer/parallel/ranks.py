@@ -49,6 +49,21 @@ class Ranks:
         """Whether there are other ranks."""
         return self.size > 1
 
+    @property
+    def shards(self) -> int:
+        """Ranks that a parameter is cut over; 1 before there is a mesh."""
+        return 1 if self.mesh is None else self.mesh.size(1)
+
+    @property
+    def copies(self) -> int:
+        """Ranks that hold the same part of every parameter."""
+        return 1 if self.mesh is None else self.mesh.size(0)
+
+    @property
+    def shard_index(self) -> int:
+        """Which part of every parameter this rank holds: the same on its copies."""
+        return self.rank % self.shards
+
     def laid_out(self, *, shard: int, device_type: str) -> "Ranks":
         """Return the ranks with a mesh: parameters cut over `shard` neighbours, copied size / shard times."""
         names = ("replicate", "shard")

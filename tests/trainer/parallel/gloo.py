@@ -1,6 +1,7 @@
 """Runs a function on several gloo ranks of this machine, as torchrun would start them."""
 
 import os
+import pickle
 import socket
 import traceback
 from collections.abc import Callable
@@ -43,14 +44,14 @@ def on_ranks(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
     ]
     for process in processes:
         process.start()
-    received = dict(answers.get(timeout=240) for _ in processes)
+    received = dict(answers.get(timeout=120) for _ in processes)
     for process in processes:
         process.join(timeout=60)
         if process.is_alive():
             process.kill()
     failed = [value for ok, value in received.values() if not ok]
     assert not failed, failed[0]
-    return [received[rank][1] for rank in range(size)]
+    return [pickle.loads(received[rank][1]) for rank in range(size)]
 
 
 def _rank(
@@ -71,7 +72,8 @@ def _rank(
     }
     ranks: Ranks = join()
     try:
-        answers.put((rank, (True, work(ranks, *arguments))))
+        # pickled here: a tensor sent as it is lives in shared memory that ends with its process
+        answers.put((rank, (True, pickle.dumps(work(ranks, *arguments)))))
     except BaseException:
         answers.put((rank, (False, traceback.format_exc())))
     leave()
