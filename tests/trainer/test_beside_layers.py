@@ -55,7 +55,7 @@ def test_router_logits_wait_for_the_loss_and_their_gradients_for_their_layer(pla
 
 
 def test_the_noise_is_gone_before_a_layer_needs_more(plain):
-    noisy = both(neftune=True)
+    noisy = both(neftune=True, router_loss=False)
     # the noise needs to know how long each token's sample is
     assert grown(noisy, plain, "forward") == (8 * TOKENS, 8 * TOKENS)
     # but where a layer needs next to nothing, it is what the forward holds most of
