@@ -6,14 +6,13 @@ from typing import Any, NamedTuple
 from planner.dtypes import element_bytes
 from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
-from planner.quant.table import BITSANDBYTES
 from planner.run.recipe import VLLM, EngineKind, Method
 from planner.run.resolve import Resolved
 from planner.run.tasks import TASKS
-from planner.terms.activations import Activations, dequantized
-from planner.terms.adapters import lora, pissa_work, trains_embedding, trains_head, trains_tied
+from planner.terms.activations import Activations
+from planner.terms.adapters import lora, trains_embedding, trains_head, trains_tied
 from planner.terms.columns import micro_batch
-from planner.terms.communication import Buffers, buffers, term
+from planner.terms.communication import PASSING, Buffers, buckets, buffers, term
 from planner.terms.companions import offloaded
 from planner.terms.critic import Critic, critic, rollout_logits
 from planner.terms.embedding import backward_blocks
@@ -22,17 +21,21 @@ from planner.terms.generation import generating, rolling
 from planner.terms.gradients import accumulated, gradient_width, gradients, whole_width
 from planner.terms.host import host
 from planner.terms.lifecycle import lifecycle, lifecycle_host
+from planner.terms.loading import loading
 from planner.terms.logits import Logits, head_gradient_width, held_outputs, kept_rows, logits
 from planner.terms.optimizer import optimizer
-from planner.terms.overhead import workspace
+from planner.terms.overhead import engine_workspace, scores_buffer, workspace
 from planner.terms.passes import passes
-from planner.terms.term import Term, merged
+from planner.terms.pipeline import passed_on, under_way
+from planner.terms.sync import pushes, synced
+from planner.terms.term import Term, merged, plus
 from planner.terms.vision import Vision, vision
 from planner.terms.vllm_weights import vllm_weights_term
-from planner.terms.weights import flat_units, gathered, weights
+from planner.terms.weights import RESHARD, flat_units, gathered, kept_between, weights
+from planner.terms.zero import standing_gradients, step_gradients, waiting_gradients
 
 PHASES = (
-    "load", "rollout", "score", "reference", "teacher", "reward", "critic",
+    "load", "sync", "rollout", "score", "reference", "teacher", "reward", "critic",
     "forward", "loss", "backward", "step", "evaluate", "save", "resume",
 )  # fmt: skip
 
@@ -66,27 +69,44 @@ class Budget:
     """vLLM's own figures, where it runs on this GPU."""
 
 
+def _workspaces(model: ModelSpec, r: Resolved, machine: Machine) -> Term:
+    """Return the workspaces of torch's matrix products, and of a framework's own library."""
+    own, switches = workspace(machine, trains=r.trains), r.switches
+    routed = any(layer.mlp.num_experts for layer in model.layers)
+    more = switches.library_workspaces + (switches.grouped_workspaces if routed else 0)
+    if not r.trains:
+        return own
+    if more:
+        own = plus(own, engine_workspace(machine, more))
+    scores = scores_buffer(model, r)
+    return plus(own, scores) if scores.bytes else own
+
+
 def _phase(name: str, *terms: Term) -> Phase:
-    alive = tuple(term for term in terms if term.bytes)
+    alive = merged(*terms)
     return Phase(name, alive, sum(term.bytes for term in alive))
 
 
 def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     """Return every phase of the run with its terms."""
-    base, space = weights(model, r), workspace(machine, trains=r.trains)
+    base, space = weights(model, r), _workspaces(model, r, machine)
     if not r.trains:
         return _serve(model, r, machine, base, space)
     adapter, grads, states = lora(model, r), gradients(model, r), optimizer(model, r)
     acts, head = micro_batch(model, r), logits(model, r)
-    fixed = (base, adapter, states.states, space)
-    held = accumulated(model, r, grads)
+    reducer, kept = buckets(model, r), standing_gradients(r, grads)
+    fixed = (base, adapter, states.states, space, reducer, kept)
+    held = Term("gradients", 0) if kept.bytes else accumulated(model, r, grads)
     outputs = held_outputs(model, r)
     whole, root = gathered(model, r, r.placement.gathered_layers), gathered(model, r, 0)
     flat = buffers(model, r)
     running = engine_costs(model, r, machine, base.bytes)
     resident = running.resident
-    seen = vision(model, r, acts.forward)
-    phases = [_phase("load", base, adapter, _load(model, r, base))]
+    seen, passing = vision(model, r, acts.forward), under_way(model, r)
+    phases = [_phase("load", base, adapter, *loading(model, r, base))]
+    if pushes(r):
+        woken = running.woken if r.engine is EngineKind.VLLM_PUSH else resident
+        phases.append(_phase("sync", *_resting(r, fixed, SCORE_LEAVES), synced(model, r), woken))
     if TASKS[r.task].generates:
         phases.append(_rollout(model, r, running, _resting(r, fixed, ROLLOUT_LEAVES)))
         phases.append(
@@ -103,21 +123,23 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         alive = (base, adapter, space) if side.before_training else fixed
         phases.append(_phase(side.name, *merged(*alive, seen.no_grad, *side.terms, resident)))
     # what outlives is of the step before
-    acting, flown = _forward(model, r, flat, acts.forward + acts.outliving)
+    acting, flown = _forward(model, r, flat, acts)
     phases.append(
         _phase(
             "forward",
             *fixed,
             held,
             whole,
-            term(flown, "the running layer's, and before it the root's"),
+            term(r, flown, "the running layer's, and before it the root's"),
+            kept_between(model, r, model.num_layers - 1),
             seen.forward,
             _acts("forward", acting, acts),
             outputs,
             resident,
+            *passing,
         )
     )
-    kept, logit, made = _loss(model, r, acts, head)
+    saved, logit, made, asked = _loss(model, r, acts, head, flat)
     if not held.bytes and made:
         held = Term("gradients", made, "the head's {0:,} B", (made,), grads.source)
     phases.append(
@@ -126,16 +148,21 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
             *fixed,
             held,
             root,
-            term(flat.loss, "the last layer's, asked for by the root"),
+            kept_between(model, r, model.num_layers),
+            term(r, asked, "the last layer's, asked for by the root"),
             seen.loss,
-            _acts("loss", kept, acts),
+            _acts("loss", saved, acts),
             logit,
             resident,
+            *passing,
         )
     )
     running_back = _backward(model, r, acts, grads, held, flat, seen)
-    phases.append(_phase("backward", *fixed, whole, *running_back, outputs, resident))
+    phases.append(_phase("backward", *fixed, whole, *running_back, outputs, resident, *passing))
     left = _acts("step", acts.outliving, acts)
+    offloaded_fsdp2 = r.placement.flat_buffers and r.placement.offload.gradients
+    elsewhere = r.placement.bucket_views or offloaded_fsdp2
+    made_whole = Term("gradients", 0) if elsewhere else step_gradients(r, grads)
     step = Term(
         "optimizer",
         states.states.bytes + states.step.bytes,
@@ -143,8 +170,12 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         (states.states.bytes, states.step.bytes),
         states.step.source or states.states.source,
     )
+    passed = passed_on(model, r)
     phases.append(
-        _phase("step", base, adapter, grads, step, outputs, seen.after, left, space, resident)
+        _phase(
+            *("step", base, adapter, made_whole, step, outputs),
+            *(seen.after, left, space, reducer, resident, passed),
+        )
     )
     second = critic(r)
     if second is not None:
@@ -155,8 +186,8 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     )
     staying = _resting(r, fixed, ROLLOUT_LEAVES)
     waiting = tuple(term for term in fixed if term not in staying)  # at its most, in the rollout
-    others = (inputs, running.host, *waiting, offloaded(r), *lifecycle_host(model, r))
-    held_there = host(model, r, states.host, others)
+    others = (inputs, running.host, *waiting, offloaded(r))
+    held_there = host(model, r, states.host, others, lifecycle_host(model, r))
     return Budget(tuple(phases), held_there, running.problem, running.serving)
 
 
@@ -174,33 +205,36 @@ def _with_critic(
             more = (*more, second.held)
         elif phase.name == "step":
             own = (second.spec, second.r)
-            held = accumulated(*own, second.gradients)
+            held = second.kept if second.kept.bytes else accumulated(*own, second.gradients)
             seen = vision(*own, second.acts.forward)
             back = _backward(*own, second.acts, second.gradients, held, buffers(*own), seen)
-            together = grads if second.held.bytes else Term("gradients", 0)
+            counted = second.kept.bytes or not second.held.bytes
+            together = Term("gradients", 0) if counted else grads
             found.append(_phase("critic", *merged(*fixed, *second.standing, together, *back)))
-            more = (*more, second.step, second.gradients)
+            more = (*more, second.step, *(() if second.kept.bytes else (second.gradients,)))
         found.append(_phase(phase.name, *merged(*phase.terms, *more)))
     return found
 
 
-def _loss(model: ModelSpec, r: Resolved, acts: Activations, head: Logits) -> tuple[int, Term, int]:
-    """Return activations, logits and the head's gradient where the loss is largest.
+def _loss(
+    model: ModelSpec, r: Resolved, acts: Activations, head: Logits, flat: Buffers
+) -> tuple[int, Term, int, int]:
+    """Return activations, logits, the head's gradient and flat buffers where the loss is largest.
 
     That is in its forward, in its backward, or where the head's own backward has made a gradient.
     """
     if r.law.drops_hidden:
         # largest in its backward: autocast's cache is gone
-        return acts.loss_copied, head.forward, head.weight_grad
+        return acts.loss_copied, head.forward, head.weight_grad, flat.loss
     moments = [
-        (acts.loss_forward + acts.autocast_cache, head.forward, 0),
-        (acts.loss_backward, head.backward, 0),
+        (acts.loss_forward + acts.autocast_cache, head.forward, 0, flat.loss),
+        (acts.loss_backward, head.backward, 0, flat.gather),
     ]
     if acts.balance:
-        moments.append((acts.loss_forward + acts.balance, kept_rows(model, r), 0))
+        moments.append((acts.loss_forward + acts.balance, kept_rows(model, r), 0, flat.loss))
     if head.ending.bytes:
-        moments.append((acts.loss_backward, head.ending, head.weight_grad))
-    return max(moments, key=lambda moment: moment[0] + moment[1].bytes + moment[2])
+        moments.append((acts.loss_backward, head.ending, head.weight_grad, flat.gather))
+    return max(moments, key=lambda moment: moment[0] + moment[1].bytes + moment[2] + moment[3])
 
 
 class _Parts(NamedTuple):
@@ -237,14 +271,21 @@ def _acts(phase: str, size: int, acts: Activations) -> Term:
     return Term("activations", size, "{0}", (parts,), source)
 
 
-def _forward(model: ModelSpec, r: Resolved, flat: Buffers, running: int) -> tuple[int, int]:
-    """Return activations and flat buffers of the forward: at its largest layer, or at its first.
+def _forward(model: ModelSpec, r: Resolved, flat: Buffers, acts: Activations) -> tuple[int, int]:
+    """Return activations and flat buffers of the forward: in its largest layer, or at a copy-out.
 
-    There the root's buffer is still beside the layer's, and only the embeddings' output exists.
+    At the first layer's the root's buffer is still beside it, and only the embeddings' output exists;
+    at the last layer's the one before it, and what the earlier layers keep.
     """
-    later = (running, flat.forward)
+    later = (acts.forward + acts.outliving, flat.forward)
+    if not flat.start:
+        return later
     embedded = r.tokens * model.hidden * element_bytes(r.dtype)
-    return max(later, (embedded, flat.start), key=sum) if flat.start else later
+    last = embedded + acts.outliving + acts.kept * (model.num_layers - 1) // model.num_layers
+    moments = [later, (embedded, flat.start)]
+    if model.num_layers > 1:
+        moments.append((last, 2 * flat.forward))
+    return max(moments, key=sum)
 
 
 def _backward(
@@ -264,6 +305,7 @@ def _backward(
     whole = r.accumulates_whole
     most = held.bytes if whole else grads.bytes
     waiting = 0 if whole else flat.root_gradients
+    by_zero = waiting_gradients(model, r, gradient_width(r), grads.bytes)
     moments: list[_Moment] = []
     for moment in acts.backward:
         running, left = moment.layer_grads, moment.layers_left
@@ -272,29 +314,41 @@ def _backward(
         done = _earlier_grads(model, r, grads.bytes, left)
         if whole:  # reduced layer by layer, in the last micro-batch
             done += most - _earlier_grads(model, r, most, left)
-        alive = running + (most if r.grad_accum > 1 and not whole else done)
-        if not flat.reduced:  # a unit's whole gradients are beside the shards, else among them
+        stands = r.switches.gradient_buffers or (r.grad_accum > 1 and not whole)
+        alive = running + (most if stands else done)
+        if not (flat.reduced or r.switches.gradient_buffers):
+            # a unit's whole gradients are beside the shards, else among them
             alive = min(alive, most)
-        alive += waiting
+        alive = by_zero[0] if by_zero is not None else alive + waiting
         flown = flat.in_backward(left, model.num_layers)
-        moments.append(_Moment(alive, moment.activations, flown, seen.backward))
+        stays = kept_between(model, r, max(0, left - 1)).bytes
+        moments.append(_Moment(alive, moment.activations, flown, seen.backward, stays))
         if flat.reduced and left == model.num_layers > 1:
             # the next layer down meets the first reduction
             shard = _earlier_grads(model, r, grads.bytes, left - 1)
             shard -= _earlier_grads(model, r, most, left - 1) if whole else 0
             kept, flown = moment.activations - acts.kept // left, flat.in_backward(left - 1, left)
-            moments.append(_Moment(alive + shard, kept, flown, seen.backward))
+            stays = kept_between(model, r, left - 2).bytes
+            moments.append(_Moment(alive + shard, kept, flown, seen.backward, stays))
     for own in seen.own:
         alive = min(_text_grads(model, r, grads.bytes) + own.grads, grads.bytes)
         moments.append(_Moment(alive, 0, flat.gather, replace(seen.backward, bytes=own.bytes)))
-    moments.append(_Moment(*_embedding_moment(model, r, grads.bytes), flat.end, seen.after))
+    total = grads.bytes if by_zero is None else by_zero[1]
+    moments.append(_Moment(*_embedding_moment(model, r, total), flat.end, seen.after))
     largest = max(moments, key=lambda each: each.total)
     template = "{0:,} B that exist by then, of {1:,} B at the step"
     return (
         Term("gradients", largest.grads, template, (largest.grads, grads.bytes), grads.source),
-        term(largest.flown, "the next layer's, and gradients on their way"),
+        term(r, largest.flown, PASSING),
         _acts("backward", largest.activations, acts),
         largest.seen,
+        Term(
+            "weights",
+            largest.staying,
+            "layers that stayed from the forward {0:,} B",
+            (largest.staying,),
+            RESHARD,
+        ),
     )
 
 
@@ -307,11 +361,13 @@ class _Moment(NamedTuple):
     """Flat buffers."""
     seen: Term
     """The towers' share."""
+    staying: int = 0
+    """Of layers whose backward is still to come."""
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.grads + self.activations + self.flown + self.seen.bytes
+        return self.grads + self.activations + self.flown + self.seen.bytes + self.staying
 
 
 def _text_grads(model: ModelSpec, r: Resolved, total: int) -> int:
@@ -348,10 +404,16 @@ def _outside_grads(model: ModelSpec, r: Resolved) -> tuple[int, int]:
 
 def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, int]:
     """Return gradients and activations while a trained embedding gets its gradient."""
-    if not trains_embedding(model, r):
+    if not trains_embedding(model, r) or not model.embeddings:
         return 0, 0
     scratch = sum(backward_blocks(r.tokens, model.vocab, model.hidden))
     grads = total
+    if r.switches.gradient_buffers:  # made whole, then added to the buffer
+        own = sum(module.parameters for module in model.embeddings) * element_bytes(r.dtype)
+        return grads + own, _embedded(model, r) + scratch
+    zero = r.placement.zero
+    if zero is not None and zero.partitions_gradients:  # whole, on its way to its owner
+        grads += model.vocab * model.hidden * head_gradient_width(r)
     if r.placement.flat_buffers and r.method is Method.FULL:  # the root unit's are reduced last
         root = flat_units(model)[0]
         grads += root * whole_width(r) - root * gradient_width(r) // r.placement.gradient_shards
@@ -363,33 +425,12 @@ def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, i
     elif r.columns:
         # another text's gradient of the embedding is there when this one's is made
         grads += model.vocab * model.hidden * head_gradient_width(r)
-    return grads, r.tokens * model.hidden * element_bytes(r.dtype) + scratch
+    return grads, _embedded(model, r) + scratch
 
 
-def _load(model: ModelSpec, r: Resolved, base: Term) -> Term:
-    """Return what loading needs beside the model; BLAS workspaces come with the first product."""
-    here = r.placement
-    if here.loads_whole:
-        size = base.bytes * here.weight_shards + gathered(model, r, here.gathered_layers).bytes
-        return Term(
-            "overhead",
-            size,
-            "the whole model on each GPU until it is sharded {0:,} B",
-            (size,),
-            "litgpt finetune/lora.py: load_checkpoint before FSDP frees the full weights",
-        )
-    if r.lora_init.startswith("pissa") and r.method is not Method.FULL:
-        return pissa_work(model, r)
-    if r.quantization not in BITSANDBYTES:
-        return Term("overhead", 0)
-    size = dequantized(model, r)
-    return Term(
-        "overhead",
-        size,
-        "one 16-bit weight while it is quantised {0:,} B",
-        (size,),
-        "bitsandbytes quantize_4bit",
-    )
+def _embedded(model: ModelSpec, r: Resolved) -> int:
+    """Return bytes of the embeddings' output, or of its gradient."""
+    return r.tokens * model.hidden * element_bytes(r.dtype)
 
 
 ROLLOUT_LEAVES = frozenset({"weights", "adapters", "optimizer"})

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import starmap
 from typing import Any
 
 from planner.errors import UsageError
@@ -12,13 +13,15 @@ from planner.reserved import Reserved, outside_bytes, reserved
 from planner.risk import EVEN, TAIL, Distribution, Risk, distribution, kind_of
 from planner.run.experts import LOOPS, uneven_notes
 from planner.run.framework import planned_as, spelled
+from planner.run.ranks import RankPeak, RankRun, rank_runs
 from planner.run.recipe import VLLM, Recipe, Task
 from planner.run.resolve import Resolved, resolve
 from planner.run.task_model import task_model
 from planner.run.tasks import planned_task
 from planner.terms.engine import Serving
 from planner.terms.free_chunks import with_chunks
-from planner.terms.term import Term
+from planner.terms.groups import NO_GROUPS, Communicators, communicators
+from planner.terms.term import Term, merged
 from planner.terms.vision import left_out
 from planner.units import format_bytes
 
@@ -43,7 +46,7 @@ class Plan:
     peak_bytes: int
     """Tensors alive in the largest phase (what torch calls peak allocated)."""
     capacity_bytes: int
-    """What torch sees on one GPU, less the CUDA context."""
+    """What torch sees on one GPU, less the CUDA context and the communicators of the run's groups."""
     host_peak_bytes: int
     host_terms: tuple[Term, ...] = ()
     assumptions: tuple[str, ...] = ()
@@ -54,6 +57,10 @@ class Plan:
     """`fits` means at most this risk of ending out of memory."""
     imbalance_bytes: int = 0
     """What the peak gains where a router sends every token to the same experts of a loop."""
+    communicators: Communicators = NO_GROUPS
+    """Groups of ranks it talks in."""
+    ranks: tuple[RankPeak, ...] = ()
+    """The distinct ranks, of which this plan is the fullest one's."""
     problem: str = ""
     """Why the run cannot start whatever the memory (an engine that refuses); "" = it can."""
 
@@ -192,6 +199,11 @@ class Plan:
         return not self.problem and self.peak_bytes <= self.capacity_bytes and self.host_fits
 
     @property
+    def sees_nothing(self) -> bool:
+        """A model with towers is trained, and the recipe gives it no image, video or sound."""
+        return bool(left_out(self.spec, self.resolved))
+
+    @property
     def why(self) -> str:
         """One sentence: the largest phase, its largest terms and the room left."""
         if self.problem:
@@ -226,6 +238,28 @@ class Plan:
             "source": law.source,
         }
 
+    def _engine(self) -> dict[str, Any]:
+        """Return the engine's settings with every default filled in, {} where none runs."""
+        r = self.resolved
+        if r.engine not in VLLM:
+            return {}
+        return {
+            "resolved": {
+                "engine": {
+                    "kind": r.engine.value,
+                    "gpu_memory_utilization": r.utilization,
+                    "max_num_seqs": r.max_num_seqs,
+                    "max_num_batched_tokens": r.max_num_batched_tokens,
+                    "kv_dtype": r.kv_dtype,
+                    "tensor_parallel": r.tensor_parallel,
+                    "pipeline_parallel": r.pipeline_parallel,
+                    "expert_parallel": r.expert_parallel,
+                    "sleep_level": r.sleep_level,
+                    "cuda_graphs": r.cuda_graphs,
+                }
+            }
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON document of `vramwise plan --json`."""
         return {
@@ -254,9 +288,12 @@ class Plan:
             "headroom_bytes": self.headroom_bytes,
             "host_peak_bytes": self.host_peak_bytes,
             "host_terms": [term.to_dict() for term in self.host_terms],
+            "ranks": [rank.to_dict() for rank in self.ranks],
+            "groups": self.communicators.to_list(),
             "phases": [phase.to_dict() for phase in self.phases],
             "assumptions": list(self.assumptions),
             "not_modeled": list(self.not_modeled),
+            **self._engine(),
             **({"serving": self.serving.to_dict()} if self.serving else {}),
         }
 
@@ -278,18 +315,44 @@ def plan_resolved(
     model: ModelSpec, resolved: Resolved, machine: Machine, *, risk: float = TAIL
 ) -> Plan:
     """Return the plan of a recipe whose choices are all made."""
+    kinds = rank_runs(model, resolved)
+    plans = plans_of_ranks(model, resolved, machine, risk=risk)
+    ranks = tuple(starmap(_rank_peak, zip(kinds, plans, strict=True)))
+    return replace(max(plans, key=lambda found: found.peak_bytes), ranks=ranks)
+
+
+def _rank_peak(kind: RankRun, found: Plan) -> RankPeak:
+    return RankPeak(
+        kind.number, kind.count, kind.role, found.peak_bytes, found.peak_phase,
+        {term.name: term.bytes for term in merged(*found.phase(found.peak_phase).terms)},
+    )  # fmt: skip
+
+
+def plans_of_ranks(
+    model: ModelSpec, resolved: Resolved, machine: Machine, *, risk: float = TAIL
+) -> list[Plan]:
+    """Return the plan of every distinct rank, the first pipeline stage's first."""
+    kinds = rank_runs(model, resolved)
+    return [_of_rank(kind.model, kind.resolved, machine, risk) for kind in kinds]
+
+
+def _of_rank(model: ModelSpec, resolved: Resolved, machine: Machine, risk: float) -> Plan:
+    """Return the plan of one rank."""
     resolved = with_chunks(model, resolved, machine)
     result = budget(model, resolved, machine)
     peak = max(result.phases, key=lambda phase: phase.total_bytes)
     uneven = 0
-    if resolved.experts in LOOPS and not resolved.imbalance:
+    divided = resolved.layout.expert > 1
+    if (resolved.experts in LOOPS or divided) and not resolved.imbalance:
         worst = budget(model, replace(resolved, imbalance=True), machine)
         uneven = max(0, max(phase.total_bytes for phase in worst.phases) - peak.total_bytes)
     host_bytes = sum(term.bytes for term in result.host)
     unified = machine.gpu is not None and machine.gpu.unified
     # unified memory: what is "offloaded" to the host stays in the same memory
     shared = host_bytes if unified else 0
-    capacity = max(0, machine.vram_bytes - machine.context_bytes - shared)
+    talk = communicators(resolved, machine)
+    outside = machine.context_bytes + talk.held.typical
+    capacity = max(0, machine.vram_bytes - outside - shared)
     return Plan(
         model=model.name,
         spec=model,
@@ -310,6 +373,7 @@ def plan_resolved(
         risk_allowed=risk,
         imbalance_bytes=uneven,
         problem=result.problem,
+        communicators=talk,
     )
 
 
@@ -340,6 +404,4 @@ def _not_modeled(model: ModelSpec, r: Resolved) -> tuple[str, ...]:
         )
     if missing := left_out(model, r):
         notes.append(missing)
-    if r.placement.reduces and r.placement.ranks > 1:
-        notes.append("NCCL buffers beyond one communicator's: a group more takes 0.5 to 1 GiB more")
     return tuple(notes)

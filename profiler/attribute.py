@@ -120,8 +120,8 @@ def _find_peaks(events: Sequence[BlockEvent]) -> dict[str, _Peak]:
         if event.block.place == HOST:
             host += change
             peak.host = max(peak.host, host)
-            continue
-        total += change
+        else:
+            total += change
         if total > peak.total:
             peak.total, peak.index = total, index
     return {name: peak for name, peak in peaks.items() if peak.index >= 0}

@@ -121,6 +121,8 @@ class StorageTracker(TorchDispatchMode):
         self._host_next = 0
         self._unseen = 0
         self._purpose = ""
+        self.moves_to_host: bool | None = None
+        """Where a `.to(device)` leads, if it is FSDP2's: see `moving`."""
 
     def __torch_dispatch__(
         self,
@@ -185,6 +187,15 @@ class StorageTracker(TorchDispatchMode):
             yield
         finally:
             self._purpose = before
+
+    @contextmanager
+    def moving(self, *, to_host: bool) -> Iterator[None]:
+        """Inside, `.to(device)` is FSDP2's: it leaves a gradient on the host, or fetches a shard from it."""
+        before, self.moves_to_host = self.moves_to_host, to_host
+        try:
+            yield
+        finally:
+            self.moves_to_host = before
 
     def resized(self, storage: Any, size: int, *, term: str) -> None:
         """Record a storage that was given `size` bytes in place; 0 gives its memory back."""

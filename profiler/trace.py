@@ -19,7 +19,7 @@ from planner.allocator.caching import AllocatorConfig, replay
 from planner.errors import UnsupportedError, VramwiseError
 from profiler.attribute import assign_terms, summarise, to_events
 from profiler.cuda_behaviour import CudaBehaviour, workspaces
-from profiler.dtensors import visible
+from profiler.dtensors import states_found, visible
 from profiler.materialise import materialise
 from profiler.recording import Recording
 from profiler.sharded import Shard, allocate, divide, process_group
@@ -118,6 +118,7 @@ def run_subject(
             stack.enter_context(visible(tracker))
         if fake:  # FSDP2 holds meta tensors until they get memory
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=shard is not None))
+            stack.enter_context(states_found())
         stack.enter_context(tracker)
         stack.enter_context(CudaBehaviour(tracker, padded=subject.padded))
         stack.enter_context(_collected_by_hand())
@@ -125,7 +126,7 @@ def run_subject(
             if shard is None:
                 materialise(model, tracker)
             else:
-                allocate(model, tracker)
+                allocate(model, tracker, shard)
             with tracker.in_phase("forward"):  # the first product comes after loading
                 for size in subject.standing_bytes:
                     tracker.standing(size, op="cublasSetWorkspace", term="overhead")

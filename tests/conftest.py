@@ -1,7 +1,10 @@
 """What every test shares: a fixed terminal width, no colours, one torch thread, versions in the header."""
 
+import atexit
 import importlib.metadata
 import os
+import shutil
+import tempfile
 
 import pytest
 
@@ -11,6 +14,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_CI_ENV", "1")
+# trackio reads it once, when it is imported, and TRL imports it: before any test, a folder of this process
+os.environ["TRACKIO_DIR"] = tempfile.mkdtemp(prefix="trackio-")
+atexit.register(shutil.rmtree, os.environ["TRACKIO_DIR"], ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

@@ -4,10 +4,10 @@ Shapes: B rows, T tokens, H hidden, V vocabulary.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,12 @@ from planner.run.recipe import Attention, EngineKind, Method, Recipe
 from trainer.adapters import add_adapters, factors, is_pissa
 from trainer.devices import run_device
 from trainer.neftune import EmbeddingNoise
+from trainer.parallel.ranks import ALONE, Ranks
 
+if TYPE_CHECKING:
+    from trainer.parallel.sharding import Sharded
+
+R = TypeVar("R")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ATTENTION = {
     Attention.EAGER: "eager",
@@ -56,6 +61,8 @@ class Policy:
     """What is trained, as it was when the run began: the reference; None: adapters off."""
     pissa: dict[str, Tensor] | None = None
     """The factors that PiSSA took out of the base, on the host."""
+    sharded: "Sharded | None" = None
+    """How the model is cut over ranks; None: all of it is here."""
 
     @property
     def base(self) -> Any:
@@ -96,6 +103,43 @@ class Policy:
             if self.method is Method.QLORA:
                 keep_differentiable(self.model)
 
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that train this policy together."""
+        return ALONE if self.sharded is None else self.sharded.ranks
+
+    def one_pass(self, work: Callable[[], R]) -> R:
+        """Return `work()`, a forward and its backward; out of memory on one rank is so on all."""
+        return work() if self.sharded is None else self.sharded.one_pass(work)
+
+    def whole(self, work: Callable[[], R], *, keep: bool = False) -> R:
+        """Return `work()`, which may read any weight: on several ranks they are gathered for it.
+
+        Without gradients what is outside the layers is cut again behind it, unless `keep`: until `settle`.
+        """
+        return work() if self.sharded is None else self.sharded.run(work, keep=keep)
+
+    def settle(self) -> None:
+        """End what `whole(..., keep=True)` kept."""
+        if self.sharded is not None:
+            self.sharded.settle()
+
+    def stepped(self) -> list[tuple[str, Tensor]]:
+        """Return what the optimizer steps: the trained parameters, or this rank's parts of them."""
+        if self.sharded is None:
+            return list(self.trainable())
+        return [(shard.name, shard.local) for shard in self.sharded.shards]
+
+    def take_gradients(self) -> None:
+        """Give what is stepped its gradients; one process has them there already."""
+        if self.sharded is not None:
+            self.sharded.take_gradients()
+
+    def clear_gradients(self) -> None:
+        """Drop gradients that the optimizer cannot: those of parameters in parts."""
+        if self.sharded is not None:
+            self.sharded.clear_gradients()
+
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
         """Return the named parameters that the optimizer steps."""
         return [item for item in self.model.named_parameters() if item[1].requires_grad]
@@ -112,7 +156,13 @@ class Policy:
             with self.model.disable_adapter():
                 yield
             return
-        trained = dict(self.trainable())
+        trained = dict(self.stepped())
+        if self.sharded is not None:
+            # what ranks gather is the shards' own memory: values move, not tensors
+            kept = {name: local.detach().clone() for name, local in trained.items()}
+            with _holding(trained, self.start, kept):
+                yield
+            return
         now = {name: parameter.data for name, parameter in trained.items()}
         try:
             for name, parameter in trained.items():
@@ -121,6 +171,22 @@ class Policy:
         finally:
             for name, parameter in trained.items():
                 parameter.data = now[name]
+
+
+@contextmanager
+def _holding(
+    trained: dict[str, Tensor], inside: dict[str, Tensor], outside: dict[str, Tensor]
+) -> Iterator[None]:
+    """Let `trained` have the values `inside`, and `outside` again afterwards."""
+    with torch.no_grad():
+        for name, tensor in trained.items():
+            tensor.copy_(inside[name])
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, tensor in trained.items():
+                tensor.copy_(outside[name])
 
 
 def load_policy(

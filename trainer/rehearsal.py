@@ -1,15 +1,17 @@
 """The rehearsal: every phase of a run once, at the longest lengths that its recipe allows."""
 
 import gc
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from planner.errors import VramwiseError
 from planner.run.recipe import Task
 from planner.units import format_bytes
 from profiler.recording import Recording
-from profiler.torch_recorder import record
+from profiler.torch_recorder import LiveRecording, record
 from trainer.batching import MicroBatch, ScoredSequence, collate
 from trainer.config import TrainSection
 from trainer.engines.transformers import TransformersEngine
@@ -32,6 +34,7 @@ def rehearse(ready: "Preflight", train: TrainSection) -> Recording:
             return _rehearse_once(ready, train)
         except torch.OutOfMemoryError:
             pass
+        ready.policy.clear_gradients()
         ready.stepper.optimizer.zero_grad(set_to_none=True)
         gc.collect()
         try:
@@ -70,28 +73,38 @@ def _rehearse_once(ready: "Preflight", train: TrainSection) -> Recording:
             if batch is None:
                 continue
             with policy.training():
-                with live.phase("forward"):
-                    hidden, routers = hidden_and_routers(
-                        policy, batch, routers=ready.recipe.router_loss
-                    )
-                with live.phase("loss"):
-                    scored = log_probs(policy, batch, hidden, entropy=True, **ready.shape)
-                    share = sft_loss(scored.logp, num_tokens=len(batch.targets))
-                    if routers:
-                        share = share + balance_loss(routers, policy.base.config, batch)
-                del hidden, scored, routers
-                with live.phase("backward"):
-                    share.backward()
-            del share, batch
+                policy.one_pass(partial(_learn, ready, live, batch))
+            del batch
+            policy.clear_gradients()
             optimizer.zero_grad(set_to_none=True)
     return live.recording
+
+
+def _learn(ready: "Preflight", live: LiveRecording, batch: MicroBatch) -> bool:
+    """Run a micro-batch forward and backward, each phase by its name."""
+    share = ready.policy.whole(lambda: _loss(ready, live, batch))
+    with live.phase("backward"):
+        share.backward()
+    return True
+
+
+def _loss(ready: "Preflight", live: LiveRecording, batch: MicroBatch) -> Tensor:
+    policy = ready.policy
+    with live.phase("forward"):
+        hidden, routers = hidden_and_routers(policy, batch, routers=ready.recipe.router_loss)
+    with live.phase("loss"):
+        scored = log_probs(policy, batch, hidden, entropy=True, **ready.shape)
+        share = sft_loss(scored.logp, num_tokens=len(batch.targets))
+        if routers:
+            share = share + balance_loss(routers, policy.base.config, batch)
+    return share
 
 
 def _step_without_change(policy: Policy, optimizer: torch.optim.Optimizer) -> None:
     """Step with gradients of 0 at a rate of 0: optimizer state exists, weights are as before."""
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    for _, parameter in policy.trainable():
+    for _, parameter in policy.stepped():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)

@@ -39,7 +39,7 @@ class Layers:
     @property
     def width(self) -> int:
         """Bytes per token of the hidden stream."""
-        return self.model.hidden * self.settings.residual
+        return self.settings.stream(self.model.hidden)
 
     @property
     def order(self) -> list[LayerSpec]:
@@ -82,7 +82,9 @@ class Layers:
             self.units.before(layer, backward=backward)
 
     def _reduce(self, layer: LayerSpec, made: list[Chunk], grads: list[Chunk]) -> None:
-        if self.units is None:
+        if self.units is None and self.r.copies_into_buckets:
+            self.player.give(*made)
+        elif self.units is None:
             grads.extend(made)
         else:
             self.units.after_backward(layer, made, grads)

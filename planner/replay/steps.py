@@ -18,6 +18,7 @@ from planner.replay.tensors import Trained, factored, loaded, trained
 from planner.replay.units import Units
 from planner.replay.update import Update
 from planner.replay.warmup import warmup_bytes
+from planner.replay.zero import flat_groups, load_zero, reduce_at_the_end, step_sizes, units_of
 from planner.run.recipe import Checkpointing, EngineKind, Method, Reference, Task
 from planner.run.resolve import Resolved
 from planner.run.tasks import PREFERENCE, TASKS
@@ -112,13 +113,21 @@ class Run:
         self.player = player
         self.sharded = r.placement.gathers
         self.trained = self._trained() if r.trains else []
-        self.update = Update(r, self.trained, player, self._factored())
+        roots = KINDS[r.optimizer].square_roots
+        copies = (
+            step_sizes(model, r, square_roots=roots)
+            if r.trains and r.placement.zero is not None
+            else None
+        )
+        self.update = Update(r, self.trained, player, self._factored(), copies)
         self.outputs: Chunk | None = None
         self.once = op_settings(model, r)._replace(accumulate=False)
 
     def _trained(self) -> list[Trained]:
         """Return every tensor the optimizer sees on this rank."""
         r = self.r
+        if r.placement.zero is not None and r.method is Method.FULL:
+            return flat_groups(self.model, r)
         if self.sharded and r.method is Method.FULL:
             sizes = self._shards(-(-self.model.parameters // r.placement.state_shards))
             return [Trained(size, trained_width(r)) for size in sizes]
@@ -151,8 +160,9 @@ class Run:
             for each in self.trained:
                 copies = times if each.loads else times - 1
                 player.take_all([each.width * each.elements] * copies)
-        if self.r.placement.gradient_copies > 1:
+        if self.r.placement.buckets:
             player.take_all(self._buckets())
+        load_zero(self.model, self.r, player)
         player.take(workspace_bytes)
         player.take(resident_bytes)
 
@@ -205,6 +215,7 @@ class Run:
                 self._columns(length, grads)
             else:
                 self._micro_batch(length, tokens, grads, accumulate=number > 0)
+        reduce_at_the_end(self.model, self.r, self.player, grads)
         self.update.step(grads)
 
     def _embed(self, tokens: int, settings: OpSettings) -> Chunk:
@@ -230,7 +241,7 @@ class Run:
 
     def score_plain(self, tokens: int) -> None:
         """Play one forward of this model and its head without a graph."""
-        units = Units(self.model, self.r, self.player) if self.sharded else None
+        units = units_of(self.model, self.r, self.player) if self.sharded else None
         layers = Layers(self.model, self.r, self.once, tokens, self.player, units)
         x = layers.no_grad(self._embed(tokens, self.once))
         head = Head(self.model, self.r, tokens, self.player)
@@ -261,8 +272,9 @@ class Run:
 
     def _forward(self, length: int, tokens: int, *, accumulate: bool) -> "Running":
         player, settings = self.player, self.once._replace(accumulate=accumulate)
-        reduces = self.r.placement.gradient_shards > 1 or self.r.placement.offload.gradients
-        units = Units(self.model, self.r, player) if self.sharded or reduces else None
+        here = self.r.placement
+        reduces = here.gradient_shards > 1 or here.offload.gradients or here.zero is not None
+        units = units_of(self.model, self.r, player) if self.sharded or reduces else None
         if units is not None:
             units.start()
         layers = Layers(self.model, self.r, settings, tokens, player, units)
@@ -296,12 +308,20 @@ class Run:
         grad = left.pop(events.backward.grad_in)
         done = left.pop(events.forward.x, None)
         outside.extend(left.values())
+        self._into_buckets(outside)
         first = running.layers.backward(done, grad, grads)
         player.give(*running.rotary, *running.masked)
         self._embedding_grad(tokens, outside, accumulate=accumulate)
         player.give(first)
+        self._into_buckets(outside)
         if units is not None:
             units.finish(outside, grads)
+
+    def _into_buckets(self, grads: list[Chunk]) -> None:
+        """Free gradients that DDP has copied into its buckets, of which they are views from then on."""
+        if self.r.copies_into_buckets:
+            self.player.give(*grads)
+            grads.clear()
 
     @property
     def _asks(self) -> bool:

@@ -19,10 +19,13 @@ from planner.run.framework_files import Framework, common_laws
 from planner.run.image_fields import image_fields, image_notes, sees_images_whole
 from planner.run.logits_law import LogitsLaw
 from planner.run.lora_fields import lora_fields, with_start
+from planner.run.parallel import Layout, layout_of, refuse_unplanned
+from planner.run.pipeline import Stage
 from planner.run.placement import Placement, offloaded, place
 from planner.run.positions import context_notes
 from planner.run.recipe import (
     Attention,
+    BucketsSection,
     Checkpointing,
     EngineKind,
     Float8,
@@ -46,6 +49,7 @@ from planner.run.task_fields import (
 from planner.run.tasks import DEFAULT_BETA, TASKS, Head, planned_task
 from planner.run.train_bytes import beside
 from planner.run.unread import unread
+from planner.run.zero import STAGES, Zero, check, zero
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +147,23 @@ class Resolved:
     beta: float
     reference: Reference
     sharding: Sharding
+    loads: str
+    """full, rank0 or sharded; "" = nobody says."""
+    zero: Zero | None
+    """DeepSpeed's buffers, if it divides or offloads."""
+    layout: Layout
+    """How the run's GPUs divide the work."""
+    reshard_after_forward: bool | int
+    reduce_dtype: str
+    """Of FSDP2's reductions; "" = the gradient's own."""
+    accumulate_sync: bool
+    """Gradients are reduced after every micro-batch, not only after the last."""
+    bucket_views: bool
     gpus: int
+    node_gpus: int
+    """Of one host."""
+    stage: Stage
+    """Whose rank this is of a pipeline."""
     compile: bool
     compiled: str
     """What torch.compile compiles at once: layer, model; empty: nothing."""
@@ -187,9 +207,16 @@ class Resolved:
 
     @property
     def accumulates_whole(self) -> bool:
-        """Gradients stay whole until the last micro-batch, whatever FSDP divides."""
+        """Gradients stay whole until the last micro-batch, whatever FSDP divides; under DDP with bucket
+        views they are beside the buckets until then."""
         fsdp = self.sharding in (Sharding.FSDP, Sharding.FSDP2) and self.placement.ranks > 1
-        return self.switches.skips_sync and fsdp and self.grad_accum > 1
+        divided = fsdp or self.placement.bucket_views
+        return divided and self.grad_accum > 1 and not self.accumulate_sync
+
+    @property
+    def copies_into_buckets(self) -> bool:
+        """A gradient is copied into DDP's bucket as soon as it is there, and becomes a view of it."""
+        return self.placement.bucket_views and not self.accumulates_whole
 
     @property
     def placement(self) -> Placement:
@@ -197,11 +224,16 @@ class Resolved:
         between = self.switches.offloads_between_phases
         return place(
             self.sharding,
-            self.gpus,
+            self.layout.data * self.layout.context,
+            shards=self.layout.sharers,
+            replicas=self.layout.data_replicate,
+            reshard=self.reshard_after_forward,
             method=self.method,
             quantized=bool(self.quantization),
             autocast=bool(self.autocast) and not self.switches.fsdp_keeps_dtype,
             loads_whole=self.switches.fsdp_loads_full,
+            bucket_views=self.bucket_views,
+            replicates_by_fsdp2=self.switches.replicates_by_fsdp2,
             offload=offloaded(
                 self.sharding,
                 optimizer=self.optimizer_offload and not between,
@@ -209,6 +241,7 @@ class Resolved:
                 quantized=bool(self.quantization),
                 by=self.switches.offloads_by,
             ),
+            zero=self.zero,
         )
 
     @property
@@ -249,7 +282,12 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     defaults = framework.task_defaults(task.value)
     notes = [*filter(None, [fallback_note(framework, recipe.framework)]), *started]
     trains = task is not Task.SERVE
+    layout = layout_of(model, recipe, machine.num_gpus, switches.tensor_plan)
+    refuse_unplanned(model, recipe, layout, framework)
     dtype, autocast = _dtypes(model, recipe, defaults)
+    deepspeed = _by_deepspeed(recipe, machine)
+    if deepspeed:  # its engine casts the module, and nothing runs in autocast
+        dtype, autocast = autocast or dtype, ""
     quantization = base_scheme(model, recipe, framework, trains=trains, notes=notes)
     prompt, completion = _lengths(model, recipe, defaults, notes)
     generations = choose(recipe.num_generations, defaults, "num_generations", 1)
@@ -272,7 +310,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     if recipe.engine.expert_parallel and not any(layer.mlp.num_experts for layer in model.layers):
         notes.append("expert_parallel moves nothing: the model has no experts")
     if trains:
-        if machine.num_gpus > 1 and recipe.sharding is Sharding.NONE:
+        if layout.data_replicate == machine.num_gpus > 1 and recipe.sharding is Sharding.NONE:
             notes.append(
                 f"{machine.num_gpus} GPUs without --shard: a whole copy on each, nothing is divided; "
                 "--shard fsdp2 divides weights, gradients and states"
@@ -287,10 +325,8 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         notes.append(
             "neftune: its noise lives before the first layer, most often below the largest layer"
         )
-    if recipe.neftune and task is Task.SFT:
-        notes.append(
-            "neftune: its noise lives before the first layer, most often below the largest layer"
-        )
+    # torchtitan's apply_fsdp with pp_enabled: units stay gathered, and torch's stage reduces once a step
+    staged = layout.pipeline > 1 and recipe.sharding is Sharding.FSDP2
     resolved = Resolved(
         task=task,
         algorithm=recipe.algorithm or task.value,
@@ -303,8 +339,11 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         autocast=autocast if trains else "",
         quantization=quantization,
         double_quant=bool(choose(recipe.double_quant, defaults, "double_quant", True)),
-        master_weights=_master(recipe, switches, dtype),
-        gradient_dtype=normal_dtype(recipe.gradient_dtype or dtype, field="gradient_dtype"),
+        master_weights=_master(recipe, switches, dtype, deepspeed=deepspeed),
+        gradient_dtype=normal_dtype(
+            recipe.gradient_dtype or ("fp32" if switches.gradient_buffers else dtype),
+            field="gradient_dtype",
+        ),
         **lora_fields(recipe, switches, quantization, dtype, reference),
         **expert_fields(model, machine, recipe, framework, notes),
         optimizer=Optimizer(choose(recipe.optimizer, defaults, "optimizer", "adamw")),
@@ -331,7 +370,14 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         keep_layers=recipe.offload_keep_layers,
         attention=_attention(model, recipe, defaults, notes),
         loss=loss,
-        law=_law(framework, task, loss, autocast, compiled=compiled["compiled_loss"]),
+        law=_law(
+            framework,
+            task,
+            loss,
+            autocast,
+            compiled=compiled["compiled_loss"],
+            parallel=layout.tensor > 1,
+        ),
         loss_chunk_rows=recipe.loss_chunk_rows or 0,
         entropy=bool(recipe.entropy) and trains,
         tiled_mlp=_tiled(recipe, switches, defaults),
@@ -339,7 +385,20 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         beta=beta,
         reference=reference,
         sharding=recipe.sharding,
+        loads=recipe.loads or "",
+        zero=_zero(model, recipe, framework),
+        layout=layout,
+        reshard_after_forward=not staged
+        if recipe.reshard_after_forward is None
+        else recipe.reshard_after_forward,
+        reduce_dtype=_reduced(recipe, defaults),
+        accumulate_sync=recipe.accumulate_sync
+        if recipe.accumulate_sync is not None
+        else not (switches.skips_sync or staged),
+        bucket_views=recipe.bucket_views,
         gpus=machine.num_gpus,
+        node_gpus=machine.node_gpus,
+        stage=Stage(),
         **compiled,
         engine=engine,
         **engine_fields(
@@ -388,14 +447,24 @@ def _kernel_notes(model: ModelSpec) -> list[str]:
     ]
 
 
+def _reduced(recipe: Recipe, defaults: dict[str, Any]) -> str:
+    """Return the dtype in which FSDP2 reduces gradients; empty: their own."""
+    name = choose(recipe.reduce_dtype, defaults, "reduce_dtype", "")
+    found = normal_dtype(name, field="reduce_dtype") if name else ""
+    if found not in ("", "fp32", "bf16", "fp16"):
+        raise UsageError(f"reduce_dtype: {name!r}", hint="fp32, bf16 or fp16")
+    return found
+
+
 def _offload(recipe: Recipe, trains: bool) -> OffloadSection:
     """Return what is offloaded; raises UsageError for what no engine does."""
     asked, sharding = recipe.offload, recipe.sharding
     if not trains:
         return OffloadSection()
-    if asked.parameters and sharding not in (Sharding.ZERO3, Sharding.FSDP):
+    if asked.parameters and sharding not in (Sharding.ZERO3, Sharding.FSDP, Sharding.FSDP2):
         raise UsageError(
-            f"offload.parameters: {sharding.value} does not offload weights", hint="zero3 or fsdp"
+            f"offload.parameters: {sharding.value} does not offload weights",
+            hint="zero3, fsdp or fsdp2",
         )
     moved = recipe.optimizer_offload or asked.parameters
     if asked.device == "nvme" and moved and sharding is not Sharding.ZERO3:
@@ -405,10 +474,27 @@ def _offload(recipe: Recipe, trains: bool) -> OffloadSection:
     return asked
 
 
-def _master(recipe: Recipe, switches: Switches, dtype: str) -> bool:
+def _zero(model: ModelSpec, recipe: Recipe, framework: Framework) -> Zero | None:
+    """Return DeepSpeed's buffers; raises UsageError for buckets of a scheme without them."""
+    check(recipe.sharding, recipe.buckets)
+    sharding = recipe.sharding
+    if framework.switches.offloads_by == "deepspeed" and recipe.optimizer_offload:
+        sharding = sharding if sharding in STAGES else Sharding.ZERO2  # one GPU, offloaded by ZeRO
+    preset = framework.deepspeed.get(sharding.value, BucketsSection())
+    return zero(sharding, recipe.buckets, preset, model.hidden)
+
+
+def _by_deepspeed(recipe: Recipe, machine: Machine) -> bool:
+    """Return whether DeepSpeed runs the step, with 16-bit weights and fp32 copies of its own."""
+    return recipe.sharding in STAGES and machine.num_gpus > 1 and recipe.task is not Task.SERVE
+
+
+def _master(recipe: Recipe, switches: Switches, dtype: str, *, deepspeed: bool) -> bool:
     """Return whether the optimizer keeps an fp32 copy of what is trained."""
     if recipe.master_weights is not None:
         return recipe.master_weights
+    if deepspeed:
+        return True
     if recipe.task is Task.SERVE or not switches.master_weights:
         return False
     if recipe.method is Method.FULL and dtype == "bf16":
@@ -518,8 +604,18 @@ def _reference(recipe: Recipe, task: Task, beta: float) -> Reference:
     return Reference.SEPARATE if recipe.method is Method.FULL else Reference.ADAPTER_OFF
 
 
+PARALLEL = "parallel"
+"""What a framework's law of a loss over divided columns adds to its name."""
+
+
 def _law(
-    framework: Framework, task: Task, loss: Loss, autocast: str, *, compiled: bool
+    framework: Framework,
+    task: Task,
+    loss: Loss,
+    autocast: str,
+    *,
+    compiled: bool,
+    parallel: bool,
 ) -> LogitsLaw:
     head = TASKS[task].head
     if head is not Head.VOCABULARY:
@@ -527,6 +623,8 @@ def _law(
     kind, switches = loss.value, framework.switches_of(task.value)
     if compiled:
         return compiled_law(framework, task, kind)
+    if parallel and f"{kind}-{PARALLEL}" in framework.logits:
+        return framework.logits[f"{kind}-{PARALLEL}"]
     if autocast and switches.fp32_outputs and loss is Loss.FULL:
         kind = "full-fp32"
     return framework.law(task.value, kind)

@@ -98,16 +98,16 @@ def _shard(resolved: Resolved) -> Shard | None:
             f"sharding {resolved.sharding.value} over {resolved.gpus} GPUs cannot be traced",
             hint="fsdp2 can: one rank of it runs beside ranks that are not there",
         )
-    if resolved.quantization:
-        raise UnsupportedError(f"a {resolved.quantization} base under fsdp2 cannot be traced")
-    if resolved.placement.offload.by:
-        raise UnsupportedError("fsdp2 with offload cannot be traced")
+    narrow = resolved.compute_dtype if _narrow(resolved) else ""
     return Shard(
         ranks=resolved.gpus,
-        syncs_each=not resolved.switches.skips_sync,
-        param_dtype=resolved.compute_dtype if _narrow(resolved) else "",
+        replicate=resolved.layout.data_replicate,
+        syncs_each=resolved.accumulate_sync,
+        param_dtype=narrow,
         # accelerate gives both one dtype (utils/dataclasses.py, set_mixed_precision)
-        reduce_dtype=resolved.compute_dtype if _narrow(resolved) else "",
+        reduce_dtype=resolved.reduce_dtype or narrow,
+        reshard_after_forward=resolved.reshard_after_forward,
+        offload=resolved.placement.offload.by == "fsdp",
     )
 
 

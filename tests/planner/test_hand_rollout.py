@@ -36,11 +36,11 @@ def test_generate_reads_the_prompt_of_every_completion_at_once() -> None:
 def test_our_engine_reads_a_group_s_prompt_once() -> None:
     r = choices(**GRPO, framework="vramwise", context=528, prompt_length=512, completion_length=16)
     full = 8 * sequence_bytes(LLAMA, 528, "bf16")
-    settings = op_settings(LLAMA, r)
-    one = largest(no_grad_costs(LLAMA.layers[0], 64, settings), 8).at(8)
+    one = largest(no_grad_costs(LLAMA.layers[0], 64, op_settings(LLAMA, r, 8)), 8).at(8)
     # eight sequences' last token: the keys of one of three layers are copied
     assert rolling(LLAMA, r).bytes == full // 6 + one
     # sixteen held-out prompts are different ones: read 2,048 tokens at a time, no more
+    settings = op_settings(LLAMA, r, 2048)
     tokens = largest(no_grad_costs(LLAMA.layers[0], 64, settings), 2048).at(2048)
     cache = 16 * sequence_bytes(LLAMA, 512, "bf16")
     assert rolling(LLAMA, r, prompts=16).bytes == cache + 2048 * 128 + tokens - full

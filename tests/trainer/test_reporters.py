@@ -2,11 +2,13 @@
 
 import importlib.util
 import json
+import os
 import socket
 import sqlite3
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -33,7 +35,6 @@ def at_home(tmp_path_factory):
         for name in OFF:
             patch.delenv(name, raising=False)
         patch.setenv("NETRC", str(home / "netrc"))
-        patch.setenv("TRACKIO_DIR", str(home / "trackio"))
         patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
         patch.setenv("DO_NOT_TRACK", "true")
         yield home
@@ -157,12 +158,12 @@ def test_wandb_keeps_offline_runs_of_one_id(reported):
     assert made["columns"][:2] == ["prompt", "completion"]
 
 
-def test_trackio_has_one_run(reported, at_home):
+def test_trackio_has_one_run(reported):
     trackio = pytest.importorskip("trackio")
     folder, results = reported
     (run,) = {each.name: each for each in trackio.Api().runs("sums")}.values()
     assert run.name == run_ids(folder)["trackio"] == "first"
-    (database,) = (at_home / "trackio").glob("sums*.db")
+    (database,) = Path(os.environ["TRACKIO_DIR"]).glob("sums*.db")
     with sqlite3.connect(database) as connection:
         rows = connection.execute("select step, metrics from metrics order by id").fetchall()
         config = connection.execute("select config from configs").fetchall()
