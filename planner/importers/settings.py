@@ -100,6 +100,23 @@ HARMLESS = re.compile(
 """Keys that move no byte of the GPU's memory, as far as a plan goes."""
 
 
+_SECRET_KEY = re.compile(
+    r"(?:^|[._-])(?:\w*token|api_?key|secret\w*|password|passwd|credential\w*)$", re.IGNORECASE
+)
+_SECRET = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{8,}|sk-[A-Za-z0-9_-]{8,}|gh[pousr]_[A-Za-z0-9]{8,}|AKIA[A-Z0-9]{12,}|xox[abp]-[\w-]{8,}"
+    r"|eyJ[\w-]{10,}\.[\w.-]+|[0-9a-f]{40})\b|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
+)
+"""Tokens of the hubs and clouds that configs hold, and user:password in an address."""
+
+
+def shown(key: str, value: Any) -> str:
+    """Return a value as reports and errors may print it: without what is secret."""
+    if isinstance(value, str) and value and _SECRET_KEY.search(key):
+        return "(hidden)"
+    return _SECRET.sub("(hidden)", str(value))
+
+
 class Settings:
     """A foreign file's flat keys; every read is written into the report."""
 
@@ -146,7 +163,9 @@ class Settings:
             if value is not None:
                 self.used.update(keys)
                 if to:
-                    self.report.taken.append(Taken(key=key, value=str(value)[:200], field=to))
+                    self.report.taken.append(
+                        Taken(key=key, value=shown(key, value)[:200], field=to)
+                    )
                 return value
         self.used.update(keys)
         if default is not None and to:
@@ -231,7 +250,7 @@ class Settings:
     def unread(self, key: str, value: Any, effect: str) -> None:
         """Record something that was not understood."""
         self.report.not_understood.append(
-            NotUnderstood(key=key, value=str(value)[:120], effect=effect)
+            NotUnderstood(key=key, value=shown(key, value)[:120], effect=effect)
         )
 
     def quiet(self, *prefixes: str) -> None:
@@ -324,7 +343,7 @@ class Settings:
             where = rows[-1].key if rows else where
             raise UsageError(
                 f"{self.report.tool} config: {where}: {first['msg']}",
-                hint=f"value {str(first.get('input', ''))[:60]!r}",
+                hint=f"value {shown(where, first.get('input', ''))[:60]!r}",
             ) from None
         return Imported(
             tool=self.report.tool,

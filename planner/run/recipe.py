@@ -197,6 +197,8 @@ class EngineSection(Section):
     pipeline_parallel: Count = 1
     expert_parallel: bool = False
     """Experts are divided whole among the tensor-parallel ranks (--enable-expert-parallel)."""
+    cpu_offload_gib: Annotated[float, Field(ge=0, le=2**20)] = 0.0
+    """serve: GiB of each GPU's weights that vLLM keeps in host memory (--cpu-offload-gb)."""
     offline: bool = False
     """LLM() in a script instead of a server: its default batches are larger."""
     max_loras: Count | None = None

@@ -181,6 +181,8 @@ class Resolved:
     tensor_parallel: int
     pipeline_parallel: int
     expert_parallel: bool
+    engine_offload_bytes: int
+    """Of one GPU's weights, in host memory."""
     max_loras: int
     max_lora_rank: int
     assumptions: tuple[str, ...] = ()
