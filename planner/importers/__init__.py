@@ -12,6 +12,7 @@ from planner.errors import UnsupportedError, UsageError
 from planner.importers import manifests
 from planner.importers.context import Context
 from planner.importers.detect import TOOLS, tool_of_mapping
+from planner.importers.keys import shown
 from planner.importers.launch import apply_launch, offload_fields, read_launch_file
 from planner.importers.loading import (
     flatten,
@@ -25,7 +26,7 @@ from planner.importers.mappings import from_mapping, unknown
 from planner.importers.names import resolve_model
 from planner.importers.pasted import unwrap, written_files
 from planner.importers.scripts import from_python, from_shell
-from planner.importers.settings import Imported, ImportReport, Settings, shown
+from planner.importers.settings import Imported, ImportReport, Settings
 from planner.importers.shell import parse_shell
 from planner.importers.spread import Launch
 from planner.importers.toml_files import load_toml, tool_of_toml
@@ -215,10 +216,11 @@ def _import(raw: str, path: Path | None, context: Context) -> Imported:
         return _from_manifest(text, context)
     document = _mapping_or_none(text)
     if document is not None:
-        found = from_mapping(document, text, context)
+        imported = from_mapping(document, text, context)
         if (count := len(load_yaml_all(text))) > 1:
-            found.report.effects.append(f"the file holds {count} documents: the first is planned")
-        return found
+            said = f"the file holds {count} documents: the first is planned"
+            imported.report.effects.append(said)
+        return imported
     if (found := from_shell(parse_shell(text), context)) is not None:
         return found
     if re.search(r"^\s*(?:import|from)\s+\w|\w\s*\(.*=", text, re.MULTILINE) and not _is_shell(

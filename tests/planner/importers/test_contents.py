@@ -188,7 +188,8 @@ def test_verl_with_megatron_holds_a_model_together() -> None:
         2,
     )
     assert any("upper bound" in said for said in found.report.effects)
-    assert recipe.dtype == "bf16" and recipe.master_weights
+    assert recipe.dtype == "bf16"
+    assert recipe.master_weights
 
 
 def test_axolotls_context_parallelism_shares_tokens() -> None:
@@ -285,11 +286,13 @@ def test_a_server_that_refuses_says_what_makes_it_start() -> None:
     recipe = import_config("vllm serve Qwen/Qwen3-8B --max-model-len 40960\n").run.recipe
     refused = plan(model, recipe, machine)
     lines = pool_levers(model, recipe, machine, refused)
-    assert refused.problem and "does not hold one sequence" in plan_text(refused)
+    assert refused.problem
+    assert "does not hold one sequence" in plan_text(refused)
     longest = next(
         int(line.split()[1].rstrip(":")) for line in lines if line.startswith("--max-model-len")
     )
     shorter = plan(model, recipe.model_copy(update={"context": longest}), machine)
     longer = plan(model, recipe.model_copy(update={"context": longest + 1}), machine)
-    assert not shorter.problem and longer.verdict == "does not fit"
+    assert not shorter.problem
+    assert longer.verdict == "does not fit"
     assert pool_levers(model, recipe, machine, shorter) == []

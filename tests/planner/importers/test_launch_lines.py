@@ -183,7 +183,8 @@ def test_the_model_may_be_said_beside_the_file(tmp_path: Path) -> None:
         import_subject(str(config))
     assert "--model" in (caught.value.hint or "")
     found = import_subject(str(config), model="Qwen/Qwen3-4B", gpus=2)
-    assert found is not None and found.run.model == "Qwen/Qwen3-4B"
+    assert found is not None
+    assert found.run.model == "Qwen/Qwen3-4B"
 
 
 def test_given_gpus_silence_the_note_about_them() -> None:

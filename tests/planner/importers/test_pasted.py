@@ -153,7 +153,7 @@ def test_toml_with_dates_and_a_broken_one(tmp_path: Path) -> None:
     assert import_config(text).run.recipe.context == 64
     path = tmp_path / "t.toml"
     path.write_text("[model\nx = 1\n", encoding="utf-8")
-    with pytest.raises(UsageError, match="toml: .*line 1"):
+    with pytest.raises(UsageError, match=r"toml: .*line 1"):
         import_config(path)
 
 
@@ -176,7 +176,8 @@ def test_two_documents_are_said() -> None:
 def test_secrets_are_never_printed(line: str) -> None:
     found = import_config(f"{YAML}{line}\n")
     printed = report_text(found) + str(found.to_dict())
-    assert "abcdefghijkl" not in printed and "0123456789abcdef0" not in printed
+    assert "abcdefghijkl" not in printed
+    assert "0123456789abcdef0" not in printed
 
 
 def test_an_unknown_key_is_reported_as_one() -> None:

@@ -27,7 +27,8 @@ def test_openrlhf_flat_flags() -> None:
     assert (found.tool, found.version) == (
         "openrlhf",
         "0.9.0",
-    ) and "0.9" in found.report.version_why
+    )
+    assert "0.9" in found.report.version_why
     assert (run.recipe.context, run.recipe.micro_batch_size, run.recipe.gradient_accumulation) == (
         512,
         2,
@@ -38,7 +39,8 @@ def test_openrlhf_flat_flags() -> None:
         True,
         4,
     )
-    assert run.recipe.checkpointing is Checkpointing.FULL and run.recipe.packing
+    assert run.recipe.checkpointing is Checkpointing.FULL
+    assert run.recipe.packing
     assert not found.report.not_understood
     assert planned(found)
 
@@ -114,7 +116,8 @@ def test_skyrl() -> None:
         )
     )
     assert (critic.run.recipe.task, critic.run.recipe.method) == (Task.PPO, Method.LORA)
-    assert planned(found) and planned(critic)
+    assert planned(found)
+    assert planned(critic)
 
 
 NEMO = "policy:\n  model_name: Qwen/Qwen3-4B\n  train_micro_batch_size: 2\n  max_total_sequence_length: 600\n  dtensor_cfg:\n    enabled: true\n    activation_checkpointing: true\n    lora_cfg: {enabled: LORA, dim: 16}\ncluster: {gpus_per_node: 2, num_nodes: 2}\n"

@@ -41,7 +41,8 @@ def test_the_table_holds_spans_of_releases_that_were_read() -> None:
     known = [*table["read"], None]
     for fields in table["classes"].values():
         for first, last in fields.values():
-            assert first in known and last in known
+            assert first in known
+            assert last in known
             assert first is None or last is None or known.index(first) <= known.index(last)
 
 
@@ -52,7 +53,8 @@ def test_the_report_says_which_release_and_why() -> None:
     stated = import_config(
         "trl sft --model_name_or_path Qwen/Qwen3-4B --max_length 64\n", version="0.24.0"
     )
-    assert stated.version == "0.24.0" and not stated.report.version_why
+    assert stated.version == "0.24.0"
+    assert not stated.report.version_why
 
 
 def test_flags_and_yaml_of_the_same_keys_are_the_same_run() -> None:
@@ -110,7 +112,8 @@ def test_a_plain_trainer_is_no_trl() -> None:
         "full",
         "none",
     )
-    assert found.version == "4.57" and "transformers 4" in found.report.version_why
+    assert found.version == "4.57"
+    assert "transformers 4" in found.report.version_why
     assert found.run.recipe.dtype == "fp32"
 
 
