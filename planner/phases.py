@@ -334,7 +334,14 @@ def _backward(
         alive = min(_text_grads(model, r, grads.bytes) + own.grads, grads.bytes)
         moments.append(_Moment(alive, 0, flat.gather, replace(seen.backward, bytes=own.bytes)))
     total = grads.bytes if by_zero is None else by_zero[1]
-    moments.append(_Moment(*_embedding_moment(model, r, total), flat.end, seen.after))
+    made, beside = _embedding_moment(model, r, total)
+    if r.placement.flat_buffers and r.method is Method.FULL:
+        flown = flat.in_backward(0, model.num_layers)
+        moments.append(_Moment(made, beside, flown, seen.after))
+        # then the root unit's are reduced: a tied embedding's two are one by then
+        moments.append(_Moment(total + _root_whole(model, r), 0, flat.end, seen.after))
+    else:
+        moments.append(_Moment(made, beside, flat.end, seen.after))
     largest = max(moments, key=lambda each: each.total)
     template = "{0:,} B that exist by then, of {1:,} B at the step"
     return (
@@ -415,8 +422,7 @@ def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, i
     if zero is not None and zero.partitions_gradients:  # whole, on its way to its owner
         grads += model.vocab * model.hidden * head_gradient_width(r)
     if r.placement.flat_buffers and r.method is Method.FULL:  # the root unit's are reduced last
-        root = flat_units(model)[0]
-        grads += root * whole_width(r) - root * gradient_width(r) // r.placement.gradient_shards
+        grads += _root_whole(model, r)
     if trains_tied(model, r):
         # the embedding's gradient comes on top of the head's; that one is a view when a linear made
         # it, and then torch adds them into a third buffer
@@ -426,6 +432,12 @@ def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, i
         # another text's gradient of the embedding is there when this one's is made
         grads += model.vocab * model.hidden * head_gradient_width(r)
     return grads, _embedded(model, r) + scratch
+
+
+def _root_whole(model: ModelSpec, r: Resolved) -> int:
+    """Return what the root unit's whole gradients are more than its shard of them."""
+    root = flat_units(model)[0]
+    return root * whole_width(r) - root * gradient_width(r) // r.placement.gradient_shards
 
 
 def _embedded(model: ModelSpec, r: Resolved) -> int:
