@@ -72,6 +72,7 @@ def engine_fields(
             offline=section.offline,
             max_len=max_len,
             multimodal=bool(model.towers),
+            latent=any(layer.mixer.kv_lora_rank for layer in model.layers),
         )
     fallbacks = {
         "max_num_seqs": 0 if law.sequences_by_room else sequences if serves else most,
