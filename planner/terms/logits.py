@@ -8,7 +8,8 @@ from planner.quant.table import BITSANDBYTES
 from planner.run.logits_law import LogitsLaw, width
 from planner.run.recipe import Method
 from planner.run.resolve import Resolved
-from planner.terms.adapters import rest_width, trains_head
+from planner.terms.adapters import trains_head
+from planner.terms.counts import rest_width
 from planner.terms.distillation import beside_student
 from planner.terms.gradients import gradient_width
 from planner.terms.term import Term, plus
