@@ -89,7 +89,10 @@ class Run:
 
 
 def _spare(recipe: Recipe) -> Machine:
-    return make_machine(vram=SPARE_VRAM_BYTES, gpus=recipe.engine.tensor_parallel)
+    engine = recipe.engine
+    return make_machine(
+        vram=SPARE_VRAM_BYTES, gpus=engine.tensor_parallel * engine.pipeline_parallel
+    )
 
 
 def run_of(row: Row) -> Run:
@@ -236,7 +239,7 @@ def _others(row: Row, recipe: Recipe, left: list[str]) -> tuple[Recipe, ...]:
 
 
 def _machine(row: Row) -> Machine | None:
-    total, ranks = row.number("total_gpu_memory_gib"), row.integer("tp") or 1
+    total, ranks = row.number("total_gpu_memory_gib"), (row.integer("tp") or 1) * _stages(row)
     named = bool(row["gpu"]) and not re.search(_UNNAMED, row["gpu"])
     try:
         return (

@@ -99,6 +99,8 @@ def engine_fields(
         "cuda_graphs": bool(choose(section.cuda_graphs, defaults, "cuda_graphs", True)),
         "tensor_parallel": section.tensor_parallel,
         "pipeline_parallel": section.pipeline_parallel,
+        "data_parallel": section.data_parallel,
+        "sync": section.sync or switches.sync_unit,
         "expert_parallel": section.expert_parallel,
         **_adapter_slots(recipe, engine),
     }
