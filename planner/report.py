@@ -47,8 +47,20 @@ def verdict_line(plan: "Plan") -> str:
         f"{plan.verdict.upper()}: peak {format_bytes(plan.peak_bytes)} in {plan.peak_phase} "
         f"(likely {format_bytes(plan.low_bytes)} to {format_bytes(plan.high_bytes)}), "
         f"capacity {format_bytes(plan.capacity_bytes)} on {plan.machine.label}{_risk(plan)}"
-        + ("" if plan.host_fits else f"; {plan.why}")
+        + ("" if plan.host_fits and not plan.problem else f"; {plan.why}")
+        + _seen(plan)
     )
+
+
+def _seen(plan: "Plan") -> str:
+    """Return what a training sample of a model with towers holds beside text."""
+    if plan.sees_nothing:
+        return "; without images or sounds, which come on top"
+    r = plan.resolved
+    if not (r.trains and r.images):
+        return ""
+    size = f" of {r.image_size[0]} x {r.image_size[1]}" if r.image_size else ""
+    return f"; with {r.images} image{'s' if r.images > 1 else ''}{size} in each sample"
 
 
 def _risk(plan: "Plan") -> str:
@@ -66,8 +78,8 @@ def bar(size: int, full: int) -> str:
     return BLOCK * filled + REST * (BAR_WIDTH - filled) + "!" * max(over, int(size > full))
 
 
-def text(plan: "Plan", levers: Sequence[Lever] = ()) -> str:
-    """Return the whole answer as plain text."""
+def text(plan: "Plan", levers: Sequence[Lever] = (), others: Sequence[str] = ()) -> str:
+    """Return the whole answer as plain text; `others` are levers in the engine's own words."""
     r = plan.resolved
     lines = [verdict_line(plan), summary(plan), *_ranks(plan), ""]
     for phase in plan.phases:
@@ -92,6 +104,8 @@ def text(plan: "Plan", levers: Sequence[Lever] = ()) -> str:
                 f"  {advice.change.name:<34} saves {format_bytes(advice.saved_bytes):>10}"
                 f"  {advice.change.price}"
             )
+    if others:
+        lines += ["", "What makes the engine start:", *(f"  {line}" for line in others)]
     notes = [f"  assumed: {note}" for note in plan.assumptions]
     notes += [f"  not modelled: {note}" for note in plan.not_modeled]
     if notes:

@@ -45,6 +45,7 @@ OPTIONS: dict[str, Any] = {
     "revision": _option(str | None, "--revision", "Revision of a hub model.", _RUN),
     "offline": _option(bool, "--offline", "Read nothing from the network.", _RUN),
     "tool_version": _option(str | None, "--tool-version", "Version of the tool whose config is given.", _RUN),
+    "model": _option(str | None, "--model", "Of a config that does not say it, or whose path is another machine's.", _RUN),
     "variant": _option(str | None, "--variant", "Of a vLLM recipe: name, or name:hardware.", _RUN),
     "launch": _option(Path | None, "--launch", "accelerate or DeepSpeed file of the run.", _RUN),
     "batch_size": _option(int | None, "--batch-size", "Sequences in one forward pass on one GPU.", _SIZE),
@@ -163,7 +164,15 @@ SERVING_FIELDS = {
 }
 """The same words where nothing is trained."""
 MACHINE_FIELDS = ("gpu", "gpus", "vram", "host_ram")
-OTHER_FIELDS = ("revision", "offline", "framework_version", "tool_version", "variant", "launch")
+OTHER_FIELDS = (
+    "revision",
+    "offline",
+    "framework_version",
+    "tool_version",
+    "variant",
+    "launch",
+    "model",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,11 +227,14 @@ def describe(subject: str, flags: dict[str, Any]) -> Described:
         version=flags.get("tool_version") or flags.get("framework_version"),
         launch=flags.get("launch"),
         variant=flags.get("variant"),
+        model=flags.get("model"),
+        gpus=flags.get("gpus"),
     )
     if imported is not None:
         document = imported.run.model_dump(exclude_unset=True)
     elif subject.endswith(RUN_SUFFIXES):
         document = load_run_file(Path(subject)).model_dump(exclude_unset=True)
+        document |= {"model": flags["model"]} if flags.get("model") else {}
     else:
         document = {"model": subject}
         if flags.get("launch"):

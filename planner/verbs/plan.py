@@ -56,6 +56,7 @@ def _plan(
     ms-swift, verl, Unsloth or vLLM (YAML, JSON, shell, Python or notebook; nothing is run).
     """
     from planner.answers.advise import levers
+    from planner.answers.pool_levers import pool_levers
     from planner.errors import DoesNotFitError
     from planner.plan import plan
     from planner.report import text
@@ -75,7 +76,8 @@ def _plan(
         print_json(result.to_dict() | extra.document)
     else:
         best = levers(described.model, recipe, described.machine, result)
-        typer.echo(text(result, best) + extra.prose)
+        others = pool_levers(described.model, recipe, described.machine, result)
+        typer.echo(text(result, best, others) + extra.prose)
     if check and not result.fits:
         if as_json:  # the document above is the whole answer
             raise typer.Exit(DoesNotFitError.exit_code)
