@@ -160,6 +160,8 @@ class Resolved:
     """Gradients are reduced after every micro-batch, not only after the last."""
     bucket_views: bool
     gpus: int
+    node_gpus: int
+    """Of one host."""
     stage: Stage
     """Whose rank this is of a pipeline."""
     compile: bool
@@ -402,6 +404,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         else not (switches.skips_sync or staged),
         bucket_views=recipe.bucket_views,
         gpus=machine.num_gpus,
+        node_gpus=machine.node_gpus,
         stage=Stage(),
         **compiled,
         engine=engine,

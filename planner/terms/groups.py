@@ -43,7 +43,12 @@ NO_GROUPS = Communicators(())
 
 
 def communicators(r: Resolved, machine: Machine) -> Communicators:
-    """Return the groups that a rank talks in: the run's, and vLLM's own where it runs beside it."""
+    """Return the groups that a rank talks in: the run's, and vLLM's own where it runs beside it.
+
+    Without a CUDA context (a CPU, a pretended limit) they talk over gloo, in host memory.
+    """
+    if not machine.context_bytes:
+        return NO_GROUPS
     groups = [*(r.layout.groups if r.trains else ()), *_engine_groups(r)]
     return Communicators(tuple((group, communicator(machine, group.size)) for group in groups))
 

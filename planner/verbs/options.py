@@ -36,6 +36,7 @@ def _option(annotation: Any, flag: str, text: str, panel: str) -> Any:
 OPTIONS: dict[str, Any] = {
     "gpu": _option(str | None, "--gpu", "GPU name, for example h100, rtx-4090, a100-40gb.", _RUN),
     "gpus": _option(int | None, "--gpus", "How many of them.", _RUN),
+    "nodes": _option(int | None, "--nodes", "Hosts they are in; as few as hold eight each if not said.", _RUN),
     "vram": _option(str | None, "--vram", "Memory torch sees, instead of or on top of --gpu: 24GiB.", _RUN),
     "host_ram": _option(str | None, "--host-ram", "Host memory, for example 64GiB.", _RUN),
     "task": _option(str | None, "--task", "sft, grpo, dpo, kto, orpo, simpo, reward, ppo, distill, embed, rerank or serve.", _RUN),
@@ -163,7 +164,7 @@ SERVING_FIELDS = {
     "data_replicate": "engine.data_parallel",
 }
 """The same words where nothing is trained."""
-MACHINE_FIELDS = ("gpu", "gpus", "vram", "host_ram")
+MACHINE_FIELDS = ("gpu", "gpus", "nodes", "vram", "host_ram")
 OTHER_FIELDS = (
     "revision",
     "offline",
