@@ -123,7 +123,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         alive = (base, adapter, space) if side.before_training else fixed
         phases.append(_phase(side.name, *merged(*alive, seen.no_grad, *side.terms, resident)))
     # what outlives is of the step before
-    acting, flown = _forward(model, r, flat, acts)
+    acting, flown, stays = _forward(model, r, flat, acts)
     phases.append(
         _phase(
             "forward",
@@ -131,7 +131,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
             held,
             whole,
             term(r, flown, "the running layer's, and before it the root's"),
-            kept_between(model, r, model.num_layers - 1),
+            stays,
             seen.forward,
             _acts("forward", acting, acts),
             outputs,
@@ -271,21 +271,24 @@ def _acts(phase: str, size: int, acts: Activations) -> Term:
     return Term("activations", size, "{0}", (parts,), source)
 
 
-def _forward(model: ModelSpec, r: Resolved, flat: Buffers, acts: Activations) -> tuple[int, int]:
-    """Return activations and flat buffers of the forward: in its largest layer, or at a copy-out.
+def _forward(
+    model: ModelSpec, r: Resolved, flat: Buffers, acts: Activations
+) -> tuple[int, int, Term]:
+    """Return activations, flat buffers and what earlier layers leave whole, where the forward is largest.
 
     At the first layer's the root's buffer is still beside it, and only the embeddings' output exists;
     at the last layer's the one before it, and what the earlier layers keep.
     """
-    later = (acts.forward + acts.outliving, flat.forward)
+    stays = kept_between(model, r, model.num_layers - 1)
+    later = (acts.forward + acts.outliving, flat.forward, stays)
     if not flat.start:
         return later
     embedded = r.tokens * model.hidden * element_bytes(r.dtype)
     last = embedded + acts.outliving + acts.kept * (model.num_layers - 1) // model.num_layers
-    moments = [later, (embedded, flat.start)]
+    moments = [later, (embedded, flat.start, Term("weights", 0))]
     if model.num_layers > 1:
-        moments.append((last, 2 * flat.forward))
-    return max(moments, key=sum)
+        moments.append((last, 2 * flat.forward, stays))
+    return max(moments, key=lambda moment: moment[0] + moment[1] + moment[2].bytes)
 
 
 def _backward(
