@@ -50,7 +50,9 @@ class ImportReport:
     tool: str
     version: str
     version_assumed: bool
-    """The file does not say its version: this one was assumed."""
+    """The file does not say its version: this one was assumed, or follows from what it holds."""
+    version_why: str = ""
+    """What in the file the version follows from."""
     taken: list[Taken] = field(default_factory=list)
     defaulted: list[Defaulted] = field(default_factory=list)
     not_understood: list[NotUnderstood] = field(default_factory=list)
@@ -102,10 +104,18 @@ class Settings:
     """A foreign file's flat keys; every read is written into the report."""
 
     def __init__(
-        self, values: Mapping[str, Any], *, tool: str, version: str, assumed: bool
+        self,
+        values: Mapping[str, Any],
+        *,
+        tool: str,
+        version: str,
+        assumed: bool,
+        why: str = "",
     ) -> None:
         self.values = {str(key): value for key, value in values.items()}
-        self.report = ImportReport(tool=tool, version=version, version_assumed=assumed)
+        self.report = ImportReport(
+            tool=tool, version=version, version_assumed=assumed, version_why=why
+        )
         self.used: set[str] = set()
 
     def law(self, family: str) -> Framework:
@@ -130,7 +140,7 @@ class Settings:
         return any(self.values.get(key) is not None for key in keys)
 
     def raw(self, *keys: str, to: str = "", default: Any = None) -> Any:
-        """Return the first key that is set; record it, or the default."""
+        """Return the first key that is set and no ${variable} alone; record it, or the default."""
         for key in keys:
             value = self.values.get(key)
             if value is not None:
@@ -142,6 +152,27 @@ class Settings:
         if default is not None and to:
             self.defaulted(to, default)
         return default
+
+    def mapping(self, key: str) -> dict[str, Any] | None:
+        """Return a section that was a mapping in the file, nested again; None where it is none."""
+        whole = self.values.get(key)
+        if isinstance(whole, Mapping):
+            self.used.add(key)
+            return dict(whole)
+        prefix = f"{key}."
+        found: dict[str, Any] = {}
+        for name, value in self.values.items():
+            if not name.startswith(prefix):
+                continue
+            self.used.add(name)
+            inner = found
+            *above, last = name.removeprefix(prefix).split(".")
+            for part in above:
+                inner = inner.setdefault(part, {}) if isinstance(inner, dict) else {}
+            inner[last] = value
+        if found:
+            self.report.taken.append(Taken(key=key, value=str(found)[:200], field="sharding"))
+        return found or None
 
     def defaulted(self, to: str, value: Any) -> None:
         """Record a default of the tool."""
@@ -203,6 +234,24 @@ class Settings:
             NotUnderstood(key=key, value=str(value)[:120], effect=effect)
         )
 
+    def quiet(self, *prefixes: str) -> None:
+        """Count the keys that begin so and that nobody read as those without an effect on memory."""
+        for key in self.values:
+            if prefixes and key.startswith(prefixes) and key not in self.used:
+                self.used.add(key)
+                self.report.ignored += 1
+
+    @staticmethod
+    def note_unknown(report: "ImportReport", key: str) -> None:
+        """Record a script's value that only running it would give."""
+        report.not_understood.append(
+            NotUnderstood(
+                key=key,
+                value="",
+                effect="the value is computed when the program runs; the default was used",
+            )
+        )
+
     def effect(self, sentence: str) -> None:
         """Record a memory effect a person should know."""
         if sentence not in self.report.effects:
@@ -217,6 +266,24 @@ class Settings:
             return targets
         self.effect(f"the model has no {', '.join(missing)}: PEFT adapts the other targets only")
         return kept
+
+    def _companions(self, recipe: dict[str, Any]) -> dict[str, Any]:
+        """Return the recipe with other models' names as the catalogue has them, or without."""
+        from planner.importers.names import resolve_model, resolve_name
+
+        changed = dict(recipe)
+        for role in ("reward_model", "value_model", "teacher"):
+            name = changed.get(role)
+            if not name or name == "none":
+                continue
+            if found := resolve_name(name):
+                changed[role] = found
+            elif resolve_model(name) is None and role != "teacher":
+                changed[role] = None
+                self.effect(
+                    f"{role} {name}: not known here, planned as of the trained model's own kind"
+                )
+        return changed
 
     def finish(
         self,
@@ -236,6 +303,7 @@ class Settings:
                 self.report.ignored += 1
             else:
                 self.unread(key, value, "unknown")
+        recipe = self._companions(recipe)
         if isinstance(lora.get("targets"), tuple):
             lora = {**lora, "targets": self._existing(model, lora["targets"])}
         try:

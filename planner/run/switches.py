@@ -57,6 +57,9 @@ class Switches(Section):
     """The step works slice by slice in this many bytes; 0: all tensors at once, as torch's foreach."""
     embeddings_32bit_state: Flag = False
     """8-bit optimizers keep the embeddings' states in 32 bit (bitsandbytes GlobalOptimManager)."""
+    logits_beside_scores: Flag = False
+    """A reward model keeps the vocabulary's head and returns its logits, in fp32 too (trl
+    AutoModelForCausalLMWithValueHead): they are there when the forward ends, and in no gradient."""
 
     # quantised bases
     kbit_upcast: KbitUpcast = "none"

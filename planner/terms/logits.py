@@ -150,6 +150,18 @@ def _without_vocabulary(model: ModelSpec, r: Resolved) -> Logits:
         (rows, numbers, cast),
         r.law.source,
     )
+    if scores and r.switches.logits_beside_scores:
+        vocab = model.vocab
+        made = plus(
+            made,
+            Term(
+                "logits",
+                rows * vocab * (act + 4),
+                "{0:,} tokens x vocabulary {1:,} x ({2} B + their fp32 copy)",
+                (rows, vocab, act),
+                "trl models/modeling_value_head.py: lm_logits.float(), returned beside the values",
+            ),
+        )
     wide = _stream(r) if cast or not scores else act
     whole = rows * model.hidden * wide
     back = Term(
@@ -159,7 +171,8 @@ def _without_vocabulary(model: ModelSpec, r: Resolved) -> Logits:
         (rows, model.hidden, wide, 2 * numbers, cast),
         r.law.source,
     )
-    return Logits(made, back, made, none, 0, made)
+    held = made if not r.switches.logits_beside_scores else none
+    return Logits(made, back, made, none, 0, held)
 
 
 def _stream(r: Resolved) -> int:
