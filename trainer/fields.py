@@ -234,9 +234,10 @@ def _refuse_engine(recipe: Recipe) -> None:
 def _refuse_train(recipe: Recipe, train: Any) -> None:
     task = recipe.task
     for name, said in (("neftune", "neftune_alpha"), ("router_loss", "router_aux_loss_coef")):
-        if getattr(recipe, name) and not getattr(train, said):
+        wanted, value = getattr(recipe, name), getattr(train, said)
+        if name in recipe.model_fields_set and wanted is not None and wanted != bool(value):
             raise UsageError(
-                f"recipe.{name}: true, but train.{said} is {getattr(train, said)}",
+                f"recipe.{name}: {str(wanted).lower()}, but train.{said} is {value}",
                 hint=f"set train.{said} and leave recipe.{name} out",
             )
     useless = ONLY_GRPO if task is Task.SFT else ONLY_SFT

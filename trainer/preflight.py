@@ -141,7 +141,7 @@ def prepare(
     started, _ = with_start(spec, run.recipe)
     refuse_over_ranks(started, degrees)
     wanted = settle_engine(settled(started, ranks.size))
-    if train.neftune_alpha or router_loss:
+    if wanted.task is Task.SFT:
         beside = {"neftune": bool(train.neftune_alpha), "router_loss": router_loss}
         wanted = wanted.model_copy(update=beside)
     layout, asked = choose_layout(spec, wanted, train)

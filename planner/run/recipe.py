@@ -357,8 +357,9 @@ class Recipe(Section):
     tiled_mlp: bool | None = None
     neftune: bool = False
     """SFT: noise on the embeddings; run files say it in train.neftune_alpha."""
-    router_loss: bool = False
-    """SFT of a mixture: the loss that balances its experts; run files say it in train.router_aux_loss_coef."""
+    router_loss: bool | None = None
+    """SFT of a mixture: the loss that balances its experts; run files say it in train.router_aux_loss_coef.
+    None: as the model's config has it."""
     beta: Annotated[float, Field(ge=0)] | None = None
     reference: Reference | None = None
     teacher: str | None = None

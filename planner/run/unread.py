@@ -78,7 +78,11 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[["Resolved"], bool], str], ...] = 
     ),
     (("engine.offline",), lambda r: r.task is Task.SERVE, "only serving has other defaults in LLM()"),
     (("neftune",), lambda r: r.neftune, "noise is for sft"),
-    (("router_loss",), lambda r: r.router_loss, "only vramwise's own sft of a mixture of experts has it"),
+    (
+        ("router_loss",),
+        lambda r: r.task is Task.SFT and bool(r.experts) and r.switches.trace_step == "own",
+        "only vramwise's own sft of a mixture of experts has it",
+    ),
     (("offload.device", "offload.pinned"), lambda r: r.placement.offload.by in ("zero", "zero3", "fsdp"), "no engine offloads"),
     (("experts_implementation", "expert_capacity_factor"), lambda r: bool(r.experts), "no experts are trained through"),
     (

@@ -125,7 +125,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "entropy": ({"framework": "peft-loop", "method": "full", "loss": "full"}, True),
     "tiled_mlp": ({"framework": "axolotl", "context": 8192, "checkpointing": "full"}, True),
     "neftune": ({"framework": "vramwise"}, True),
-    "router_loss": ({"framework": "vramwise"}, True),
+    "router_loss": ({"framework": "vramwise"}, False),
     "beta": ({**GRPO, "method": "full"}, 0.1),
     "reference": ({**GRPO, "method": "full", "beta": 0.1}, "offloaded"),
     "evaluation.samples": (FULL, 64),
