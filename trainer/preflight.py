@@ -133,7 +133,7 @@ def prepare(
     spec = find_model(run.model, revision=run.revision)
     unused = check_driver()
     check_dtype(run.recipe, run_device())
-    machine = replace(this_machine(run, train), num_gpus=ranks.size)
+    machine = replace(this_machine(run, train), num_gpus=ranks.size, nodes=run.machine.nodes or 0)
     degrees = layout_of(spec, run.recipe, ranks.size)
     held = "" if train.device_memory else occupied(machine)
     for note in filter(None, (unused, held)):
