@@ -133,7 +133,7 @@ def prepare(
     spec = find_model(run.model, revision=run.revision)
     unused = check_driver()
     check_dtype(run.recipe, run_device())
-    machine = replace(this_machine(run, train), num_gpus=ranks.size)
+    machine = replace(this_machine(run, train), num_gpus=ranks.size, nodes=run.machine.nodes or 0)
     degrees = layout_of(spec, run.recipe, ranks.size)
     held = "" if train.device_memory else occupied(machine)
     for note in filter(None, (unused, held)):
@@ -141,7 +141,7 @@ def prepare(
     started, _ = with_start(spec, run.recipe)
     refuse_over_ranks(started, degrees)
     wanted = settle_engine(settled(started, ranks.size))
-    if train.neftune_alpha or router_loss:
+    if wanted.task is Task.SFT:
         beside = {"neftune": bool(train.neftune_alpha), "router_loss": router_loss}
         wanted = wanted.model_copy(update=beside)
     layout, asked = choose_layout(spec, wanted, train)
@@ -162,6 +162,7 @@ def prepare(
         seed=train.seed,
         lora_alpha=train.lora_alpha,
         neftune_alpha=train.neftune_alpha,
+        on_host=ranks.several,
     )
     # before anything else is allocated: vllm-shared brings the policy's weights with it
     engine = None
