@@ -180,8 +180,9 @@ def test_secrets_are_never_printed(line: str) -> None:
     assert "0123456789abcdef0" not in printed
 
 
-def test_an_unknown_key_is_reported_as_one() -> None:
-    found = import_config(f"{YAML}fancy_new_offload: true\nlearning_rate: 1.0\n")
-    assert [(row.key, row.effect) for row in found.report.not_understood] == [
-        ("fancy_new_offload", "unknown")
-    ]
+def test_an_unknown_key_is_reported_and_marked_if_it_speaks_of_memory() -> None:
+    found = import_config(f"{YAML}fancy_new_offload: true\nodd_word: 3\nlearning_rate: 1.0\n")
+    rows = {row.key: row.effect for row in found.report.not_understood}
+    assert set(rows) == {"fancy_new_offload", "odd_word"}
+    assert "may move memory" in rows["fancy_new_offload"]
+    assert rows["odd_word"] == "unknown"
