@@ -50,6 +50,8 @@ ENGINE_HINTS = {
     "kv_dtype": "leave it out: the cache has the policy's dtype (fp8: engine kinds vllm-shared, vllm-push)",
     "tensor_parallel": "1: the trainer generates on its own device",
     "pipeline_parallel": "1: the trainer generates on its own device",
+    "data_parallel": "1: the trainer generates on its own device",
+    "sync": "nothing: weights go to the engine a layer at a time",
 }
 ONLY_GRPO = (
     "rewards", "sampling", "loss", "updates_per_rollout", "num_iterations", "share_prefix"

@@ -182,7 +182,12 @@ class Resolved:
     cuda_graphs: bool
     tensor_parallel: int
     pipeline_parallel: int
+    data_parallel: int
+    sync: str | int
+    """What is whole at once while weights are pushed: tensor, layer, model, or a part of so many."""
     expert_parallel: bool
+    engine_offload_bytes: int
+    """Of one GPU's weights, in host memory."""
     max_loras: int
     max_lora_rank: int
     assumptions: tuple[str, ...] = ()
@@ -204,6 +209,12 @@ class Resolved:
     def companion(self, role: str) -> Companion | None:
         """Return the model of a role, if the run has one."""
         return next((each for each in self.companions if each.role == role), None)
+
+    @property
+    def pushes(self) -> bool:
+        """Several ranks hand weights to an engine that has its own copy."""
+        own = self.engine in (EngineKind.VLLM_PUSH, EngineKind.VLLM_SERVER)
+        return own and TASKS[self.task].generates and self.placement.ranks > 1
 
     @property
     def accumulates_whole(self) -> bool:
@@ -307,8 +318,6 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         notes.extend([f"{framework.title} refuses this run: {refused}"] if refused else [])
     beta = float(choose(recipe.beta, defaults, "beta", DEFAULT_BETA.get(task, 0.0)))
     reference = _reference(recipe, task, beta)
-    if recipe.engine.expert_parallel and not any(layer.mlp.num_experts for layer in model.layers):
-        notes.append("expert_parallel moves nothing: the model has no experts")
     if trains:
         if layout.data_replicate == machine.num_gpus > 1 and recipe.sharding is Sharding.NONE:
             notes.append(

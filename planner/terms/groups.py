@@ -58,5 +58,9 @@ def _engine_groups(r: Resolved) -> list[Group]:
     here = r.engine in VLLM and not (r.trains and r.engine is EngineKind.VLLM_SERVER)
     if not here or r.framework.engine.communicators_in_budget:
         return []
-    sizes = {"vllm tensor": r.tensor_parallel, "vllm pipeline": r.pipeline_parallel}
+    sizes = {
+        "vllm tensor": r.tensor_parallel,
+        "vllm pipeline": r.pipeline_parallel,
+        "vllm data": r.data_parallel,
+    }
     return [Group(name, size) for name, size in sizes.items() if size > 1]

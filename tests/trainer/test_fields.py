@@ -71,6 +71,8 @@ FIELDS: dict[str, Case] = {
     "recipe.engine.block_size": no(32, "grpo"),
     "recipe.engine.sleep_level": no(1, "grpo"),
     "recipe.engine.cuda_graphs": no(True, "grpo"),
+    "recipe.engine.sync": no("model", "grpo"),
+    "recipe.engine.data_parallel": no(2, "grpo"),
     "recipe.engine.tensor_parallel": no(2, "grpo"),
     "recipe.engine.pipeline_parallel": no(2, "grpo"),
     "recipe.engine.expert_parallel": no(True, "grpo"),
