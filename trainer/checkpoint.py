@@ -300,10 +300,15 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 
 class StopSignal:
-    """Notes SIGTERM and SIGINT, so that the loop can save at the end of the step under way."""
+    """Notes SIGTERM and SIGINT, so that the loop can save at the end of the step under way.
 
-    def __init__(self) -> None:
+    `repeats`: the same request comes several times: a scheduler sends it to every process of a job, and
+    torchrun passes it on to its ranks once more.
+    """
+
+    def __init__(self, *, repeats: bool = False) -> None:
         self.received: int | None = None
+        self._repeats = repeats
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignal":
@@ -316,7 +321,7 @@ class StopSignal:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
+        if self.received is not None and not self._repeats:
             # asked twice: the user doesn't want to wait for the step
             raise KeyboardInterrupt
         self.received = number
