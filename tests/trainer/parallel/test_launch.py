@@ -62,7 +62,7 @@ def command(*arguments, module=("app.cli", "train")):
     )
 
 
-def end(process, limit_s=120.0):
+def end(process, limit_s=400.0):
     """Return (exit code, stdout, what stderr says beside steps and rows)."""
     try:
         out, err = process.communicate(timeout=limit_s)
@@ -86,7 +86,7 @@ def ranks_of(process):
     return sorted(found, key=lambda each: int(each.environ()["RANK"]))
 
 
-def wait_for(condition, process, limit_s=120.0):
+def wait_for(condition, process, limit_s=400.0):
     deadline = time.monotonic() + limit_s
     while not condition():
         assert process.poll() is None, process.communicate()
