@@ -66,7 +66,7 @@ def test_what_differs_is_named_with_its_rank(document, tmp_path):
     assert absent == f"train.rewards: judge.py: rank 1 on {host} has none"
     assert absent_first == f"train.rewards: judge.py: rank 0 on {host} has none"
     assert cards == f"GPU: rank 1 on {host} has card 1, rank 0 on {host} card 0"
-    assert apart.startswith(f"train.output: rank 1 on {host} does not see {two} of the first rank")
+    assert apart.startswith(f"train.output: rank 1 on {host} does not see {one} of the first rank")
     assert [path.name for path in one.iterdir() if path.name.startswith(".")] == []
 
 
