@@ -6,12 +6,11 @@ from typing import Any, NamedTuple
 from planner.dtypes import element_bytes
 from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
-from planner.quant.table import BITSANDBYTES
 from planner.run.recipe import VLLM, EngineKind, Method
 from planner.run.resolve import Resolved
 from planner.run.tasks import TASKS
-from planner.terms.activations import Activations, dequantized
-from planner.terms.adapters import lora, pissa_work, trains_embedding, trains_head, trains_tied
+from planner.terms.activations import Activations
+from planner.terms.adapters import lora, trains_embedding, trains_head, trains_tied
 from planner.terms.columns import micro_batch
 from planner.terms.communication import PASSING, Buffers, buckets, buffers, term
 from planner.terms.companions import offloaded
@@ -22,11 +21,13 @@ from planner.terms.generation import generating, rolling
 from planner.terms.gradients import accumulated, gradient_width, gradients, whole_width
 from planner.terms.host import host
 from planner.terms.lifecycle import lifecycle, lifecycle_host
+from planner.terms.loading import loading
 from planner.terms.logits import Logits, head_gradient_width, held_outputs, kept_rows, logits
 from planner.terms.optimizer import optimizer
 from planner.terms.overhead import engine_workspace, scores_buffer, workspace
 from planner.terms.passes import passes
 from planner.terms.pipeline import passed_on, under_way
+from planner.terms.sync import synced
 from planner.terms.term import Term, merged, plus
 from planner.terms.vision import Vision, vision
 from planner.terms.vllm_weights import vllm_weights_term
@@ -34,7 +35,7 @@ from planner.terms.weights import RESHARD, flat_units, gathered, kept_between, w
 from planner.terms.zero import standing_gradients, step_gradients, waiting_gradients
 
 PHASES = (
-    "load", "rollout", "score", "reference", "teacher", "reward", "critic",
+    "load", "sync", "rollout", "score", "reference", "teacher", "reward", "critic",
     "forward", "loss", "backward", "step", "evaluate", "save", "resume",
 )  # fmt: skip
 
@@ -102,7 +103,10 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     running = engine_costs(model, r, machine, base.bytes)
     resident = running.resident
     seen, passing = vision(model, r, acts.forward), under_way(model, r)
-    phases = [_phase("load", base, adapter, _load(model, r, base))]
+    phases = [_phase("load", base, adapter, *loading(model, r, base))]
+    if r.pushes:
+        woken = running.woken if r.engine is EngineKind.VLLM_PUSH else resident
+        phases.append(_phase("sync", *_resting(r, fixed, SCORE_LEAVES), synced(model, r), woken))
     if TASKS[r.task].generates:
         phases.append(_rollout(model, r, running, _resting(r, fixed, ROLLOUT_LEAVES)))
         phases.append(
@@ -119,7 +123,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         alive = (base, adapter, space) if side.before_training else fixed
         phases.append(_phase(side.name, *merged(*alive, seen.no_grad, *side.terms, resident)))
     # what outlives is of the step before
-    acting, flown = _forward(model, r, flat, acts)
+    acting, flown, stays = _forward(model, r, flat, acts)
     phases.append(
         _phase(
             "forward",
@@ -127,7 +131,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
             held,
             whole,
             term(r, flown, "the running layer's, and before it the root's"),
-            kept_between(model, r, model.num_layers - 1),
+            stays,
             seen.forward,
             _acts("forward", acting, acts),
             outputs,
@@ -182,8 +186,8 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     )
     staying = _resting(r, fixed, ROLLOUT_LEAVES)
     waiting = tuple(term for term in fixed if term not in staying)  # at its most, in the rollout
-    others = (inputs, running.host, *waiting, offloaded(r), *lifecycle_host(model, r))
-    held_there = host(model, r, states.host, others)
+    others = (inputs, running.host, *waiting, offloaded(r))
+    held_there = host(model, r, states.host, others, lifecycle_host(model, r))
     return Budget(tuple(phases), held_there, running.problem, running.serving)
 
 
@@ -267,21 +271,24 @@ def _acts(phase: str, size: int, acts: Activations) -> Term:
     return Term("activations", size, "{0}", (parts,), source)
 
 
-def _forward(model: ModelSpec, r: Resolved, flat: Buffers, acts: Activations) -> tuple[int, int]:
-    """Return activations and flat buffers of the forward: in its largest layer, or at a copy-out.
+def _forward(
+    model: ModelSpec, r: Resolved, flat: Buffers, acts: Activations
+) -> tuple[int, int, Term]:
+    """Return activations, flat buffers and what earlier layers leave whole, where the forward is largest.
 
     At the first layer's the root's buffer is still beside it, and only the embeddings' output exists;
     at the last layer's the one before it, and what the earlier layers keep.
     """
-    later = (acts.forward + acts.outliving, flat.forward)
+    stays = kept_between(model, r, model.num_layers - 1)
+    later = (acts.forward + acts.outliving, flat.forward, stays)
     if not flat.start:
         return later
     embedded = r.tokens * model.hidden * element_bytes(r.dtype)
     last = embedded + acts.outliving + acts.kept * (model.num_layers - 1) // model.num_layers
-    moments = [later, (embedded, flat.start)]
+    moments = [later, (embedded, flat.start, Term("weights", 0))]
     if model.num_layers > 1:
-        moments.append((last, 2 * flat.forward))
-    return max(moments, key=sum)
+        moments.append((last, 2 * flat.forward, stays))
+    return max(moments, key=lambda moment: moment[0] + moment[1] + moment[2].bytes)
 
 
 def _backward(
@@ -330,7 +337,14 @@ def _backward(
         alive = min(_text_grads(model, r, grads.bytes) + own.grads, grads.bytes)
         moments.append(_Moment(alive, 0, flat.gather, replace(seen.backward, bytes=own.bytes)))
     total = grads.bytes if by_zero is None else by_zero[1]
-    moments.append(_Moment(*_embedding_moment(model, r, total), flat.end, seen.after))
+    made, beside = _embedding_moment(model, r, total)
+    if r.placement.flat_buffers and r.method is Method.FULL:
+        flown = flat.in_backward(0, model.num_layers)
+        moments.append(_Moment(made, beside, flown, seen.after))
+        # then the root unit's are reduced: a tied embedding's two are one by then
+        moments.append(_Moment(total + _root_whole(model, r), 0, flat.end, seen.after))
+    else:
+        moments.append(_Moment(made, beside, flat.end, seen.after))
     largest = max(moments, key=lambda each: each.total)
     template = "{0:,} B that exist by then, of {1:,} B at the step"
     return (
@@ -411,8 +425,7 @@ def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, i
     if zero is not None and zero.partitions_gradients:  # whole, on its way to its owner
         grads += model.vocab * model.hidden * head_gradient_width(r)
     if r.placement.flat_buffers and r.method is Method.FULL:  # the root unit's are reduced last
-        root = flat_units(model)[0]
-        grads += root * whole_width(r) - root * gradient_width(r) // r.placement.gradient_shards
+        grads += _root_whole(model, r)
     if trains_tied(model, r):
         # the embedding's gradient comes on top of the head's; that one is a view when a linear made
         # it, and then torch adds them into a third buffer
@@ -424,35 +437,15 @@ def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, i
     return grads, _embedded(model, r) + scratch
 
 
+def _root_whole(model: ModelSpec, r: Resolved) -> int:
+    """Return what the root unit's whole gradients are more than its shard of them."""
+    root = flat_units(model)[0]
+    return root * whole_width(r) - root * gradient_width(r) // r.placement.gradient_shards
+
+
 def _embedded(model: ModelSpec, r: Resolved) -> int:
     """Return bytes of the embeddings' output, or of its gradient."""
     return r.tokens * model.hidden * element_bytes(r.dtype)
-
-
-def _load(model: ModelSpec, r: Resolved, base: Term) -> Term:
-    """Return what loading needs beside the model; BLAS workspaces come with the first product."""
-    here = r.placement
-    if here.loads_whole:
-        size = base.bytes * here.weight_shards + gathered(model, r, here.gathered_layers).bytes
-        return Term(
-            "overhead",
-            size,
-            "the whole model on each GPU until it is sharded {0:,} B",
-            (size,),
-            "litgpt finetune/lora.py: load_checkpoint before FSDP frees the full weights",
-        )
-    if r.lora_init.startswith("pissa") and r.method is not Method.FULL:
-        return pissa_work(model, r)
-    if r.quantization not in BITSANDBYTES:
-        return Term("overhead", 0)
-    size = dequantized(model, r)
-    return Term(
-        "overhead",
-        size,
-        "one 16-bit weight while it is quantised {0:,} B",
-        (size,),
-        "bitsandbytes quantize_4bit",
-    )
 
 
 ROLLOUT_LEAVES = frozenset({"weights", "adapters", "optimizer"})
@@ -483,12 +476,32 @@ def _serve(model: ModelSpec, r: Resolved, machine: Machine, base: Term, space: T
         base = vllm_weights_term(model, r)
     elif r.tensor_parallel > 1:
         base = _share(base, r.tensor_parallel)
+    base, away = _offloaded_weights(base, r)
     running = engine_costs(model, r, machine, base.bytes + space.bytes)
     phases = (
         _phase("load", base),
         _phase("rollout", base, running.kv, running.work, generating(model, r), space),
     )
-    return Budget(phases, (), running.problem, running.serving)
+    return Budget(phases, away, running.problem, running.serving)
+
+
+def _offloaded_weights(base: Term, r: Resolved) -> tuple[Term, tuple[Term, ...]]:
+    """Return the weights on the GPU, and the part that vLLM's offloader keeps in host memory."""
+    moved = min(r.engine_offload_bytes, base.bytes)
+    if not moved:
+        return base, ()
+    source = (
+        "vllm model_executor/offloader: layers' parameters in pinned host memory, up to the budget"
+    )
+    rest = Term(
+        base.name,
+        base.bytes - moved,
+        "{0:,} B - {1:,} B in host memory",
+        (base.bytes, moved),
+        source,
+    )
+    held = moved * r.tensor_parallel * r.pipeline_parallel
+    return rest, (Term("weights", held, "{0:,} B of each GPU's", (moved,), source),)
 
 
 def _share(term: Term, ranks: int) -> Term:

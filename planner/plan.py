@@ -11,6 +11,7 @@ from planner.models.spec import ModelSpec
 from planner.phases import Phase, budget
 from planner.reserved import Reserved, outside_bytes, reserved
 from planner.risk import EVEN, TAIL, Distribution, Risk, distribution, kind_of
+from planner.run.engine_degrees import refuse_degrees
 from planner.run.experts import LOOPS, uneven_notes
 from planner.run.framework import planned_as, spelled
 from planner.run.ranks import RankPeak, RankRun, rank_runs
@@ -199,6 +200,11 @@ class Plan:
         return not self.problem and self.peak_bytes <= self.capacity_bytes and self.host_fits
 
     @property
+    def sees_nothing(self) -> bool:
+        """A model with towers is trained, and the recipe gives it no image, video or sound."""
+        return bool(left_out(self.spec, self.resolved))
+
+    @property
     def why(self) -> str:
         """One sentence: the largest phase, its largest terms and the room left."""
         if self.problem:
@@ -231,6 +237,28 @@ class Plan:
             "package": law.package or law.family,
             "planned_as": planned_as(law, self.resolved.framework_asked),
             "source": law.source,
+        }
+
+    def _engine(self) -> dict[str, Any]:
+        """Return the engine's settings with every default filled in, {} where none runs."""
+        r = self.resolved
+        if r.engine not in VLLM:
+            return {}
+        return {
+            "resolved": {
+                "engine": {
+                    "kind": r.engine.value,
+                    "gpu_memory_utilization": r.utilization,
+                    "max_num_seqs": r.max_num_seqs,
+                    "max_num_batched_tokens": r.max_num_batched_tokens,
+                    "kv_dtype": r.kv_dtype,
+                    "tensor_parallel": r.tensor_parallel,
+                    "pipeline_parallel": r.pipeline_parallel,
+                    "expert_parallel": r.expert_parallel,
+                    "sleep_level": r.sleep_level,
+                    "cuda_graphs": r.cuda_graphs,
+                }
+            }
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -266,6 +294,7 @@ class Plan:
             "phases": [phase.to_dict() for phase in self.phases],
             "assumptions": list(self.assumptions),
             "not_modeled": list(self.not_modeled),
+            **self._engine(),
             **({"serving": self.serving.to_dict()} if self.serving else {}),
         }
 
@@ -280,6 +309,7 @@ def plan(model: ModelSpec, recipe: Recipe, machine: Machine, *, risk: float = TA
         raise UsageError(f"risk: {risk:g} is not allowed", hint=f"between 0 and {EVEN:g}, as 0.01")
     model = task_model(model, planned_task(recipe))
     resolved = resolve(model, recipe, machine)
+    refuse_degrees(model, resolved, machine.num_gpus)
     return plan_resolved(model, resolved, machine, risk=risk)
 
 

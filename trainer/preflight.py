@@ -33,6 +33,7 @@ from trainer.evaluation_phase import check_evaluation_fits, evaluation_phase
 from trainer.fields import machine_note, other_framework, unread_notes
 from trainer.model import Policy, load_policy
 from trainer.packing import keeps_apart, refuse_mixing
+from trainer.parallel.first_pass import learn_traffic
 from trainer.parallel.ranks import ALONE, Ranks
 from trainer.parallel.sharding import over_ranks, refuse_over_ranks, shard_policy
 from trainer.phase_memory import PhaseMemory
@@ -132,7 +133,7 @@ def prepare(
     spec = find_model(run.model, revision=run.revision)
     unused = check_driver()
     check_dtype(run.recipe, run_device())
-    machine = replace(this_machine(run, train), num_gpus=ranks.size)
+    machine = replace(this_machine(run, train), num_gpus=ranks.size, nodes=run.machine.nodes or 0)
     degrees = layout_of(spec, run.recipe, ranks.size)
     held = "" if train.device_memory else occupied(machine)
     for note in filter(None, (unused, held)):
@@ -140,7 +141,7 @@ def prepare(
     started, _ = with_start(spec, run.recipe)
     refuse_over_ranks(started, degrees)
     wanted = settle_engine(settled(started, ranks.size))
-    if train.neftune_alpha or router_loss:
+    if wanted.task is Task.SFT:
         beside = {"neftune": bool(train.neftune_alpha), "router_loss": router_loss}
         wanted = wanted.model_copy(update=beside)
     layout, asked = choose_layout(spec, wanted, train)
@@ -161,6 +162,7 @@ def prepare(
         seed=train.seed,
         lora_alpha=train.lora_alpha,
         neftune_alpha=train.neftune_alpha,
+        on_host=ranks.several,
     )
     # before anything else is allocated: vllm-shared brings the policy's weights with it
     engine = None
@@ -175,6 +177,15 @@ def prepare(
             engine = make_engine(policy, recipe=recipe, plan=planned)
     if asked:
         check_apart(policy, asked=asked)
+    shape = {
+        "temperature": train.sampling.temperature,
+        "top_k": train.sampling.top_k,
+        "top_p": train.sampling.top_p,
+        "min_p": train.sampling.min_p,
+        "chunk_rows": recipe.loss_chunk_rows,
+    }
+    if ranks.several:
+        learn_traffic(policy, shape)
     memory = PhaseMemory(policy.device)
     budget = _token_budget(recipe, planned, train)
     stepper = Stepper(
@@ -197,13 +208,7 @@ def prepare(
         stepper=stepper,
         memory=memory,
         layout=layout,
-        shape={
-            "temperature": train.sampling.temperature,
-            "top_k": train.sampling.top_k,
-            "top_p": train.sampling.top_p,
-            "min_p": train.sampling.min_p,
-            "chunk_rows": recipe.loss_chunk_rows,
-        },
+        shape=shape,
         prompt_tokens=planned.resolved.prompt_tokens,
         completion_tokens=planned.resolved.completion_tokens,
         num_generations=planned.resolved.num_generations,

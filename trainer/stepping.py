@@ -189,13 +189,12 @@ class Stepper:
         batches = iter(micro_batches(self.budget.tokens))
 
         def learn() -> tuple[Tensor, T, int] | None:
-            batch = next(batches, None)
-            if batch is None:
-                return None
-            share, part = loss(batch)
-            with self._memory("backward"):
-                (share * self.scale.value).backward()
-            return share.detach(), part, batch.num_tokens
+            for batch in batches:
+                share, part = loss(batch)
+                with self._memory("backward"):
+                    (share * self.scale.value).backward()
+                return share.detach(), part, batch.num_tokens
+            return None
 
         while (learnt := self._policy.one_pass(learn)) is not None:
             share, part, tokens = learnt

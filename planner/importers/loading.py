@@ -1,12 +1,14 @@
 """Reads foreign files without running anything: size limits, safe YAML, JSON, notebooks."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from planner.errors import UsageError
+from planner.importers.pasted import decode
 
 MAX_BYTES = 16 * 1024 * 1024
 MAX_ALIASES = 64
@@ -60,7 +62,7 @@ def read_text(path_or_text: Path | str) -> tuple[str, Path | None]:
                 f"config: {path.name} is larger than {MAX_BYTES // 2**20} MiB",
                 hint="a config is small; a log goes to `vramwise explain`",
             )
-        return path.read_bytes().decode("utf-8-sig", errors="replace"), path
+        return decode(path.read_bytes()), path
     except OSError as error:
         raise UsageError(
             f"config: cannot read {str(path_or_text)[:200]!r} ({error.strerror})"
@@ -85,6 +87,12 @@ def load_yaml(text: str) -> Any:
         ) from None
     except (ValueError, TypeError, AttributeError) as error:
         raise UsageError(f"yaml: {str(error)[:120]}") from None
+
+
+def load_yaml_all(text: str, *, most: int = 50) -> list[Any]:
+    """Return every YAML document of `text` (--- between them), `most` at most."""
+    parts = re.split(r"^---(?:\s.*)?$", text, flags=re.MULTILINE)
+    return [load_yaml(part) for part in parts[:most] if part.strip()]
 
 
 def _first(loader: _Loader) -> Any:

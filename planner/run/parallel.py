@@ -13,7 +13,7 @@ from typing import NamedTuple
 from planner.errors import UnsupportedError, UsageError
 from planner.models.spec import ModelSpec
 from planner.run.framework_files import Framework
-from planner.run.recipe import ParallelSection, Recipe, Sharding, Task
+from planner.run.recipe import Method, ParallelSection, Recipe, Sharding, Task
 
 ZERO = (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3)
 SHARDS = (*ZERO, Sharding.FSDP, Sharding.FSDP2, Sharding.MEGATRON)
@@ -256,6 +256,15 @@ def refuse_unplanned(model: ModelSpec, recipe: Recipe, layout: Layout, law: Fram
     if layout.sequence and switches.tensor_plan == "transformers":
         raise UnsupportedError(
             "parallel.sequence: transformers' tp_plan divides no tokens", hint="leave it out"
+        )
+    if layout.tensor > 1 and recipe.method is Method.QLORA:
+        raise UnsupportedError(
+            f"parallel.tensor: {layout.tensor}, but bitsandbytes' packed weights are not divided by tensor",
+            hint="--shard fsdp2 divides them",
+        )
+    if switches.layers == "megatron" and recipe.method is not Method.FULL:
+        raise UnsupportedError(
+            f"method: {recipe.method.value} cannot be planned under {law.title} yet", hint="full"
         )
     several = layout.tensor * layout.pipeline * layout.context * layout.expert > 1
     if several and recipe.task is not Task.SFT:

@@ -54,7 +54,7 @@ def layers_of(layers: int, stages: int, number: int, chunks: int) -> tuple[int, 
     parts = stages * chunks
     spare = 0 if layers % parts == 0 else 1
     each = (layers + 2 * spare) // parts
-    found = []
+    found: list[int] = []
     for chunk in range(chunks):
         begin = (chunk * stages + number) * each - spare
         found += range(max(0, begin), min(layers, begin + each))

@@ -3,8 +3,8 @@
 Ranks of one pipeline stage are alike; every stage is one kind of rank.
 """
 
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 from planner.models.rank_part import Cuts, stage_part, tensor_part
 from planner.models.spec import ModelSpec
@@ -16,7 +16,8 @@ from planner.run.switches import Switches
 from planner.run.tasks import Head
 
 
-class RankPeak(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RankPeak:
     """One kind of rank and its peak, as its plan has it."""
 
     rank: int
@@ -30,12 +31,12 @@ class RankPeak(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
-        found = self._asdict()
-        del found["terms"]
-        return found
+        names = ("rank", "count", "role", "peak_bytes", "peak_phase")
+        return {name: getattr(self, name) for name in names}
 
 
-class RankRun(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RankRun:
     """One kind of rank."""
 
     number: int

@@ -195,8 +195,15 @@ class EngineSection(Section):
     cuda_graphs: bool | None = None
     tensor_parallel: Count = 1
     pipeline_parallel: Count = 1
+    data_parallel: Count = 1
+    """Engines side by side, each with its own attention weights and KV pool; they share the experts."""
     expert_parallel: bool = False
-    """Experts are divided whole among the tensor-parallel ranks (--enable-expert-parallel)."""
+    """Experts are divided whole among tensor and data parallel ranks (--enable-expert-parallel)."""
+    cpu_offload_gib: Annotated[float, Field(ge=0, le=2**20)] = 0.0
+    """serve: GiB of each GPU's weights that vLLM keeps in host memory (--cpu-offload-gb)."""
+    sync: Literal["tensor", "layer", "model"] | Count | None = None
+    """What of divided weights is whole at once while they are pushed to the engine; a number: the layers go
+    in so many parts (ms-swift's move_model_batches). None = the framework's way."""
     offline: bool = False
     """LLM() in a script instead of a server: its default batches are larger."""
     max_loras: Count | None = None
@@ -357,8 +364,9 @@ class Recipe(Section):
     tiled_mlp: bool | None = None
     neftune: bool = False
     """SFT: noise on the embeddings; run files say it in train.neftune_alpha."""
-    router_loss: bool = False
-    """SFT of a mixture: the loss that balances its experts; run files say it in train.router_aux_loss_coef."""
+    router_loss: bool | None = None
+    """SFT of a mixture: the loss that balances its experts; run files say it in train.router_aux_loss_coef.
+    None: as the model's config has it."""
     beta: Annotated[float, Field(ge=0)] | None = None
     reference: Reference | None = None
     teacher: str | None = None
@@ -381,6 +389,9 @@ class Recipe(Section):
     """Plan the start from a checkpoint."""
     sharding: Sharding = Sharding.NONE
     buckets: BucketsSection = BucketsSection()
+    loads: Literal["full", "rank0", "sharded"] | None = None
+    """How ranks get their shards of the weights: each reads all of them and divides then, the first reads and
+    broadcasts, or each reads its own (zero.Init, meta). None = the framework's way, not counted but litgpt's."""
     parallel: ParallelSection = ParallelSection()
     reshard_after_forward: bool | Annotated[int, Field(ge=2, le=2**20, strict=True)] | None = None
     """fsdp2: what a layer is divided over between forward and backward: true = all ranks, false = it stays
@@ -410,6 +421,8 @@ class MachineSection(Section):
 
     gpu: str | None = None
     gpus: Count = 1
+    nodes: Count | None = None
+    """Hosts that the GPUs are in; None = as few as hold eight each."""
     vram: str | None = None
     """Instead of a GPU: memory that torch sees, for example 24GiB."""
     host_ram: str | None = None

@@ -147,6 +147,8 @@ class Resolved:
     beta: float
     reference: Reference
     sharding: Sharding
+    loads: str
+    """full, rank0 or sharded; "" = nobody says."""
     zero: Zero | None
     """DeepSpeed's buffers, if it divides or offloads."""
     layout: Layout
@@ -158,6 +160,8 @@ class Resolved:
     """Gradients are reduced after every micro-batch, not only after the last."""
     bucket_views: bool
     gpus: int
+    node_gpus: int
+    """Of one host."""
     stage: Stage
     """Whose rank this is of a pipeline."""
     compile: bool
@@ -178,7 +182,12 @@ class Resolved:
     cuda_graphs: bool
     tensor_parallel: int
     pipeline_parallel: int
+    data_parallel: int
+    sync: str | int
+    """What is whole at once while weights are pushed: tensor, layer, model, or a part of so many."""
     expert_parallel: bool
+    engine_offload_bytes: int
+    """Of one GPU's weights, in host memory."""
     max_loras: int
     max_lora_rank: int
     assumptions: tuple[str, ...] = ()
@@ -200,6 +209,12 @@ class Resolved:
     def companion(self, role: str) -> Companion | None:
         """Return the model of a role, if the run has one."""
         return next((each for each in self.companions if each.role == role), None)
+
+    @property
+    def pushes(self) -> bool:
+        """Several ranks hand weights to an engine that has its own copy."""
+        own = self.engine in (EngineKind.VLLM_PUSH, EngineKind.VLLM_SERVER)
+        return own and TASKS[self.task].generates and self.placement.ranks > 1
 
     @property
     def accumulates_whole(self) -> bool:
@@ -303,8 +318,6 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         notes.extend([f"{framework.title} refuses this run: {refused}"] if refused else [])
     beta = float(choose(recipe.beta, defaults, "beta", DEFAULT_BETA.get(task, 0.0)))
     reference = _reference(recipe, task, beta)
-    if recipe.engine.expert_parallel and not any(layer.mlp.num_experts for layer in model.layers):
-        notes.append("expert_parallel moves nothing: the model has no experts")
     if trains:
         if layout.data_replicate == machine.num_gpus > 1 and recipe.sharding is Sharding.NONE:
             notes.append(
@@ -381,6 +394,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         beta=beta,
         reference=reference,
         sharding=recipe.sharding,
+        loads=recipe.loads or "",
         zero=_zero(model, recipe, framework),
         layout=layout,
         reshard_after_forward=not staged
@@ -392,6 +406,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         else not (switches.skips_sync or staged),
         bucket_views=recipe.bucket_views,
         gpus=machine.num_gpus,
+        node_gpus=machine.node_gpus,
         stage=Stage(),
         **compiled,
         engine=engine,

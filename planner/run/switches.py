@@ -57,6 +57,9 @@ class Switches(Section):
     """The step works slice by slice in this many bytes; 0: all tensors at once, as torch's foreach."""
     embeddings_32bit_state: Flag = False
     """8-bit optimizers keep the embeddings' states in 32 bit (bitsandbytes GlobalOptimManager)."""
+    logits_beside_scores: Flag = False
+    """A reward model keeps the vocabulary's head and returns its logits, in fp32 too (trl
+    AutoModelForCausalLMWithValueHead): they are there when the forward ends, and in no gradient."""
 
     # quantised bases
     kbit_upcast: KbitUpcast = "none"
@@ -196,6 +199,14 @@ class Switches(Section):
     """GRPO's micro-batch is raised to a multiple of the generations."""
     generates_quantized: Flag = True
     """vLLM inside the trainer's process generates with a 4-bit policy."""
+    sync_unit: Literal["tensor", "layer", "model"] = "tensor"
+    """What of divided weights is whole at once on every rank while they are pushed to the engine."""
+    merges_whole: Flag = False
+    """Under ZeRO-3 adapters are merged into a model that is gathered all at once, and pushed then."""
+    syncs_adapters_alone: Flag = False
+    """An engine that has the base gets nothing but adapters."""
+    sync_bucket_bytes: Annotated[int, Field(ge=0, strict=True)] = 0
+    """Bytes of a buffer that weights go to the engine through."""
     drops_renewed_weights: Flag = False
     """A pushed copy whose weights all come anew gives them back asleep (level 2), not into host memory."""
     prefill_tokens: Annotated[int, Field(ge=0, strict=True)] = 0
@@ -206,5 +217,8 @@ class Switches(Section):
     fsdp_keeps_dtype: Flag = False
     """FSDP holds trained weights in the dtype they were loaded in (verl's model_dtype); accelerate
     makes them fp32 under mixed precision."""
+    fsdp2_first_pass_loads: Flag = False
+    """FSDP2's root unit is gathered once while the model is loaded; a quantised base is whole on every GPU
+    until then."""
     fsdp_loads_full: Flag = False
     """Under FSDP every rank loads the whole model before it is sharded."""

@@ -72,13 +72,17 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[["Resolved"], bool], str], ...] = 
     (
         ("engine.kv_bytes", "engine.gpu_memory_utilization", "engine.max_num_batched_tokens",
          "engine.block_size", "engine.sleep_level", "engine.cuda_graphs", "engine.tensor_parallel",
-         "engine.pipeline_parallel", "engine.expert_parallel", "engine.max_loras", "engine.max_lora_rank"),
+         "engine.pipeline_parallel", "engine.data_parallel", "engine.expert_parallel", "engine.max_loras", "engine.max_lora_rank"),
         lambda r: r.engine in VLLM,
         "no vLLM engine runs",
     ),
     (("engine.offline",), lambda r: r.task is Task.SERVE, "only serving has other defaults in LLM()"),
     (("neftune",), lambda r: r.neftune, "noise is for sft"),
-    (("router_loss",), lambda r: r.router_loss, "only vramwise's own sft of a mixture of experts has it"),
+    (
+        ("router_loss",),
+        lambda r: r.task is Task.SFT and bool(r.experts) and r.switches.trace_step == "own",
+        "only vramwise's own sft of a mixture of experts has it",
+    ),
     (("offload.device", "offload.pinned"), lambda r: r.placement.offload.by in ("zero", "zero3", "fsdp"), "no engine offloads"),
     (("experts_implementation", "expert_capacity_factor"), lambda r: bool(r.experts), "no experts are trained through"),
     (
@@ -100,6 +104,15 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[["Resolved"], bool], str], ...] = 
     (("parallel.schedule", "parallel.virtual_stages"), lambda r: r.layout.pipeline > 1, "there is no pipeline"),
     (("parallel.context_kind",), lambda r: r.layout.context > 1, "no sequence is divided"),
     (("bucket_views",), lambda r: r.placement.buckets, "no ddp has buckets"),
+    (("engine.sync",), lambda r: r.pushes and r.placement.gathers, "no divided weights are pushed to an engine"),
+    (("loads",), lambda r: r.placement.weight_shards > 1, "no weights are divided"),
+    (
+        ("buckets.reduce", "buckets.prefetch", "buckets.live", "buckets.reuse", "buckets.persistence",
+         "buckets.sub_group", "buckets.overlap", "buckets.contiguous", "buckets.dtype"),
+        lambda r: r.placement.zero is not None,
+        "DeepSpeed neither divides nor offloads",
+    ),
+    (("buckets.overlap",), lambda r: not r.placement.window, "stage 3 has one bucket either way"),
 )  # fmt: skip
 
 

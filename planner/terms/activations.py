@@ -14,9 +14,8 @@ from planner.models.spec import ModelSpec, ModuleKind
 from planner.quant.table import BITSANDBYTES
 from planner.run.recipe import Checkpointing, Method, Task
 from planner.run.resolve import Resolved
-from planner.terms.adapters import rest_width
 from planner.terms.beside_layers import with_noise_and_routers
-from planner.terms.counts import adapters, base_weights
+from planner.terms.counts import adapters, base_weights, rest_width
 from planner.terms.gradients import gradient_width
 from planner.terms.weights import trained_width
 
@@ -191,7 +190,7 @@ def expert_rows(model: ModelSpec, r: Resolved) -> float:
     many as it sends; at worst it gets all that the group sends, as far as a capacity lets it.
     """
     layout = r.layout
-    worst = layout.expert if r.imbalance else 1
+    worst: float = layout.expert if r.imbalance else 1
     if r.expert_capacity:
         worst = min(worst, r.expert_capacity)
     return layout.expert_tensor * worst

@@ -21,8 +21,6 @@ from planner.terms.shards import tensor_shards, trained_share
 from planner.terms.term import Term
 from planner.terms.weights import flat_units, trained_width
 
-GPUS_PER_NODE = 8
-"""Ranks of a node where there are more: boards of DGX and HGX machines."""
 FP32 = 4
 SWAP_BUFFERS = 4
 """offload_optimizer.buffer_count: parameter, gradient and two states (offload_config.py)."""
@@ -40,13 +38,20 @@ FSDP = "torch.distributed.fsdp _flat_param.py: _local_shard and _cpu_grad, pinne
 
 def node_ranks(r: Resolved) -> int:
     """Return the processes that share one host."""
-    return min(r.gpus, GPUS_PER_NODE)
+    return r.node_gpus
 
 
-def host(model: ModelSpec, r: Resolved, states: Term, others: tuple[Term, ...]) -> tuple[Term, ...]:
+def host(
+    model: ModelSpec,
+    r: Resolved,
+    states: Term,
+    others: tuple[Term, ...],
+    once: tuple[Term, ...] = (),
+) -> tuple[Term, ...]:
     """Return what one node's host memory holds.
 
-    `states`: of an optimizer that keeps its own there; `others`: further terms of one rank.
+    `states`: of an optimizer that keeps its own there; `others`: further terms of one rank; `once`: those of
+    the node.
     """
     engine = r.placement.offload.by
     if engine in ("zero", "zero3"):
@@ -56,10 +61,11 @@ def host(model: ModelSpec, r: Resolved, states: Term, others: tuple[Term, ...]) 
     else:
         found = (*others, states)
     ranks = node_ranks(r)
-    return tuple(_of_node(term, ranks) for term in found if term.bytes)
+    return (*(of_node(term, ranks) for term in found if term.bytes), *once)
 
 
-def _of_node(term: Term, ranks: int) -> Term:
+def of_node(term: Term, ranks: int) -> Term:
+    """Return what `ranks` processes of a node hold of a term each."""
     if ranks == 1:
         return term
     template = "{0} ranks on the node x {1:,} B: {2}"

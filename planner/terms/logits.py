@@ -8,7 +8,8 @@ from planner.quant.table import BITSANDBYTES
 from planner.run.logits_law import LogitsLaw, width
 from planner.run.recipe import Method
 from planner.run.resolve import Resolved
-from planner.terms.adapters import rest_width, trains_head
+from planner.terms.adapters import trains_head
+from planner.terms.counts import rest_width
 from planner.terms.distillation import beside_student
 from planner.terms.gradients import gradient_width
 from planner.terms.term import Term, plus
@@ -149,6 +150,18 @@ def _without_vocabulary(model: ModelSpec, r: Resolved) -> Logits:
         (rows, numbers, cast),
         r.law.source,
     )
+    if scores and r.switches.logits_beside_scores:
+        vocab = model.vocab
+        made = plus(
+            made,
+            Term(
+                "logits",
+                rows * vocab * (act + 4),
+                "{0:,} tokens x vocabulary {1:,} x ({2} B + their fp32 copy)",
+                (rows, vocab, act),
+                "trl models/modeling_value_head.py: lm_logits.float(), returned beside the values",
+            ),
+        )
     wide = _stream(r) if cast or not scores else act
     whole = rows * model.hidden * wide
     back = Term(
@@ -158,7 +171,8 @@ def _without_vocabulary(model: ModelSpec, r: Resolved) -> Logits:
         (rows, model.hidden, wide, 2 * numbers, cast),
         r.law.source,
     )
-    return Logits(made, back, made, none, 0, made)
+    held = made if not r.switches.logits_beside_scores else none
+    return Logits(made, back, made, none, 0, held)
 
 
 def _stream(r: Resolved) -> int:

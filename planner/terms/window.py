@@ -54,7 +54,9 @@ def window(model: ModelSpec, r: Resolved) -> Term:
     copied = 0
     if here.offload.weights and here.weight_shards > 1:  # a shard comes from the host first
         copied = -(
-            -max(min(prefetched(model, r), most), _largest(model)) * width // here.weight_shards
+            -max(min(prefetched(model, r), most), gathered_module(model))
+            * width
+            // here.weight_shards
         )
     return Term(
         "weights",
@@ -74,7 +76,7 @@ def _needed(model: ModelSpec, r: Resolved) -> int:
     """Return elements that are whole whatever `live` says: what runs, and what is needed again soon."""
     zero = r.placement.zero
     assert zero is not None
-    largest = _largest(model)
+    largest = gathered_module(model)
     layer = max(layer.parameters for layer in model.layers)
     again = r.checkpointing not in (Checkpointing.NONE, Checkpointing.SELECTIVE_OP)
     # a recomputed layer stays for its backward; the last layers of a forward stay for theirs
@@ -82,7 +84,7 @@ def _needed(model: ModelSpec, r: Resolved) -> int:
     return max(largest, kept, zero.reuse // (3 if again else 2))
 
 
-def _largest(model: ModelSpec) -> int:
+def gathered_module(model: ModelSpec) -> int:
     """Return elements of the largest module, whose tensors are asked for together."""
     return max((module.parameters // module.count for module, _ in _modules(model)), default=0)
 

@@ -36,6 +36,7 @@ def _option(annotation: Any, flag: str, text: str, panel: str) -> Any:
 OPTIONS: dict[str, Any] = {
     "gpu": _option(str | None, "--gpu", "GPU name, for example h100, rtx-4090, a100-40gb.", _RUN),
     "gpus": _option(int | None, "--gpus", "How many of them.", _RUN),
+    "nodes": _option(int | None, "--nodes", "Hosts they are in; as few as hold eight each if not said.", _RUN),
     "vram": _option(str | None, "--vram", "Memory torch sees, instead of or on top of --gpu: 24GiB.", _RUN),
     "host_ram": _option(str | None, "--host-ram", "Host memory, for example 64GiB.", _RUN),
     "task": _option(str | None, "--task", "sft, grpo, dpo, kto, orpo, simpo, reward, ppo, distill, embed, rerank or serve.", _RUN),
@@ -45,6 +46,7 @@ OPTIONS: dict[str, Any] = {
     "revision": _option(str | None, "--revision", "Revision of a hub model.", _RUN),
     "offline": _option(bool, "--offline", "Read nothing from the network.", _RUN),
     "tool_version": _option(str | None, "--tool-version", "Version of the tool whose config is given.", _RUN),
+    "model": _option(str | None, "--model", "Of a config that does not say it, or whose path is another machine's.", _RUN),
     "variant": _option(str | None, "--variant", "Of a vLLM recipe: name, or name:hardware.", _RUN),
     "launch": _option(Path | None, "--launch", "accelerate or DeepSpeed file of the run.", _RUN),
     "batch_size": _option(int | None, "--batch-size", "Sequences in one forward pass on one GPU.", _SIZE),
@@ -106,7 +108,7 @@ OPTIONS: dict[str, Any] = {
     "reshard_after_forward": _option(str | None, "--reshard-after-forward", "fsdp2: true, false, or over how many ranks.", _SPREAD),
     "reduce_dtype": _option(str | None, "--reduce-dtype", "fsdp2: dtype in which gradients are reduced.", _SPREAD),
     "accumulate_sync": _option(bool | None, "--accumulate-sync/--no-accumulate-sync", "Gradients reduced after every micro-batch.", _SPREAD),
-    "data_replicate": _option(int | None, "--data-replicate", "Groups that hold the same shards (HSDP).", _SPREAD),
+    "data_replicate": _option(int | None, "--data-replicate", "Groups that hold the same shards (HSDP); for --task serve, vLLM's engines side by side.", _SPREAD),
     "tensor_parallel": _option(int | None, "--tensor-parallel", "GPUs that share one layer; for --task serve, vLLM's.", _SPREAD),
     "sequence_parallel": _option(bool | None, "--sequence-parallel/--no-sequence-parallel", "They share the tokens of norms and residuals too.", _SPREAD),
     "pipeline_parallel": _option(int | None, "--pipeline-parallel", "Stages of layers, one after another.", _SPREAD),
@@ -159,10 +161,19 @@ RECIPE_FIELDS = {
 SERVING_FIELDS = {
     "tensor_parallel": "engine.tensor_parallel",
     "pipeline_parallel": "engine.pipeline_parallel",
+    "data_replicate": "engine.data_parallel",
 }
 """The same words where nothing is trained."""
-MACHINE_FIELDS = ("gpu", "gpus", "vram", "host_ram")
-OTHER_FIELDS = ("revision", "offline", "framework_version", "tool_version", "variant", "launch")
+MACHINE_FIELDS = ("gpu", "gpus", "nodes", "vram", "host_ram")
+OTHER_FIELDS = (
+    "revision",
+    "offline",
+    "framework_version",
+    "tool_version",
+    "variant",
+    "launch",
+    "model",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,11 +228,14 @@ def describe(subject: str, flags: dict[str, Any]) -> Described:
         version=flags.get("tool_version") or flags.get("framework_version"),
         launch=flags.get("launch"),
         variant=flags.get("variant"),
+        model=flags.get("model"),
+        gpus=flags.get("gpus"),
     )
     if imported is not None:
         document = imported.run.model_dump(exclude_unset=True)
     elif subject.endswith(RUN_SUFFIXES):
         document = load_run_file(Path(subject)).model_dump(exclude_unset=True)
+        document |= {"model": flags["model"]} if flags.get("model") else {}
     else:
         document = {"model": subject}
         if flags.get("launch"):
@@ -293,12 +307,14 @@ def _reshard(text: str) -> bool | int | str:
 
 
 def _serve_experts(recipe: dict[str, Any], ranks: int) -> None:
-    """Say vLLM's --enable-expert-parallel, whose ranks are all tensor-parallel ones."""
+    """Say vLLM's --enable-expert-parallel, whose ranks are all tensor and data parallel ones."""
     engine = recipe.get("engine") or {}
     tensor = engine.get("tensor_parallel", 1)
-    if ranks not in (1, tensor):
+    data = engine.get("data_parallel", 1)
+    if ranks not in (1, tensor * data):
         raise UsageError(
-            f"expert-parallel: {ranks}, but vLLM divides experts over its {tensor} tensor-parallel GPUs"
+            f"expert-parallel: {ranks}, but vLLM divides experts over all of its {tensor} tensor x {data} "
+            "data parallel GPUs"
         )
     recipe["engine"] = {**engine, "expert_parallel": ranks > 1}
 

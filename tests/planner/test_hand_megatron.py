@@ -178,6 +178,7 @@ def test_fused_gradients_leave_no_tensor_of_their_own() -> None:
     ("model", "fields", "error", "words"),
     [
         (LLAMA, {"sharding": "zero3"}, UsageError, "zero3 is not what Megatron-LM divides by"),
+        (LLAMA, {"method": "lora"}, UnsupportedError, "method: lora cannot be planned"),
         (LLAMA, {"framework": "trl"}, UsageError, "megatron is not what TRL"),
         (
             LLAMA,

@@ -76,7 +76,8 @@ def test_huge_powers_are_not_computed() -> None:
         ("hello: world\n", "not recognised"),
         ('{"architectures": ["X"], "hidden_size": 1}\n', "model's config.json"),
         ("base_model: x\nadapter: lora\nlora_r: 99999999\n", "lora_r"),
-        ("megatron sft --model x\n", "megatron"),
+        ("base_model: x\nproject_name: p\nparams:\n  lr: 1\n", "AutoTrain"),
+        ("nohup llamafactory-cli train mine/of/it.yaml &\n", "mine/of/it.yaml, which this line"),
     ],
 )
 def test_one_line_says_what_is_wrong(text: str, message: str) -> None:

@@ -28,7 +28,24 @@ ALLOWED: dict[tuple[str, float], str] = {
     ("dtypes.py", 4.85): "dtype size: llama.cpp Q4_K_M, bits a weight as its README lists them",
     # other tools' defaults
     ("accuracy/sft_recipe.py", 0.05): TOOL + ": litgpt's lora_dropout",
-    ("accuracy/megatron_models.py", 0.1): TOOL + ": Megatron-LM's hidden_dropout",
+    ("families/megatron.py", 0.1): TOOL + ": Megatron-LM's hidden_dropout",
+    (
+        "answers/pool_levers.py",
+        0.97,
+    ): "lever: the largest share of a card that vLLM's users give it",
+    ("importers/image_limits.py", 0.9): READING,
+    **dict.fromkeys(
+        (
+            *(("importers/policies.py", each) for each in (0.8, 0.6, 0.9, 0.01, 0.1, 0.02, 0.001)),
+            *(("importers/openrlhf.py", each) for each in (0.95, 0.01, 0.1)),
+            ("importers/megatron_flags.py", 0.9),
+            ("importers/megatron_flags.py", 0.1),
+            ("importers/policy_keys.py", 0.9),
+            ("importers/sglang.py", 0.88),
+            ("importers/supervised.py", 0.05),
+        ),
+        TOOL,
+    ),
     ("importers/axolotl.py", 0.9): TOOL,
     ("importers/axolotl.py", 0.3): TOOL,
     ("importers/axolotl.py", 0.1): TOOL,

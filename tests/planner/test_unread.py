@@ -22,6 +22,7 @@ SERVE: dict[str, Any] = {"task": "serve"}
 GATHERED: dict[str, Any] = {**FULL, "evaluation": {"samples": 64, "logits": True}}
 DISTILL: dict[str, Any] = {"task": "distill", "framework": "trl", "teacher": "llama-3.2-3b"}
 TWO_CARDS = (
+    "loads",
     "buckets.reduce",
     "buckets.prefetch",
     "buckets.live",
@@ -60,6 +61,7 @@ EXPERTS, OF_EXPERTS = (
     "qwen3-30b-a3b",
     (
         "engine.expert_parallel",
+        "engine.data_parallel",
         "lora.target_parameters",
         "experts_implementation",
         "expert_capacity_factor",
@@ -124,7 +126,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "entropy": ({"framework": "peft-loop", "method": "full", "loss": "full"}, True),
     "tiled_mlp": ({"framework": "axolotl", "context": 8192, "checkpointing": "full"}, True),
     "neftune": ({"framework": "vramwise"}, True),
-    "router_loss": ({"framework": "vramwise"}, True),
+    "router_loss": ({"framework": "vramwise"}, False),
     "beta": ({**GRPO, "method": "full"}, 0.1),
     "reference": ({**GRPO, "method": "full", "beta": 0.1}, "offloaded"),
     "evaluation.samples": (FULL, 64),
@@ -141,6 +143,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "negatives": ({"task": "embed", "method": "full"}, 4),
     "mini_batch": ({"task": "embed", "method": "full", "micro_batch_size": 64}, 4),
     "sharding": (FULL, "zero3"),
+    "loads": ({**FULL, "sharding": "zero3"}, "full"),
     "buckets.reduce": ({**FULL, "sharding": "zero2"}, 10**8),
     "buckets.prefetch": ({**FULL, "sharding": "zero3", "buckets": {"live": 10**8}}, 10**8),
     "buckets.live": ({**FULL, "sharding": "zero3"}, 10**7),
@@ -196,6 +199,17 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "engine.cuda_graphs": (VLLM, False),
     "engine.tensor_parallel": (SERVE, 2),
     "engine.pipeline_parallel": (SERVE, 2),
+    "engine.data_parallel": (SERVE, 2),
+    "engine.sync": (
+        {
+            **GRPO,
+            "method": "full",
+            "framework": "trl",
+            "sharding": "fsdp2",
+            "engine": {"kind": "vllm-push"},
+        },
+        "model",
+    ),
     "engine.expert_parallel": ({**SERVE, "engine": {"tensor_parallel": 4}}, True),
     "engine.offline": (SERVE, True),
     "engine.max_loras": (SERVE, 4),
@@ -261,11 +275,14 @@ UNREAD: dict[str, tuple[dict[str, Any], Any]] = {
     "engine.sleep_level": (GRPO, 2),
     "engine.cuda_graphs": (GRPO, False),
     "engine.tensor_parallel": (GRPO, 2),
+    "engine.data_parallel": (GRPO, 2),
+    "engine.sync": (GRPO, "layer"),
     "engine.pipeline_parallel": (GRPO, 2),
     "engine.expert_parallel": (GRPO, True),
     "engine.offline": (GRPO, True),
     "engine.max_loras": (GRPO, 4),
     "engine.max_lora_rank": (GRPO, 64),
+    "loads": (FULL, "full"),
     "sharding": (FULL, "zero3"),
     "experts_implementation": (FULL, "eager"),
     "expert_capacity_factor": (FULL, 1.25),
@@ -303,7 +320,7 @@ def test_every_field_of_a_recipe_is_accounted_for() -> None:
 @pytest.mark.parametrize("field", sorted(CASES))
 def test_a_field_moves_the_plan_or_is_named_in_it(field: str) -> None:
     base, value = CASES[field]
-    gpus = 2 if field in TWO_CARDS else 1
+    gpus = 2 if field in TWO_CARDS else 4 if field.startswith("engine.") else 1
     model = catalogue_model(EXPERTS) if field in OF_EXPERTS else MODEL
     model = catalogue_model(BIASED) if field in OF_BIASED else model
     model = catalogue_model(SEEN) if field in OF_IMAGES else model

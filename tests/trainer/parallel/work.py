@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from trainer.checkpointing import decoder_layers
 from trainer.config import parse_run
 from trainer.data import Order, load_samples
 from trainer.grpo import Grpo
@@ -140,3 +141,65 @@ def grpo_run(ranks: Ranks, document: dict[str, Any], root: str, steps: int) -> A
 def every(ranks: Ranks, work: Any, cases: Any) -> list[Any]:
     """Return what `work(ranks, *case)` returns for each of `cases`."""
     return [work(ranks, *case) for case in cases]
+
+
+def spoiled(
+    ranks: Ranks, document: dict[str, Any], root: str, kind: str, layer: int, call: int
+) -> Any:
+    """Return two steps' figures where, on rank 1 alone, the MLP of a layer fails in its n-th call.
+
+    `kind`: "memory" runs out, or "nan" comes of it; "" nothing happens.
+    """
+    run, train, ready = prepared(ranks, document, root)
+    ranks = ready.ranks
+    take = sft_batches(ready, run, train, root)
+    calls = 0
+
+    def spoil(_module: Any, inputs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls != call or ranks.rank != 1:
+            return None
+        if kind == "memory":
+            raise torch.OutOfMemoryError("as if")
+        return (inputs[0] * float(kind),)
+
+    if kind:
+        decoder_layers(ready.policy.base)[layer].mlp.register_forward_pre_hook(spoil)
+    before = {name: local.detach().clone() for name, local in ready.policy.stepped()}
+    found: list[Any] = []
+    for step in range(2):
+        batch = take()
+        count = sum(sum(sequence.scored) for sequence in batch)
+        update = ready.stepper.run(
+            step,
+            micro_batches=lambda budget, batch=batch: split(batch, budget, ready=ready),
+            loss=lambda part, count=count: loss(part, ready=ready, num_tokens=count),
+            longest=max(len(sequence.token_ids) for sequence in batch),
+        )
+        stays = all(torch.equal(before[name], local) for name, local in ready.policy.stepped())
+        found.append((update.loss, update.grad_norm, update.skipped, stays, update.scale))
+    return found, ready.stepper.budget.halvings, calls
+
+
+def short_of_memory(ranks: Ranks, document: dict[str, Any], root: str, call: int) -> Any:
+    """Return what a rollout makes where, on rank 1, memory runs out in the n-th forward."""
+    _, train, ready = prepared(ranks, document, root)
+    ranks = ready.ranks
+    prompts = [list(range(5, 9 + 3 * place)) for place in range(3)]
+    settings = sampling_settings(
+        train.sampling, ready.policy.tokenizer, num_generations=4, max_new_tokens=6
+    )
+    calls = 0
+
+    def spoil(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call and ranks.rank == 1:
+            raise torch.OutOfMemoryError("as if")
+
+    ready.policy.base.model.norm.register_forward_pre_hook(spoil)
+    # rank 0 has one prompt, rank 1 two: they end after different numbers of tokens
+    own = prompts[:1] if ranks.rank == 0 else prompts[1:]
+    made = ready.engine.generate(own, replace(settings, seed=3, temperature=1e-3))
+    return [list(each.token_ids) for each in made], ready.engine._wave
