@@ -94,18 +94,26 @@ class Sharded:
         """
         return self._agreed(work, "learn")
 
+    def agreed(self, work: Callable[[], R]) -> R:
+        """Return `work()`, which sends nothing, or only in passes of its own.
+
+        Raises torch.OutOfMemoryError on every rank when it is raised on one.
+        """
+        return self._agreed(work, None)
+
     def settle(self) -> None:
         """Cut what is gathered, and forget what a pass has left unfinished."""
         self._kept = False
         self.root.reset_iter_state()
 
-    def _agreed(self, work: Callable[[], R], kind: str) -> R:
+    def _agreed(self, work: Callable[[], R], kind: str | None) -> R:
         self.traffic.begin()
         done = _attempt(work)
         if done is None:
             self.settle()  # what the pass held makes room for what it still has to send
-            self.traffic.finish(kind)
-        else:
+            if kind is not None:
+                self.traffic.finish(kind)
+        elif kind is not None:
             self.traffic.complete(kind)
         if self.ranks.any(done is None):
             done = None
