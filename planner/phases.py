@@ -27,7 +27,7 @@ from planner.terms.optimizer import optimizer
 from planner.terms.overhead import engine_workspace, scores_buffer, workspace
 from planner.terms.passes import passes
 from planner.terms.pipeline import passed_on, under_way
-from planner.terms.sync import pushes, synced
+from planner.terms.sync import synced
 from planner.terms.term import Term, merged, plus
 from planner.terms.vision import Vision, vision
 from planner.terms.vllm_weights import vllm_weights_term
@@ -104,7 +104,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     resident = running.resident
     seen, passing = vision(model, r, acts.forward), under_way(model, r)
     phases = [_phase("load", base, adapter, *loading(model, r, base))]
-    if pushes(r):
+    if r.pushes:
         woken = running.woken if r.engine is EngineKind.VLLM_PUSH else resident
         phases.append(_phase("sync", *_resting(r, fixed, SCORE_LEAVES), synced(model, r), woken))
     if TASKS[r.task].generates:

@@ -11,6 +11,7 @@ from planner.models.spec import ModelSpec
 from planner.phases import Phase, budget
 from planner.reserved import Reserved, outside_bytes, reserved
 from planner.risk import EVEN, TAIL, Distribution, Risk, distribution, kind_of
+from planner.run.engine_degrees import refuse_degrees
 from planner.run.experts import LOOPS, uneven_notes
 from planner.run.framework import planned_as, spelled
 from planner.run.ranks import RankPeak, RankRun, rank_runs
@@ -308,6 +309,7 @@ def plan(model: ModelSpec, recipe: Recipe, machine: Machine, *, risk: float = TA
         raise UsageError(f"risk: {risk:g} is not allowed", hint=f"between 0 and {EVEN:g}, as 0.01")
     model = task_model(model, planned_task(recipe))
     resolved = resolve(model, recipe, machine)
+    refuse_degrees(model, resolved, machine.num_gpus)
     return plan_resolved(model, resolved, machine, risk=risk)
 
 

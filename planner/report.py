@@ -1,7 +1,7 @@
 """Plan -> text for people: a verdict, a bar for every phase, the peak's terms, the best levers."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from planner.run.framework import planned_as
 from planner.terms.host import node_ranks
@@ -183,6 +183,60 @@ def markdown(plan: "Plan") -> str:
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     totals = " | ".join(format_bytes(phase.total_bytes) for phase in plan.phases)
     return "\n".join([*lines, f"| **total** | {totals} |"])
+
+
+class Laid(Protocol):
+    """A layout as planner.answers.layouts found it."""
+
+    @property
+    def words(self) -> str:
+        """Its degrees."""
+
+    @property
+    def flags(self) -> str:
+        """The same for the command line."""
+
+    @property
+    def plan(self) -> "Plan | None":
+        """None when it is refused."""
+
+
+def layout_line(found: Sequence[Laid]) -> str:
+    """Return the first layout that fits, or how near the nearest comes."""
+    planned = [(tried.plan, tried) for tried in found if tried.plan is not None]
+    fitting = [(made, tried) for made, tried in planned if made.fits]
+    if fitting:
+        made, tried = fitting[0]
+        return (
+            f"Best layout: {tried.words}: peak {format_bytes(made.peak_bytes)} in {made.peak_phase}\n"
+            f"  {tried.flags}"
+        )
+    if not planned:
+        return "No layout of these GPUs can be planned for this run"
+    made, tried = min(planned, key=lambda each: each[0].peak_bytes)
+    need, room = format_bytes(made.peak_bytes), format_bytes(made.capacity_bytes)
+    return f"No layout fits; the nearest, {tried.words}, needs {need} of {room}: {tried.flags}"
+
+
+def layout_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return layouts as a table: those that fit, the best first, then why the others do not."""
+    cells = [
+        [
+            row["framework"],
+            row["layout"],
+            format_bytes(row["peak_bytes"]) if "peak_bytes" in row else "",
+            row["verdict"],
+            format_bytes(row["network_bytes"] + row["host_link_bytes"]),
+            format_bytes(row["node_bytes"]),
+            row["why"] or "the first",
+        ]
+        for row in rows
+    ]
+    headers = ["framework", "layout", "peak", "verdict", "slow links", "in the node", "why"]
+    head = "Layouts; bytes a rank receives in a step from other nodes and the host, and inside its node:"
+    best = next((row for row in rows if row["fits"]), None)
+    tail = f"\nthe first: {best['flags']}" if best else "\nNo layout fits."
+    return f"{head}\n{table(headers, cells)}{tail}"
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

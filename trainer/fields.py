@@ -50,6 +50,8 @@ ENGINE_HINTS = {
     "kv_dtype": "leave it out: the cache has the policy's dtype (fp8: engine kinds vllm-shared, vllm-push)",
     "tensor_parallel": "1: the trainer generates on its own device",
     "pipeline_parallel": "1: the trainer generates on its own device",
+    "data_parallel": "1: the trainer generates on its own device",
+    "sync": "nothing: weights go to the engine a layer at a time",
 }
 ONLY_GRPO = (
     "rewards", "sampling", "loss", "updates_per_rollout", "num_iterations", "share_prefix"
@@ -146,6 +148,7 @@ def _recipe(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
         ("sharding", recipe.sharding not in SHARDED, "none, ddp or fsdp2: several GPUs are FSDP2's, each with all of the weights or a part"),
         *((f"parallel.{name}", getattr(recipe.parallel, name) != ParallelSection.model_fields[name].default, "nothing: the trainer divides samples, weights and states over its ranks, by data_shard and data_replicate") for name in OTHER_DEGREES),
         ("accumulate_sync", recipe.accumulate_sync is False, "true: gradients are summed over ranks after every micro-batch"),
+        ("bucket_views", recipe.bucket_views, "false: replicas are FSDP2's, without buckets"),
         ("buckets", recipe.buckets != BucketsSection(), "nothing: the trainer does not run DeepSpeed"),
         ("mixed_precision", recipe.mixed_precision not in (None, "none"), "none: set dtype instead"),
         ("gradient_dtype", recipe.gradient_dtype not in (None, trained), f"{trained}: a gradient has its weight's dtype"),

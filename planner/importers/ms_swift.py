@@ -264,7 +264,7 @@ def _reinforcement(
         return {"kind": EngineKind.TRANSFORMERS} if kind == "ppo" else {}
     if kind != "grpo":
         return {}
-    for key in ("offload_model", "offload_optimizer", "move_model_batches"):
+    for key in ("offload_model", "offload_optimizer"):
         if settings.raw(key, to="engine") not in (None, "false", False):
             settings.effect(
                 f"{key} moves memory between phases: rollout and update do not add up as planned"
@@ -287,7 +287,9 @@ def _reinforcement(
     if not server and not sleep:
         settings.effect(f"sleep_level 0: the engine keeps {util:g} of the card while training")
     settings.raw("vllm_max_model_len", to="engine")
+    parts = settings.count("move_model_batches", to="engine.sync")
     return {
+        **({"sync": parts} if parts else {}),
         "kind": EngineKind.VLLM_SERVER if server else EngineKind.VLLM_PUSH,
         "gpu_memory_utilization": util,
         "sleep_level": sleep,

@@ -73,7 +73,7 @@ def read(values: dict[str, Any], *, version: str | None = None, is_call: bool = 
     _length(settings, recipe, model)
     tensor = settings.count("tensor-parallel-size", to="engine.tensor_parallel", default=1) or 1
     pipeline = settings.count("pipeline-parallel-size", to="engine.pipeline_parallel") or 1
-    data = settings.count("data-parallel-size", to="gpus", default=1) or 1
+    data = settings.count("data-parallel-size", to="engine.data_parallel", default=1) or 1
     experts = settings.flag("enable-expert-parallel", to="engine.expert_parallel")
     if data > 1 and experts:
         settings.effect(
@@ -83,6 +83,7 @@ def read(values: dict[str, Any], *, version: str | None = None, is_call: bool = 
     engine |= {
         "tensor_parallel": tensor,
         "pipeline_parallel": pipeline,
+        "data_parallel": data,
         "expert_parallel": bool(experts),
         **_adapter_slots(settings),
     }

@@ -72,6 +72,7 @@ def engine_fields(
             offline=section.offline,
             max_len=max_len,
             multimodal=bool(model.towers),
+            latent=any(layer.mixer.kv_lora_rank for layer in model.layers),
         )
     fallbacks = {
         "max_num_seqs": 0 if law.sequences_by_room else sequences if serves else most,
@@ -98,6 +99,8 @@ def engine_fields(
         "cuda_graphs": bool(choose(section.cuda_graphs, defaults, "cuda_graphs", True)),
         "tensor_parallel": section.tensor_parallel,
         "pipeline_parallel": section.pipeline_parallel,
+        "data_parallel": section.data_parallel,
+        "sync": section.sync or switches.sync_unit,
         "expert_parallel": section.expert_parallel,
         **_adapter_slots(recipe, engine),
     }

@@ -257,6 +257,11 @@ def refuse_unplanned(model: ModelSpec, recipe: Recipe, layout: Layout, law: Fram
         raise UnsupportedError(
             "parallel.sequence: transformers' tp_plan divides no tokens", hint="leave it out"
         )
+    if layout.tensor > 1 and recipe.method is Method.QLORA:
+        raise UnsupportedError(
+            f"parallel.tensor: {layout.tensor}, but bitsandbytes' packed weights are not divided by tensor",
+            hint="--shard fsdp2 divides them",
+        )
     if switches.layers == "megatron" and recipe.method is not Method.FULL:
         raise UnsupportedError(
             f"method: {recipe.method.value} cannot be planned under {law.title} yet", hint="full"

@@ -195,8 +195,13 @@ class EngineSection(Section):
     cuda_graphs: bool | None = None
     tensor_parallel: Count = 1
     pipeline_parallel: Count = 1
+    data_parallel: Count = 1
+    """Engines side by side, each with its own attention weights and KV pool; they share the experts."""
     expert_parallel: bool = False
-    """Experts are divided whole among the tensor-parallel ranks (--enable-expert-parallel)."""
+    """Experts are divided whole among tensor and data parallel ranks (--enable-expert-parallel)."""
+    sync: Literal["tensor", "layer", "model"] | Count | None = None
+    """What of divided weights is whole at once while they are pushed to the engine; a number: the layers go
+    in so many parts (ms-swift's move_model_batches). None = the framework's way."""
     offline: bool = False
     """LLM() in a script instead of a server: its default batches are larger."""
     max_loras: Count | None = None
@@ -414,6 +419,8 @@ class MachineSection(Section):
 
     gpu: str | None = None
     gpus: Count = 1
+    nodes: Count | None = None
+    """Hosts that the GPUs are in; None = as few as hold eight each."""
     vram: str | None = None
     """Instead of a GPU: memory that torch sees, for example 24GiB."""
     host_ram: str | None = None

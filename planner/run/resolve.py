@@ -160,6 +160,8 @@ class Resolved:
     """Gradients are reduced after every micro-batch, not only after the last."""
     bucket_views: bool
     gpus: int
+    node_gpus: int
+    """Of one host."""
     stage: Stage
     """Whose rank this is of a pipeline."""
     compile: bool
@@ -180,6 +182,9 @@ class Resolved:
     cuda_graphs: bool
     tensor_parallel: int
     pipeline_parallel: int
+    data_parallel: int
+    sync: str | int
+    """What is whole at once while weights are pushed: tensor, layer, model, or a part of so many."""
     expert_parallel: bool
     max_loras: int
     max_lora_rank: int
@@ -202,6 +207,12 @@ class Resolved:
     def companion(self, role: str) -> Companion | None:
         """Return the model of a role, if the run has one."""
         return next((each for each in self.companions if each.role == role), None)
+
+    @property
+    def pushes(self) -> bool:
+        """Several ranks hand weights to an engine that has its own copy."""
+        own = self.engine in (EngineKind.VLLM_PUSH, EngineKind.VLLM_SERVER)
+        return own and TASKS[self.task].generates and self.placement.ranks > 1
 
     @property
     def accumulates_whole(self) -> bool:
@@ -305,8 +316,6 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         notes.extend([f"{framework.title} refuses this run: {refused}"] if refused else [])
     beta = float(choose(recipe.beta, defaults, "beta", DEFAULT_BETA.get(task, 0.0)))
     reference = _reference(recipe, task, beta)
-    if recipe.engine.expert_parallel and not any(layer.mlp.num_experts for layer in model.layers):
-        notes.append("expert_parallel moves nothing: the model has no experts")
     if trains:
         if layout.data_replicate == machine.num_gpus > 1 and recipe.sharding is Sharding.NONE:
             notes.append(
@@ -395,6 +404,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         else not (switches.skips_sync or staged),
         bucket_views=recipe.bucket_views,
         gpus=machine.num_gpus,
+        node_gpus=machine.node_gpus,
         stage=Stage(),
         **compiled,
         engine=engine,

@@ -72,7 +72,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[["Resolved"], bool], str], ...] = 
     (
         ("engine.kv_bytes", "engine.gpu_memory_utilization", "engine.max_num_batched_tokens",
          "engine.block_size", "engine.sleep_level", "engine.cuda_graphs", "engine.tensor_parallel",
-         "engine.pipeline_parallel", "engine.expert_parallel", "engine.max_loras", "engine.max_lora_rank"),
+         "engine.pipeline_parallel", "engine.data_parallel", "engine.expert_parallel", "engine.max_loras", "engine.max_lora_rank"),
         lambda r: r.engine in VLLM,
         "no vLLM engine runs",
     ),
@@ -104,6 +104,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[["Resolved"], bool], str], ...] = 
     (("parallel.schedule", "parallel.virtual_stages"), lambda r: r.layout.pipeline > 1, "there is no pipeline"),
     (("parallel.context_kind",), lambda r: r.layout.context > 1, "no sequence is divided"),
     (("bucket_views",), lambda r: r.placement.buckets, "no ddp has buckets"),
+    (("engine.sync",), lambda r: r.pushes and r.placement.gathers, "no divided weights are pushed to an engine"),
     (("loads",), lambda r: r.placement.weight_shards > 1, "no weights are divided"),
     (
         ("buckets.reduce", "buckets.prefetch", "buckets.live", "buckets.reuse", "buckets.persistence",

@@ -204,7 +204,8 @@ def outside_torch(r: Resolved, machine: Machine) -> Measured:
         context = machine.context_bytes
         parts = [Measured(context - loaded.high, context, context + loaded.high)]
     if law.communicators_in_budget:
-        parts.append(communicators(machine, r.tensor_parallel))
+        degrees = (r.tensor_parallel, r.pipeline_parallel, r.data_parallel)
+        parts += [communicators(machine, ranks) for ranks in degrees if ranks > 1]
     return Measured(*(sum(sizes) for sizes in zip(*parts, strict=True)))
 
 

@@ -43,7 +43,12 @@ NO_GROUPS = Communicators(())
 
 
 def communicators(r: Resolved, machine: Machine) -> Communicators:
-    """Return the groups that a rank talks in: the run's, and vLLM's own where it runs beside it."""
+    """Return the groups that a rank talks in: the run's, and vLLM's own where it runs beside it.
+
+    Without a CUDA context (a CPU, a pretended limit) they talk over gloo, in host memory.
+    """
+    if not machine.context_bytes:
+        return NO_GROUPS
     groups = [*(r.layout.groups if r.trains else ()), *_engine_groups(r)]
     return Communicators(tuple((group, communicator(machine, group.size)) for group in groups))
 
@@ -53,5 +58,9 @@ def _engine_groups(r: Resolved) -> list[Group]:
     here = r.engine in VLLM and not (r.trains and r.engine is EngineKind.VLLM_SERVER)
     if not here or r.framework.engine.communicators_in_budget:
         return []
-    sizes = {"vllm tensor": r.tensor_parallel, "vllm pipeline": r.pipeline_parallel}
+    sizes = {
+        "vllm tensor": r.tensor_parallel,
+        "vllm pipeline": r.pipeline_parallel,
+        "vllm data": r.data_parallel,
+    }
     return [Group(name, size) for name, size in sizes.items() if size > 1]

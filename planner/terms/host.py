@@ -21,8 +21,6 @@ from planner.terms.shards import tensor_shards, trained_share
 from planner.terms.term import Term
 from planner.terms.weights import flat_units, trained_width
 
-GPUS_PER_NODE = 8
-"""Ranks of a node where there are more: boards of DGX and HGX machines."""
 FP32 = 4
 SWAP_BUFFERS = 4
 """offload_optimizer.buffer_count: parameter, gradient and two states (offload_config.py)."""
@@ -40,7 +38,7 @@ FSDP = "torch.distributed.fsdp _flat_param.py: _local_shard and _cpu_grad, pinne
 
 def node_ranks(r: Resolved) -> int:
     """Return the processes that share one host."""
-    return min(r.gpus, GPUS_PER_NODE)
+    return r.node_gpus
 
 
 def host(

@@ -11,9 +11,8 @@ from math import prod
 
 from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
-from planner.run.recipe import EngineKind, Method
+from planner.run.recipe import Method
 from planner.run.resolve import Resolved
-from planner.run.tasks import TASKS
 from planner.terms.counts import base_weights
 from planner.terms.shards import outside_layers
 from planner.terms.term import Term
@@ -23,24 +22,20 @@ SOURCE = "TRL vllm_generation.py sync_weights; ms-swift rollout_mixin.py; verl v
 WORDS = {"tensor": "one tensor", "layer": "one layer", "model": "all of the model"}
 
 
-def pushes(r: Resolved) -> bool:
-    """Return whether several ranks hand weights to an engine that has its own copy."""
-    own = r.engine in (EngineKind.VLLM_PUSH, EngineKind.VLLM_SERVER)
-    return own and TASKS[r.task].generates and r.placement.ranks > 1
-
-
-def sync_unit(r: Resolved) -> str:
-    """Return what is whole at once while weights are pushed: tensor, layer, model; "" = nothing is."""
+def sync_unit(r: Resolved) -> str | int:
+    """Return what is whole at once while weights are pushed: tensor, layer, model, a part; "" = nothing."""
     here, merged = r.placement, r.method is not Method.FULL
     if not here.gathers:
         return ""
     if merged and r.switches.syncs_adapters_alone:
         return ""
+    if isinstance(r.sync, int):
+        return r.sync
     if merged and here.window and r.switches.merges_whole:
         return "model"
-    if r.switches.sync_unit == "tensor" and not (here.flat_buffers or here.window):
+    if r.sync == "tensor" and not (here.flat_buffers or here.window):
         return "layer"  # FSDP1's flat parameters come whole or not at all
-    return r.switches.sync_unit
+    return r.sync
 
 
 def synced(model: ModelSpec, r: Resolved) -> Term:
@@ -49,12 +44,16 @@ def synced(model: ModelSpec, r: Resolved) -> Term:
     if r.method is not Method.FULL:
         width = element_bytes(r.dtype)
     outside = sum(module.parameters for module in outside_layers(model))
-    elements = {
-        "": 0,
-        "tensor": _largest_tensor(model),
-        "layer": max(outside, *(layer.parameters for layer in model.layers)),
-        "model": model.parameters,
-    }[unit]
+    layer = max(layer.parameters for layer in model.layers)
+    if isinstance(unit, int):
+        elements = max(outside, -(-model.num_layers // unit) * layer)
+    else:
+        elements = {
+            "": 0,
+            "tensor": _largest_tensor(model),
+            "layer": max(outside, layer),
+            "model": model.parameters,
+        }[unit]
     size = elements * width
     base = base_weights(model, r)
     if base.quantized and unit:
@@ -65,7 +64,12 @@ def synced(model: ModelSpec, r: Resolved) -> Term:
         size + bucket,
         "{0} whole of {1} ranks' shards {2:,} B"
         + (" + the bucket it is sent through {3:,} B" if bucket else ""),
-        (WORDS.get(unit, "nothing"), r.placement.weight_shards, size, bucket),
+        (
+            WORDS.get(str(unit), f"one of {unit} parts" if unit else "nothing"),
+            r.placement.weight_shards,
+            size,
+            bucket,
+        ),
         SOURCE,
     )
 

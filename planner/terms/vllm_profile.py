@@ -111,7 +111,7 @@ def widest_layer(model: ModelSpec, r: Resolved) -> float:
     """Return elements a token alive at the largest layer's largest moment."""
     key = (
         *(r.dtype, r.quantization, r.framework.name, r.max_num_batched_tokens),
-        *(r.tensor_parallel, r.expert_parallel),
+        *(r.tensor_parallel, r.data_parallel, r.expert_parallel),
     )
     stored = _STORE.get((id(model), key))
     if stored is None:
@@ -156,13 +156,17 @@ def _mlp_width(model: ModelSpec, layer: LayerSpec, r: Resolved) -> float:
         copied = 1 if r.quantization in ("nf4", "fp4") and r.dtype == "fp16" else 0
         # bitsandbytes' method computes in bf16 and copies the result to fp16
         return (dense + copied) * mlp.intermediate / ranks
-    inner = mlp.intermediate if r.expert_parallel else mlp.intermediate / ranks
+    # data parallel ranks bring their tokens together for the experts, and give the sums back
+    together = r.data_parallel
+    inner = mlp.intermediate if r.expert_parallel else mlp.intermediate / (ranks * together)
     first, third = 2 * inner, model.hidden
     buffers = max(first, third) if law.shares_expert_buffers else first + third
     share = 1.0
     if law.expert_chunk_tokens:
-        share = min(1.0, law.expert_chunk_tokens / r.max_num_batched_tokens)
-    routed = mlp.top_k * (buffers + inner) * share
+        share = min(1.0, law.expert_chunk_tokens / (r.max_num_batched_tokens * together))
+    routed = together * mlp.top_k * (buffers + inner) * share
+    if together > 1:  # gathered, and their sums before they are scattered
+        routed += 2 * together * model.hidden
     shared = dense * mlp.shared_intermediate / ranks
     # the experts' sum; the shared expert ran before them and left its output
     return model.hidden + max(routed + (model.hidden if shared else 0), shared)

@@ -36,6 +36,7 @@ def _option(annotation: Any, flag: str, text: str, panel: str) -> Any:
 OPTIONS: dict[str, Any] = {
     "gpu": _option(str | None, "--gpu", "GPU name, for example h100, rtx-4090, a100-40gb.", _RUN),
     "gpus": _option(int | None, "--gpus", "How many of them.", _RUN),
+    "nodes": _option(int | None, "--nodes", "Hosts they are in; as few as hold eight each if not said.", _RUN),
     "vram": _option(str | None, "--vram", "Memory torch sees, instead of or on top of --gpu: 24GiB.", _RUN),
     "host_ram": _option(str | None, "--host-ram", "Host memory, for example 64GiB.", _RUN),
     "task": _option(str | None, "--task", "sft, grpo, dpo, kto, orpo, simpo, reward, ppo, distill, embed, rerank or serve.", _RUN),
@@ -107,7 +108,7 @@ OPTIONS: dict[str, Any] = {
     "reshard_after_forward": _option(str | None, "--reshard-after-forward", "fsdp2: true, false, or over how many ranks.", _SPREAD),
     "reduce_dtype": _option(str | None, "--reduce-dtype", "fsdp2: dtype in which gradients are reduced.", _SPREAD),
     "accumulate_sync": _option(bool | None, "--accumulate-sync/--no-accumulate-sync", "Gradients reduced after every micro-batch.", _SPREAD),
-    "data_replicate": _option(int | None, "--data-replicate", "Groups that hold the same shards (HSDP).", _SPREAD),
+    "data_replicate": _option(int | None, "--data-replicate", "Groups that hold the same shards (HSDP); for --task serve, vLLM's engines side by side.", _SPREAD),
     "tensor_parallel": _option(int | None, "--tensor-parallel", "GPUs that share one layer; for --task serve, vLLM's.", _SPREAD),
     "sequence_parallel": _option(bool | None, "--sequence-parallel/--no-sequence-parallel", "They share the tokens of norms and residuals too.", _SPREAD),
     "pipeline_parallel": _option(int | None, "--pipeline-parallel", "Stages of layers, one after another.", _SPREAD),
@@ -160,9 +161,10 @@ RECIPE_FIELDS = {
 SERVING_FIELDS = {
     "tensor_parallel": "engine.tensor_parallel",
     "pipeline_parallel": "engine.pipeline_parallel",
+    "data_replicate": "engine.data_parallel",
 }
 """The same words where nothing is trained."""
-MACHINE_FIELDS = ("gpu", "gpus", "vram", "host_ram")
+MACHINE_FIELDS = ("gpu", "gpus", "nodes", "vram", "host_ram")
 OTHER_FIELDS = (
     "revision",
     "offline",
@@ -305,12 +307,14 @@ def _reshard(text: str) -> bool | int | str:
 
 
 def _serve_experts(recipe: dict[str, Any], ranks: int) -> None:
-    """Say vLLM's --enable-expert-parallel, whose ranks are all tensor-parallel ones."""
+    """Say vLLM's --enable-expert-parallel, whose ranks are all tensor and data parallel ones."""
     engine = recipe.get("engine") or {}
     tensor = engine.get("tensor_parallel", 1)
-    if ranks not in (1, tensor):
+    data = engine.get("data_parallel", 1)
+    if ranks not in (1, tensor * data):
         raise UsageError(
-            f"expert-parallel: {ranks}, but vLLM divides experts over its {tensor} tensor-parallel GPUs"
+            f"expert-parallel: {ranks}, but vLLM divides experts over all of its {tensor} tensor x {data} "
+            "data parallel GPUs"
         )
     recipe["engine"] = {**engine, "expert_parallel": ranks > 1}
 

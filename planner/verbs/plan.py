@@ -56,16 +56,19 @@ def _plan(
     ms-swift, verl, Unsloth or vLLM (YAML, JSON, shell, Python or notebook; nothing is run).
     """
     from planner.answers.advise import levers
+    from planner.answers.layouts import laid_out, layouts
     from planner.answers.pool_levers import pool_levers
     from planner.errors import DoesNotFitError
     from planner.plan import plan
-    from planner.report import text
+    from planner.report import layout_line, text
     from planner.run.runfile import save_run_file
     from planner.verbs.explain import export_text, foreign_extras
 
     described = describe(subject, flags)
     recipe = described.run.recipe
     result = plan(described.model, recipe, described.machine, risk=risk)
+    whole = not laid_out(recipe, described.machine)
+    best_layouts = layouts(described.model, recipe, described.machine, fitting=1) if whole else []
     extra = foreign_extras(described, lengths=lengths, order=order)
     if save is not None:
         save_run_file(described.file or described.run, save)
@@ -73,11 +76,13 @@ def _plan(
     if export is not None:
         typer.echo(export_text(described.run, export), nl=False)
     elif as_json:
-        print_json(result.to_dict() | extra.document)
+        found = {"layouts": [tried.to_dict() for tried in best_layouts]} if whole else {}
+        print_json(result.to_dict() | found | extra.document)
     else:
         best = levers(described.model, recipe, described.machine, result)
+        said = f"\n\n{layout_line(best_layouts)}" if whole else ""
         others = pool_levers(described.model, recipe, described.machine, result)
-        typer.echo(text(result, best, others) + extra.prose)
+        typer.echo(text(result, best, others) + said + extra.prose)
     if check and not result.fits:
         if as_json:  # the document above is the whole answer
             raise typer.Exit(DoesNotFitError.exit_code)
@@ -135,7 +140,7 @@ def _compared(
 def _advise(subject: Subject, *, flags: dict[str, Any], as_json: Json = False) -> None:
     """Say what to change so that a run fits, and the largest that fits."""
     from planner.answers.advise import advise
-    from planner.report import table
+    from planner.report import layout_table, table
     from planner.units import format_bytes
 
     described = describe(subject, flags)
@@ -164,6 +169,8 @@ def _advise(subject: Subject, *, flags: dict[str, Any], as_json: Json = False) -
         typer.echo(f"\nShortest combination that fits: {names} (peak {peak})")
     elif not document["fits"]:
         typer.echo("\nNo combination of up to four of these changes fits.")
+    if "layouts" in document:
+        typer.echo(f"\n{layout_table(document['layouts'])}")
     largest = document["largest"]
     rows = [
         [name, f"{largest[name]:,}", f"{largest[name + '_safe']:,}"]

@@ -61,6 +61,7 @@ EXPERTS, OF_EXPERTS = (
     "qwen3-30b-a3b",
     (
         "engine.expert_parallel",
+        "engine.data_parallel",
         "lora.target_parameters",
         "experts_implementation",
         "expert_capacity_factor",
@@ -198,6 +199,17 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "engine.cuda_graphs": (VLLM, False),
     "engine.tensor_parallel": (SERVE, 2),
     "engine.pipeline_parallel": (SERVE, 2),
+    "engine.data_parallel": (SERVE, 2),
+    "engine.sync": (
+        {
+            **GRPO,
+            "method": "full",
+            "framework": "trl",
+            "sharding": "fsdp2",
+            "engine": {"kind": "vllm-push"},
+        },
+        "model",
+    ),
     "engine.expert_parallel": ({**SERVE, "engine": {"tensor_parallel": 4}}, True),
     "engine.offline": (SERVE, True),
     "engine.max_loras": (SERVE, 4),
@@ -263,6 +275,8 @@ UNREAD: dict[str, tuple[dict[str, Any], Any]] = {
     "engine.sleep_level": (GRPO, 2),
     "engine.cuda_graphs": (GRPO, False),
     "engine.tensor_parallel": (GRPO, 2),
+    "engine.data_parallel": (GRPO, 2),
+    "engine.sync": (GRPO, "layer"),
     "engine.pipeline_parallel": (GRPO, 2),
     "engine.expert_parallel": (GRPO, True),
     "engine.offline": (GRPO, True),
@@ -306,7 +320,7 @@ def test_every_field_of_a_recipe_is_accounted_for() -> None:
 @pytest.mark.parametrize("field", sorted(CASES))
 def test_a_field_moves_the_plan_or_is_named_in_it(field: str) -> None:
     base, value = CASES[field]
-    gpus = 2 if field in TWO_CARDS else 1
+    gpus = 2 if field in TWO_CARDS else 4 if field.startswith("engine.") else 1
     model = catalogue_model(EXPERTS) if field in OF_EXPERTS else MODEL
     model = catalogue_model(BIASED) if field in OF_BIASED else model
     model = catalogue_model(SEEN) if field in OF_IMAGES else model
