@@ -139,7 +139,8 @@ def prepare(
     started, _ = with_start(spec, run.recipe)
     refuse_over_ranks(started, degrees)
     on_cpu = run_device().type == "cpu" and not train.device_memory
-    found = replace(this_machine(run, train), nodes=run.machine.nodes or 0)
+    nodes = run.machine.nodes or 0
+    found = replace(this_machine(run, train), num_gpus=ranks.size, nodes=nodes)
     machine = smallest_machine(found, ranks, shared=on_cpu)
     held = "" if train.device_memory else occupied(machine)
     for note in filter(None, (unused, held)):

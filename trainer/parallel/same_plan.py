@@ -18,7 +18,7 @@ def smallest_machine(machine: Machine, ranks: Ranks, *, shared: bool) -> Machine
     hosts = ranks.gather_objects(socket.gethostname())
     share = hosts.count(hosts[ranks.rank]) if shared else 1
     least = int(ranks.min(float(machine.vram_bytes // share)))
-    return replace(machine, vram_bytes=least, num_gpus=ranks.size)
+    return replace(machine, vram_bytes=least)
 
 
 def check_prompts(recipe: Recipe, prompts: int, ranks: Ranks) -> None:
