@@ -40,7 +40,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def visible(tracker: "StorageTracker") -> Iterator[None]:
     """Let `tracker` see what sharded modules allocate while active."""
+    import torch.distributed.fsdp._fully_shard._fsdp_init as setup
     import torch.distributed.fsdp._fully_shard._fsdp_param_group as groups
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
@@ -50,6 +53,13 @@ def visible(tracker: "StorageTracker") -> Iterator[None]:
                 return original(*args, **kwargs)
 
         return propagate
+
+    def laying(original: Callable[..., Any]) -> Callable[..., Any]:
+        def lay_out(*args: Any, **kwargs: Any) -> None:
+            with tracker.unseen(), unset_fake_temporarily():  # a mesh reads its ranks' numbers
+                original(*args, **kwargs)
+
+        return lay_out
 
     def resizing(original: Callable[..., Any]) -> Callable[..., Any]:
         def resize(storage: Any, size: int) -> Any:
@@ -82,6 +92,11 @@ def visible(tracker: "StorageTracker") -> Iterator[None]:
 
         return property(fetch)
 
+    def fetched(parameters: Any, buffers: Any, *_: Any) -> None:
+        for tensor in (*parameters, *buffers):
+            if tracker.is_on_host(tensor):  # a unit that is divided comes to the device whole
+                tensor.data = tensor.detach().clone()
+
     def gathering(original: Callable[..., Any]) -> Callable[..., Any]:
         def gather(*args: Any, **kwargs: Any) -> Any:
             with tracker.allocating("weights"):
@@ -92,6 +107,8 @@ def visible(tracker: "StorageTracker") -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, change in (
             (ShardingPropagator, "_propagate_tensor_meta_non_cached", quietly),
+            (setup, "_move_states_to_device", lambda _: fetched),
+            (DeviceMesh, "__init__", laying),
             (torch.UntypedStorage, "resize_", resizing),
             (FSDPParam, "all_gather_inputs", fetching),
             (FSDPParam, "init_all_gather_outputs", gathering),

@@ -252,6 +252,11 @@ class StorageTracker(TorchDispatchMode):
         entry = self._live.get(local(tensor).untyped_storage()._cdata)
         return entry[0] if entry else None
 
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        """Return whether `tensor` was seen in host memory."""
+        block = self.block_of(tensor)
+        return block is not None and block.place == HOST
+
     def temporary(self, sizes: Sequence[int], *, op: str) -> None:
         """Record memory that a kernel takes and gives back before it returns."""
         module = self.where()

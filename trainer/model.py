@@ -202,9 +202,12 @@ def load_policy(
     seed: int = 0,
     lora_alpha: float | None = None,
     neftune_alpha: float | None = None,
+    on_host: bool = False,
 ) -> Policy:
     """Return the policy of `recipe` over the base model at `source` (folder or hub id).
 
+    `on_host`: the model stays in host memory, from where `shard_policy` fetches a unit at a time; a base that
+    is quantised on the GPU does not.
     Weights have exactly the recipe's dtype (bf16 when it says none), never silently fp32.
     """
     place = run_device(device)
@@ -214,11 +217,12 @@ def load_policy(
             f"recipe.dtype: {recipe.dtype!r} cannot be trained", hint=f"one of {', '.join(DTYPES)}"
         )
     tokenizer = load_tokenizer(source, revision=revision)
-    model = _load_base(source, recipe=recipe, revision=revision, dtype=dtype, device=place)
+    there = torch.device("cpu") if on_host and recipe.method is not Method.QLORA else place
+    model = _load_base(source, recipe=recipe, revision=revision, dtype=dtype, device=there)
     if recipe.method is not Method.FULL:
         adapter_dtype = DTYPES[recipe.lora.dtype] if recipe.lora.dtype else dtype
         model = add_adapters(
-            model, recipe.lora, dtype=adapter_dtype, device=place, seed=seed, alpha=lora_alpha
+            model, recipe.lora, dtype=adapter_dtype, device=there, seed=seed, alpha=lora_alpha
         )
     # `Policy.training` is where dropout drops: what samples and scores is the model without it
     model.eval()

@@ -168,6 +168,7 @@ def prepare(
         seed=train.seed,
         lora_alpha=train.lora_alpha,
         neftune_alpha=train.neftune_alpha,
+        on_host=ranks.several,
     )
     # before anything else is allocated: vllm-shared brings the policy's weights with it
     engine = None

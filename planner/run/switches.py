@@ -217,5 +217,8 @@ class Switches(Section):
     fsdp_keeps_dtype: Flag = False
     """FSDP holds trained weights in the dtype they were loaded in (verl's model_dtype); accelerate
     makes them fp32 under mixed precision."""
+    fsdp2_first_pass_loads: Flag = False
+    """FSDP2's root unit is gathered once while the model is loaded; a quantised base is whole on every GPU
+    until then."""
     fsdp_loads_full: Flag = False
     """Under FSDP every rank loads the whole model before it is sharded."""

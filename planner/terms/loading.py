@@ -32,7 +32,22 @@ def loading(model: ModelSpec, r: Resolved, base: Term) -> tuple[Term, ...]:
         return (_whole(size, here.weight_shards),)
     if here.weight_shards > 1 and r.loads == FULL:
         return (_whole(base_weights(model, r).total, here.weight_shards),)
+    if here.flat_buffers and r.switches.fsdp2_first_pass_loads:
+        return _first_pass(model, r, base)
     return _broadcast(model, r), _made(model, r)
+
+
+def _first_pass(model: ModelSpec, r: Resolved, base: Term) -> tuple[Term, ...]:
+    """Return the root unit, whole and in its flat buffer; or the packed base until it is divided."""
+    root, source = gathered(model, r, 0), "trainer/parallel/sharding.py: Sharded.__init__"
+    flat = root.bytes if r.placement.weight_shards > 1 else 0
+    if r.quantization:
+        packed = base_weights(model, r).total - base.bytes + dequantized(model, r)
+        if packed > root.bytes + flat:
+            text = "packed on each GPU until it is divided {0:,} B more"
+            return (Term("overhead", packed, text, (packed,), "trainer/model.py: load_policy"),)
+    text = "the buffer that the root unit came through {0:,} B"
+    return root, Term("communication", flat, text, (flat,), source)
 
 
 def _whole(size: int, ranks: int) -> Term:

@@ -14,7 +14,8 @@ import torch
 
 from planner.run.recipe import Checkpointing
 from planner.terms.overhead import handles
-from profiler.sharded import Shard, on_host, synced
+from profiler.materialise import materialise
+from profiler.sharded import Shard, allocate, divide, on_host, synced
 from profiler.storages import StorageTracker
 from profiler.subjects.autocast import FakeScaler, autocast
 from profiler.subjects.build import build
@@ -51,10 +52,18 @@ class HfSft:
         self.trained_embedding = tuple(embedding.shape) if embedding.requires_grad else ()
         return model
 
-    def units(self, model: torch.nn.Module) -> list[torch.nn.Module]:
-        """Return the decoder's layers."""
-        decoder: Any = decoder_of(model)
-        return list(decoder.layers)
+    def divide(self, model: torch.nn.Module) -> None:
+        """Make units of the decoder's layers."""
+        if self.shard is not None:
+            decoder: Any = decoder_of(model)
+            divide(model, list(decoder.layers), self.shard)
+
+    def allocate(self, model: torch.nn.Module, tracker: StorageTracker) -> None:
+        """Give the model, or this rank's shard of it, memory."""
+        if self.shard is None:
+            materialise(model, tracker)
+        else:
+            allocate(model, tracker, self.shard)
 
     def run(self, model: torch.nn.Module, tracker: StorageTracker) -> None:
         """Run the optimizer steps."""

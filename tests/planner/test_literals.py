@@ -28,7 +28,7 @@ ALLOWED: dict[tuple[str, float], str] = {
     ("dtypes.py", 4.85): "dtype size: llama.cpp Q4_K_M, bits a weight as its README lists them",
     # other tools' defaults
     ("accuracy/sft_recipe.py", 0.05): TOOL + ": litgpt's lora_dropout",
-    ("accuracy/megatron_models.py", 0.1): TOOL + ": Megatron-LM's hidden_dropout",
+    ("families/megatron.py", 0.1): TOOL + ": Megatron-LM's hidden_dropout",
     (
         "answers/pool_levers.py",
         0.97,
