@@ -54,6 +54,9 @@ def _rehearse_once(ready: "Preflight", train: TrainSection) -> Recording:
     # its own optimizer: state is made for real, and thrown away with it
     optimizer = make_run_optimizer(policy, ready.recipe, train)
     with record(policy.model, optimizer, subject="vramwise preflight") as live:
+        if policy.sharded is not None:
+            with live.phase("load"):  # what the first pass held
+                policy.agreed(policy.sharded.gather_root)
         with live.phase("step"):
             policy.agreed(lambda: _step_without_change(policy, optimizer))
         engine = ready.engine
