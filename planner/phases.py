@@ -493,12 +493,32 @@ def _serve(model: ModelSpec, r: Resolved, machine: Machine, base: Term, space: T
         base = vllm_weights_term(model, r)
     elif r.tensor_parallel > 1:
         base = _share(base, r.tensor_parallel)
+    base, away = _offloaded_weights(base, r)
     running = engine_costs(model, r, machine, base.bytes + space.bytes)
     phases = (
         _phase("load", base),
         _phase("rollout", base, running.kv, running.work, generating(model, r), space),
     )
-    return Budget(phases, (), running.problem, running.serving)
+    return Budget(phases, away, running.problem, running.serving)
+
+
+def _offloaded_weights(base: Term, r: Resolved) -> tuple[Term, tuple[Term, ...]]:
+    """Return the weights on the GPU, and the part that vLLM's offloader keeps in host memory."""
+    moved = min(r.engine_offload_bytes, base.bytes)
+    if not moved:
+        return base, ()
+    source = (
+        "vllm model_executor/offloader: layers' parameters in pinned host memory, up to the budget"
+    )
+    rest = Term(
+        base.name,
+        base.bytes - moved,
+        "{0:,} B - {1:,} B in host memory",
+        (base.bytes, moved),
+        source,
+    )
+    held = moved * r.tensor_parallel * r.pipeline_parallel
+    return rest, (Term("weights", held, "{0:,} B of each GPU's", (moved,), source),)
 
 
 def _share(term: Term, ranks: int) -> Term:

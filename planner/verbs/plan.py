@@ -52,8 +52,8 @@ def _plan(
 ) -> None:
     """Say whether a run fits, what takes the memory, when, and what would make it fit.
 
-    The subject is a model, a run.yaml, or the config of axolotl, LLaMA-Factory, TRL, torchtune,
-    ms-swift, verl, Unsloth or vLLM (YAML, JSON, shell, Python or notebook; nothing is run).
+    The subject is a model, a run.yaml, or another tool's config, launch script, notebook or
+    manifest (docs/importers.md lists them; nothing is run).
     """
     from planner.answers.advise import levers
     from planner.answers.layouts import laid_out, layouts
