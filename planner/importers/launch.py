@@ -244,7 +244,11 @@ def set_degrees(
     the tokens of one rank, the others as sharding over all GPUs.
     """
     words = {key: degrees.pop(key) for key in ("context_kind", "schedule") if key in degrees}
-    asked = {name: value for name, value in degrees.items() if value not in (None, False, 1)}
+    asked = {
+        name: value
+        for name, value in degrees.items()
+        if value is True or value not in (None, False, 1)
+    }
     product = math.prod(
         int(asked.get(name, 1)) for name in ("tensor", "pipeline", "context", "data_replicate")
     )
