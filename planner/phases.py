@@ -108,11 +108,14 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         woken = running.woken if r.engine is EngineKind.VLLM_PUSH else resident
         phases.append(_phase("sync", *_resting(r, fixed, SCORE_LEAVES), synced(model, r), woken))
     if TASKS[r.task].generates:
-        phases.append(_rollout(model, r, running, _resting(r, fixed, ROLLOUT_LEAVES)))
+        resting = _resting(r, fixed, ROLLOUT_LEAVES)
+        phases.append(_rollout(model, r, running, resting, whole, flat))
         phases.append(
             _phase(
                 "score",
                 *_resting(r, fixed, SCORE_LEAVES),
+                whole,
+                term(r, flat.forward, "the running layer's"),
                 seen.no_grad,
                 _acts("score", acts.no_grad, acts),
                 head.score,
@@ -472,10 +475,24 @@ def _resting(r: Resolved, fixed: tuple[Term, ...], leaves: frozenset[str]) -> tu
     return tuple(term for term in fixed if term.name not in away)
 
 
-def _rollout(model: ModelSpec, r: Resolved, running: EngineCosts, fixed: tuple[Term, ...]) -> Phase:
+def _rollout(
+    model: ModelSpec,
+    r: Resolved,
+    running: EngineCosts,
+    fixed: tuple[Term, ...],
+    whole: Term,
+    flat: Buffers,
+) -> Phase:
+    """Return the rollout; the training model generates through its own units, gathered for every token."""
     if r.engine in (EngineKind.NONE, EngineKind.VLLM_SERVER):
         return _phase("rollout", *fixed)
-    return _phase("rollout", *fixed, running.kv, running.work, rolling(model, r))
+    generating = (running.kv, running.work, rolling(model, r))
+    if r.engine is not EngineKind.TRANSFORMERS:
+        return _phase("rollout", *fixed, *generating)
+    begins = _phase("rollout", *fixed, whole, term(r, flat.start, "the root's and a layer's"))
+    goes_on = term(r, flat.forward, "the running layer's")
+    goes = _phase("rollout", *fixed, whole, goes_on, *generating)
+    return max(goes, begins, key=lambda phase: phase.total_bytes)
 
 
 def _serve(model: ModelSpec, r: Resolved, machine: Machine, base: Term, space: Term) -> Budget:
