@@ -84,6 +84,11 @@ class Context:
 
 def absent(name: str, *, what: str = "") -> UsageError:
     """Return the error for a file that a command names and that is not here."""
+    if "$" in name:
+        return UsageError(
+            f"config: {name[:200]}, which this line names, is not here: a variable in it is not set in this file",
+            hint="give the config itself: vramwise plan CONFIG",
+        )
     return UsageError(
         f"config: {name[:200]}, which this line names, is not here{what}",
         hint=f"put {Path(name).name[:100]} beside this file, or give it alone: vramwise plan {Path(name).name[:100]}",

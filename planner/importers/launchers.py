@@ -129,16 +129,21 @@ class Started:
         """How many GPUs the launcher starts processes on, or None."""
         if self.total:
             return self.total
-        if self.processes:
-            return self.processes * self.nodes
+        each = self.processes or as_int(self.environment.get("NPROC_PER_NODE"))
+        if each:
+            nodes = self.nodes if self.nodes > 1 else as_int(self.environment.get("NNODES")) or 1
+            return each * nodes
         return visible_devices(self.environment) if self.launches_many else None
 
     @property
     def launches_many(self) -> bool:
         """Whether a launcher starts a process for each GPU."""
         names = {Path(word).name for word in self.launcher}
-        return bool(names & {"torchrun", "accelerate", "deepspeed"}) or any(
-            _DISTRIBUTED.match(word) for word in self.launcher
+        own = self.name in ("llamafactory-cli", "lmf")
+        return (
+            own
+            or bool(names & {"torchrun", "accelerate", "deepspeed"})
+            or any(_DISTRIBUTED.match(word) for word in self.launcher)
         )
 
 
