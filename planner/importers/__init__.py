@@ -132,6 +132,11 @@ def import_subject(
             f"{path.name}: the model is {shown('model', named)[:100]!r}, whose variable {name} is not set in this file",
             hint=f"say it: vramwise plan {path.name} --model Qwen/Qwen3-8B",
         )
+    if re.match(r"[./~]|checkpoint-\d+$", named) and resolve_model(named) is None:
+        raise UsageError(
+            f"{path.name}: the model is {shown('model', named)[:100]!r}, which is not here",
+            hint=f"say what it is: vramwise plan {path.name} --model Qwen/Qwen3-8B",
+        )
     return found
 
 

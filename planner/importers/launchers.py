@@ -95,6 +95,21 @@ _BARE = frozenset(
 )
 """Launchers' flags that take no value."""
 _RUNS = frozenset(("run", "exec", "submit", "job", "launch", "profile"))
+_INSIDE = frozenset(
+    (
+        "python",
+        "python3",
+        "torchrun",
+        "accelerate",
+        "deepspeed",
+        "llamafactory-cli",
+        "swift",
+        "axolotl",
+        "bash",
+        "sh",
+    )
+)
+"""Where a container's own command starts after its image."""
 _DISTRIBUTED = re.compile(
     r"^torch\.distributed\.(?:run|launch)$|^accelerate\.commands\.launch$|^deepspeed\.launcher\."
 )
@@ -162,6 +177,11 @@ def started(command: list[str], environment: dict[str, str] | None = None) -> St
             rest = inner
         elif name in ("bash", "sh") and len(rest) > 1 and rest[1].endswith(".sh"):
             break
+        elif name in ("docker", "podman", "nerdctl"):
+            inside = next((i for i, word in enumerate(rest) if Path(word).name in _INSIDE), None)
+            if inside is None:
+                break
+            rest = rest[inside:]
         elif name in _WRAPPERS:
             rest = _unwrapped(found, rest)
         elif name in ("torchrun", "deepspeed", "accelerate", "composer", "colossalai"):

@@ -177,6 +177,14 @@ def test_verl_shares_a_sequence_by_ulysses_and_groups_by_fsdp_size() -> None:
     assert (grouped.parallel.data_shard, grouped.parallel.data_replicate) == (4, 2)
 
 
+def test_verls_sft_follows_its_launcher() -> None:
+    text = "torchrun --nproc_per_node=8 -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=Qwen/Qwen3-4B data.max_length=4096 data.micro_batch_size_per_gpu=2 {0}\n"
+    run = import_config(text.format("")).run
+    assert (run.machine.gpus, run.recipe.sharding, run.recipe.context) == (8, Sharding.FSDP, 4096)
+    shared = import_config(text.format("ulysses_sequence_parallel_size=2")).run
+    assert (shared.machine.gpus, shared.recipe.context) == (8, 2048)
+
+
 def test_verl_with_megatron_holds_a_model_together() -> None:
     found = import_config(
         VERL.format("algorithm.adv_estimator=grpo actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2")

@@ -35,6 +35,7 @@ def first(text: str) -> Started:
         ("ray job submit --address=http://h:1 --runtime-env-json='{}' -- python3 -m pkg.cli --x", "pkg.cli", None),
         ("nohup env A=1 uv run --extra fsdp -m pkg.main a=b > log 2>&1 &", "pkg.main", None),
         ("conda run -n env python -u a.py --x", "a.py", None),
+        ("docker run --gpus all -p 1:1 some/image:1 python3 -m pkg.server --x", "pkg.server", None),
         ("CUDA_VISIBLE_DEVICES=0,1 python a.py", "a.py", None),
     ],
 )  # fmt: skip
@@ -202,6 +203,14 @@ def test_the_model_may_be_said_beside_the_file(tmp_path: Path) -> None:
     found = import_subject(str(config), model="Qwen/Qwen3-4B", gpus=2)
     assert found is not None
     assert found.run.model == "Qwen/Qwen3-4B"
+
+
+def test_a_model_in_a_folder_of_another_machine_is_asked_for(tmp_path: Path) -> None:
+    script = tmp_path / "serve.sh"
+    script.write_text("vllm serve /mnt/models --max-model-len 64\n", encoding="utf-8")
+    with pytest.raises(UsageError, match="'/mnt/models', which is not here") as caught:
+        import_subject(str(script))
+    assert "--model" in (caught.value.hint or "")
 
 
 def test_given_gpus_silence_the_note_about_them() -> None:
