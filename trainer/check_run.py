@@ -30,7 +30,6 @@ from trainer.preflight import (
     longest_sequence,
     settled,
     solve,
-    step_prompts,
 )
 from trainer.prompt_data import read_prompts
 from trainer.rewards import check_reward_columns, load_rewards
@@ -39,6 +38,7 @@ from trainer.schedule import check_steps
 from trainer.session import check_output
 from trainer.sft import make_order
 from trainer.sft_data import read_examples
+from trainer.step_size import step_prompts
 from trainer.validation import load_validation, read_held_out
 
 
