@@ -47,9 +47,9 @@ def test_a_deepspeed_mapping_inline(config: str) -> None:
     [
         ({"activation_checkpointing": True, "reshard_after_forward": True}, Sharding.FSDP, False, True),
         ({"fsdp_version": 2, "fsdp_activation_checkpointing": True}, Sharding.FSDP2, False, True),
-        ({"fsdp_sharding_strategy": "SHARD_GRAD_OP"}, Sharding.ZERO2, False, False),
+        ({"fsdp_sharding_strategy": "SHARD_GRAD_OP"}, Sharding.FSDP2, False, False),
         ({"sharding_strategy": "NO_SHARD"}, Sharding.DDP, False, False),
-        ({"version": 2, "reshard_after_forward": False}, Sharding.ZERO2, False, False),
+        ({"version": 2, "reshard_after_forward": False}, Sharding.FSDP2, False, False),
         ({"fsdp_offload_params": True, "fsdp_version": 2}, Sharding.FSDP, True, False),
     ],
 )  # fmt: skip
