@@ -108,11 +108,14 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         woken = running.woken if r.engine is EngineKind.VLLM_PUSH else resident
         phases.append(_phase("sync", *_resting(r, fixed, SCORE_LEAVES), synced(model, r), woken))
     if TASKS[r.task].generates:
-        phases.append(_rollout(model, r, running, _resting(r, fixed, ROLLOUT_LEAVES)))
+        resting = _resting(r, fixed, ROLLOUT_LEAVES)
+        phases.append(_rollout(model, r, running, resting, whole, flat))
         phases.append(
             _phase(
                 "score",
                 *_resting(r, fixed, SCORE_LEAVES),
+                whole,
+                term(r, flat.forward, "the running layer's"),
                 seen.no_grad,
                 _acts("score", acts.no_grad, acts),
                 head.score,
@@ -123,7 +126,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         alive = (base, adapter, space) if side.before_training else fixed
         phases.append(_phase(side.name, *merged(*alive, seen.no_grad, *side.terms, resident)))
     # what outlives is of the step before
-    acting, flown = _forward(model, r, flat, acts)
+    acting, flown, stays = _forward(model, r, flat, acts)
     phases.append(
         _phase(
             "forward",
@@ -131,7 +134,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
             held,
             whole,
             term(r, flown, "the running layer's, and before it the root's"),
-            kept_between(model, r, model.num_layers - 1),
+            stays,
             seen.forward,
             _acts("forward", acting, acts),
             outputs,
@@ -158,7 +161,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         )
     )
     running_back = _backward(model, r, acts, grads, held, flat, seen)
-    phases.append(_phase("backward", *fixed, whole, *running_back, outputs, resident, *passing))
+    phases.append(_phase("backward", *fixed, *running_back, outputs, resident, *passing))
     left = _acts("step", acts.outliving, acts)
     offloaded_fsdp2 = r.placement.flat_buffers and r.placement.offload.gradients
     elsewhere = r.placement.bucket_views or offloaded_fsdp2
@@ -207,7 +210,7 @@ def _with_critic(
             own = (second.spec, second.r)
             held = second.kept if second.kept.bytes else accumulated(*own, second.gradients)
             seen = vision(*own, second.acts.forward)
-            back = _backward(*own, second.acts, second.gradients, held, buffers(*own), seen)
+            back = _backward(*own, second.acts, second.gradients, held, buffers(*own), seen)[1:]
             counted = second.kept.bytes or not second.held.bytes
             together = Term("gradients", 0) if counted else grads
             found.append(_phase("critic", *merged(*fixed, *second.standing, together, *back)))
@@ -271,21 +274,24 @@ def _acts(phase: str, size: int, acts: Activations) -> Term:
     return Term("activations", size, "{0}", (parts,), source)
 
 
-def _forward(model: ModelSpec, r: Resolved, flat: Buffers, acts: Activations) -> tuple[int, int]:
-    """Return activations and flat buffers of the forward: in its largest layer, or at a copy-out.
+def _forward(
+    model: ModelSpec, r: Resolved, flat: Buffers, acts: Activations
+) -> tuple[int, int, Term]:
+    """Return activations, flat buffers and what earlier layers leave whole, where the forward is largest.
 
     At the first layer's the root's buffer is still beside it, and only the embeddings' output exists;
     at the last layer's the one before it, and what the earlier layers keep.
     """
-    later = (acts.forward + acts.outliving, flat.forward)
+    stays = kept_between(model, r, model.num_layers - 1)
+    later = (acts.forward + acts.outliving, flat.forward, stays)
     if not flat.start:
         return later
     embedded = r.tokens * model.hidden * element_bytes(r.dtype)
     last = embedded + acts.outliving + acts.kept * (model.num_layers - 1) // model.num_layers
-    moments = [later, (embedded, flat.start)]
+    moments = [later, (embedded, flat.start, Term("weights", 0))]
     if model.num_layers > 1:
-        moments.append((last, 2 * flat.forward))
-    return max(moments, key=sum)
+        moments.append((last, 2 * flat.forward, stays))
+    return max(moments, key=lambda moment: moment[0] + moment[1] + moment[2].bytes)
 
 
 def _backward(
@@ -334,10 +340,22 @@ def _backward(
         alive = min(_text_grads(model, r, grads.bytes) + own.grads, grads.bytes)
         moments.append(_Moment(alive, 0, flat.gather, replace(seen.backward, bytes=own.bytes)))
     total = grads.bytes if by_zero is None else by_zero[1]
-    moments.append(_Moment(*_embedding_moment(model, r, total), flat.end, seen.after))
-    largest = max(moments, key=lambda each: each.total)
+    made, beside = _embedding_moment(model, r, total)
+    if r.placement.flat_buffers and r.method is Method.FULL:
+        flown = flat.in_backward(0, model.num_layers)
+        # no layer is whole any more
+        moments.append(_Moment(made, beside, flown, seen.after, 0, layers=0))
+        # then the root unit's are reduced: a tied embedding's two are one by then
+        reduced = total + _root_whole(model, r)
+        moments.append(_Moment(reduced, 0, flat.end, seen.after, 0, layers=0))
+    else:
+        moments.append(_Moment(made, beside, flat.end, seen.after))
+    units = gathered(model, r, r.placement.gathered_layers), gathered(model, r, 0)
+    sizes = [each.total + units[not each.layers].bytes for each in moments]
+    largest = moments[sizes.index(max(sizes))]
     template = "{0:,} B that exist by then, of {1:,} B at the step"
     return (
+        units[not largest.layers],
         Term("gradients", largest.grads, template, (largest.grads, grads.bytes), grads.source),
         term(r, largest.flown, PASSING),
         _acts("backward", largest.activations, acts),
@@ -363,6 +381,8 @@ class _Moment(NamedTuple):
     """The towers' share."""
     staying: int = 0
     """Of layers whose backward is still to come."""
+    layers: int = 1
+    """Layers that are gathered beside the root unit: the running one, or none."""
 
     @property
     def total(self) -> int:
@@ -415,8 +435,7 @@ def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, i
     if zero is not None and zero.partitions_gradients:  # whole, on its way to its owner
         grads += model.vocab * model.hidden * head_gradient_width(r)
     if r.placement.flat_buffers and r.method is Method.FULL:  # the root unit's are reduced last
-        root = flat_units(model)[0]
-        grads += root * whole_width(r) - root * gradient_width(r) // r.placement.gradient_shards
+        grads += _root_whole(model, r)
     if trains_tied(model, r):
         # the embedding's gradient comes on top of the head's; that one is a view when a linear made
         # it, and then torch adds them into a third buffer
@@ -426,6 +445,12 @@ def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, i
         # another text's gradient of the embedding is there when this one's is made
         grads += model.vocab * model.hidden * head_gradient_width(r)
     return grads, _embedded(model, r) + scratch
+
+
+def _root_whole(model: ModelSpec, r: Resolved) -> int:
+    """Return what the root unit's whole gradients are more than its shard of them."""
+    root = flat_units(model)[0]
+    return root * whole_width(r) - root * gradient_width(r) // r.placement.gradient_shards
 
 
 def _embedded(model: ModelSpec, r: Resolved) -> int:
@@ -450,10 +475,24 @@ def _resting(r: Resolved, fixed: tuple[Term, ...], leaves: frozenset[str]) -> tu
     return tuple(term for term in fixed if term.name not in away)
 
 
-def _rollout(model: ModelSpec, r: Resolved, running: EngineCosts, fixed: tuple[Term, ...]) -> Phase:
+def _rollout(
+    model: ModelSpec,
+    r: Resolved,
+    running: EngineCosts,
+    fixed: tuple[Term, ...],
+    whole: Term,
+    flat: Buffers,
+) -> Phase:
+    """Return the rollout; the training model generates through its own units, gathered for every token."""
     if r.engine in (EngineKind.NONE, EngineKind.VLLM_SERVER):
         return _phase("rollout", *fixed)
-    return _phase("rollout", *fixed, running.kv, running.work, rolling(model, r))
+    generating = (running.kv, running.work, rolling(model, r))
+    if r.engine is not EngineKind.TRANSFORMERS:
+        return _phase("rollout", *fixed, *generating)
+    begins = _phase("rollout", *fixed, whole, term(r, flat.start, "the root's and a layer's"))
+    goes_on = term(r, flat.forward, "the running layer's")
+    goes = _phase("rollout", *fixed, whole, goes_on, *generating)
+    return max(goes, begins, key=lambda phase: phase.total_bytes)
 
 
 def _serve(model: ModelSpec, r: Resolved, machine: Machine, base: Term, space: Term) -> Budget:
@@ -461,12 +500,32 @@ def _serve(model: ModelSpec, r: Resolved, machine: Machine, base: Term, space: T
         base = vllm_weights_term(model, r)
     elif r.tensor_parallel > 1:
         base = _share(base, r.tensor_parallel)
+    base, away = _offloaded_weights(base, r)
     running = engine_costs(model, r, machine, base.bytes + space.bytes)
     phases = (
         _phase("load", base),
         _phase("rollout", base, running.kv, running.work, generating(model, r), space),
     )
-    return Budget(phases, (), running.problem, running.serving)
+    return Budget(phases, away, running.problem, running.serving)
+
+
+def _offloaded_weights(base: Term, r: Resolved) -> tuple[Term, tuple[Term, ...]]:
+    """Return the weights on the GPU, and the part that vLLM's offloader keeps in host memory."""
+    moved = min(r.engine_offload_bytes, base.bytes)
+    if not moved:
+        return base, ()
+    source = (
+        "vllm model_executor/offloader: layers' parameters in pinned host memory, up to the budget"
+    )
+    rest = Term(
+        base.name,
+        base.bytes - moved,
+        "{0:,} B - {1:,} B in host memory",
+        (base.bytes, moved),
+        source,
+    )
+    held = moved * r.tensor_parallel * r.pipeline_parallel
+    return rest, (Term("weights", held, "{0:,} B of each GPU's", (moved,), source),)
 
 
 def _share(term: Term, ranks: int) -> Term:

@@ -4,11 +4,11 @@ import json
 import re
 from typing import Any
 
-from planner.accuracy.megatron_models import Settings, bert_model, gpt_model
 from planner.accuracy.names import machine_named
 from planner.accuracy.parallel_columns import degree
 from planner.accuracy.prediction import NotCovered, Prediction
 from planner.accuracy.rows import Row
+from planner.families.megatron import Settings, bert_model, gpt_model
 from planner.plan import Plan, plans_of_ranks
 from planner.run.recipe import Recipe, Task
 from planner.run.resolve import resolve

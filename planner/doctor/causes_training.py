@@ -273,7 +273,9 @@ def activations(signals: Signals) -> Cause | None:
 def large_tensor(signals: Signals) -> Cause | None:
     """A single tensor of GiBs while training: hardly anything but the vocabulary makes one."""
     tried, vocab = signals.tried_bytes, signals.context.vocab
-    if not tried or not vocab or tried < GiB or signals.candidate("weight", "layer", "attention"):
+    if not tried or not vocab or tried < GiB:
+        return None
+    if signals.candidate("weight", "layer", "attention", "partition", "model"):
         return None
     tokens = implied_tokens(tried, vocab)
     return Cause(
@@ -281,6 +283,19 @@ def large_tensor(signals: Signals) -> Cause | None:
         certainty=Certainty.CONSISTENT,
         explanation="no weight or layer of the model has this size; a tensor of tokens x vocabulary does.",
         formula=f"{tokens['fp32']:,} tokens in fp32 or {tokens['bf16']:,} in 16 bit at a vocabulary of {vocab:,}",
+    )
+
+
+def larger_than_card(signals: Signals) -> Cause | None:
+    """One tensor that no empty card of this size holds."""
+    tried, card = signals.tried_bytes, signals.card_bytes
+    if not tried or not card or tried <= card:
+        return None
+    return Cause(
+        category="unknown",
+        certainty=Certainty.UNKNOWN,
+        explanation="this one tensor is larger than the whole card: nothing but making it smaller helps (length, rows, another attention or loss kernel).",
+        formula=f"{format_bytes(tried)} > {format_bytes(card)}",
     )
 
 
@@ -295,14 +310,6 @@ def own_tensors(signals: Signals) -> Cause | None:
     ):
         return None
     share = budget.allocated_bytes / budget.total_bytes
-    tried = budget.requested_bytes or 0
-    if tried > budget.total_bytes:
-        return Cause(
-            category="unknown",
-            certainty=Certainty.UNKNOWN,
-            explanation="this one tensor is larger than the whole card: nothing but making it smaller helps (length, rows, another attention or loss kernel).",
-            formula=f"{format_bytes(tried)} > {format_bytes(budget.total_bytes)}",
-        )
     if budget.allocated_bytes < max(size for name, size in budget.rows() if name != "total"):
         return None
     return Cause(
@@ -334,5 +341,6 @@ TRAINING_RULES: tuple[Rule, ...] = (
     generation,
     longest_sample,
     activations,
+    larger_than_card,
     own_tensors,
 )

@@ -155,6 +155,11 @@ def _words(small: Standing, large: Standing, models: int, frozen: int) -> str:
     return text
 
 
+def standing_of(context: Context, *, ranks: int | None = None, **fields: Any) -> Standing | None:
+    """Return the planner's standing bytes of one GPU; `ranks` 1: of a run that divides nothing."""
+    return _held(context, ranks=ranks, **fields)
+
+
 def _held(context: Context, *, ranks: int | None = None, **fields: Any) -> Standing | None:
     """Return the planner's standing bytes; `ranks` 1: one whole copy. None: not expressible."""
     model = model_of(context)

@@ -12,8 +12,16 @@ from planner.errors import UnsupportedError, UsageError
 from planner.importers import manifests
 from planner.importers.context import Context
 from planner.importers.detect import TOOLS, tool_of_mapping
+from planner.importers.keys import shown
 from planner.importers.launch import apply_launch, offload_fields, read_launch_file
-from planner.importers.loading import flatten, load_json, load_yaml, notebook_source, read_text
+from planner.importers.loading import (
+    flatten,
+    load_json,
+    load_yaml,
+    load_yaml_all,
+    notebook_source,
+    read_text,
+)
 from planner.importers.mappings import from_mapping, unknown
 from planner.importers.names import resolve_model
 from planner.importers.pasted import unwrap, written_files
@@ -118,7 +126,7 @@ def import_subject(
     if match := _VARIABLE.search(named):
         name = next(part for part in match.groups() if part)
         raise UsageError(
-            f"{path.name}: the model is {named[:100]!r}, whose variable {name} is not set in this file",
+            f"{path.name}: the model is {shown('model', named)[:100]!r}, whose variable {name} is not set in this file",
             hint=f"say it: vramwise plan {path.name} --model Qwen/Qwen3-8B",
         )
     return found
@@ -196,6 +204,7 @@ def _import(raw: str, path: Path | None, context: Context) -> Imported:
     if (table := load_toml(text, named=named)) is not None:
         kind = tool_of_toml(table)
         return from_mapping(table, text, replace(context, tool=kind))
+    manifests.refuse_template(text)
     if stripped.startswith("{"):
         document = load_json(text)
         if "cells" in document:
@@ -207,7 +216,11 @@ def _import(raw: str, path: Path | None, context: Context) -> Imported:
         return _from_manifest(text, context)
     document = _mapping_or_none(text)
     if document is not None:
-        return from_mapping(document, text, context)
+        imported = from_mapping(document, text, context)
+        if (count := len(load_yaml_all(text))) > 1:
+            said = f"the file holds {count} documents: the first is planned"
+            imported.report.effects.append(said)
+        return imported
     if (found := from_shell(parse_shell(text), context)) is not None:
         return found
     if re.search(r"^\s*(?:import|from)\s+\w|\w\s*\(.*=", text, re.MULTILINE) and not _is_shell(

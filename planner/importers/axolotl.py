@@ -205,9 +205,9 @@ def _sharding(
         if isinstance(value, str) and value.rstrip("/").endswith("zero2.json"):
             settings.effect("axolotl's own zero2.json offloads the optimizer to the CPU")
         gpus = apply_launch(settings, recipe, launch)
-    launch = fsdp_setting(settings, version=settings.raw("fsdp_version"))
-    if launch is not None:
-        apply_launch(settings, recipe, launch)
+    fsdp = fsdp_setting(settings, version=settings.raw("fsdp_version"))
+    if fsdp is not None:
+        apply_launch(settings, recipe, fsdp)
         if recipe["method"] is Method.FULL and recipe["mixed_precision"] != "none":
             settings.effect(
                 "FSDP with mixed precision casts trainable bf16 parameters to fp32: 16 B/parameter divided by the GPUs"

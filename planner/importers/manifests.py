@@ -117,7 +117,7 @@ def _environment(container: dict[str, Any]) -> dict[str, str]:
         ]
     else:
         pairs = list(given.items()) if isinstance(given, dict) else []
-    found = {}
+    found: dict[str, str] = {}
     for name, value in pairs:
         if (
             name

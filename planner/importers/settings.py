@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from planner.errors import UsageError
+from planner.importers.keys import HARMLESS, MOVES, shown
 from planner.run.framework import fallback_note, pick, spell
 from planner.run.framework_files import Framework
 from planner.run.recipe import EngineSection, LoraSection, MachineSection, Recipe, RunFile
@@ -87,17 +88,7 @@ class Imported:
         }
 
 
-HARMLESS = re.compile(
-    r"(?:^|[._-])(?:learning_rate|lr\w*|warmup\w*|weight_decay|seed|output_dir|logging\w*|log\w*|report_to|save\w*|wandb\w*|tensorboard\w*|hub\w*|push_to_hub"
-    r"|dataset\w*|datasets|data_dir|train_file\w*|val_set_size|val_split|chat_template|template|preprocessing\w*|dataloader\w*|num_workers|num_proc|epochs?|num_epochs|num_train_epochs|max_steps|total\w*"
-    r"|scheduler|lr_scheduler\w*|early_stopping\w*|resume\w*|overwrite\w*|run_name|project\w*|experiment_name|plot_loss|do_train|do_eval|do_predict|eval_strategy|evaluation_strategy|eval_steps|evals_per_epoch"
-    r"|temperature|top_p|top_k|reward\w*|system\w*|special_tokens\w*|strict|load_best_model\w*|metric\w*|max_grad_norm|clip_grad\w*|adam_\w+|betas|eps|ddp_timeout|trust_remote_code|revision|model_revision"
-    r"|served_model_name|host|port|api_key|tool\w*|enable_auto_tool_choice|tokenizer_?mode|config_format|load_format|tokenizer\w*|model_type|hf_\w+|remove_unused_columns|shuffle|split\w*|message\w*|prompt_template|add_\w+_prompt"
-    r"|author|name|tags|title|description|meta|debug|train_batch_size|val_\w*|test_\w*|critic_warmup|balance_batch|nnodes|node_rank|master\w*|filter_\w+|truncation\w*|kl_loss_coef|kl_loss_type|rpo_alpha|lora_alpha|alpha"
-    r"|use_reentrant|packing_strategy|group_by_length|train_on_inputs|chat_\w+|use_\w*rslora|loraplus\w*|moe_backend|version|columns|bos|eos|stop\w*|n_shot|checkpointer\w*|profiler\w*|metric_logger\w*|max_samples|overwrite_cache)(?:$|\.)",
-    re.IGNORECASE,
-)
-"""Keys that move no byte of the GPU's memory, as far as a plan goes."""
+MOVES_NOTE = "unknown to this reader, and its name says that it may move memory"
 
 
 class Settings:
@@ -146,7 +137,9 @@ class Settings:
             if value is not None:
                 self.used.update(keys)
                 if to:
-                    self.report.taken.append(Taken(key=key, value=str(value)[:200], field=to))
+                    self.report.taken.append(
+                        Taken(key=key, value=shown(key, value)[:200], field=to)
+                    )
                 return value
         self.used.update(keys)
         if default is not None and to:
@@ -231,7 +224,7 @@ class Settings:
     def unread(self, key: str, value: Any, effect: str) -> None:
         """Record something that was not understood."""
         self.report.not_understood.append(
-            NotUnderstood(key=key, value=str(value)[:120], effect=effect)
+            NotUnderstood(key=key, value=shown(key, value)[:120], effect=effect)
         )
 
     def quiet(self, *prefixes: str) -> None:
@@ -302,7 +295,7 @@ class Settings:
             if HARMLESS.search(key.replace("-", "_")):
                 self.report.ignored += 1
             else:
-                self.unread(key, value, "unknown")
+                self.unread(key, value, MOVES_NOTE if MOVES.search(key) else "unknown")
         recipe = self._companions(recipe)
         if isinstance(lora.get("targets"), tuple):
             lora = {**lora, "targets": self._existing(model, lora["targets"])}
@@ -324,7 +317,7 @@ class Settings:
             where = rows[-1].key if rows else where
             raise UsageError(
                 f"{self.report.tool} config: {where}: {first['msg']}",
-                hint=f"value {str(first.get('input', ''))[:60]!r}",
+                hint=f"value {shown(where, first.get('input', ''))[:60]!r}",
             ) from None
         return Imported(
             tool=self.report.tool,

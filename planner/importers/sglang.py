@@ -105,6 +105,7 @@ def read(given: dict[str, Any], *, version: str | None = None) -> Imported:
         "cuda_graphs": not settings.flag("disable-cuda-graph", to="engine.cuda_graphs"),
         "tensor_parallel": tensor,
         "pipeline_parallel": pipeline,
+        "data_parallel": 1 if attention else copies,
         "expert_parallel": experts,
     }
     gpus = tensor * pipeline * (1 if attention else copies)

@@ -161,16 +161,16 @@ def _resolved(flat: dict[str, Any]) -> dict[str, Any]:
     return {key: fill(value) for key, value in flat.items()}
 
 
+def _section(values: dict[str, Any], key: str) -> dict[str, Any]:
+    found = values.get(key)
+    return found if isinstance(found, dict) else {}
+
+
 def read_xtuner(calls: Calls, names: dict[str, Any], *, version: str | None = None) -> Imported:
     """Return an xtuner Python config (mmengine) as a run: `model = dict(llm=dict(...), lora=dict(...))`."""
-    whole = names.get("model") if isinstance(names.get("model"), dict) else {}
-    assert isinstance(whole, dict)
-    llm = whole.get("llm") if isinstance(whole.get("llm"), dict) else {}
-    lora_given = whole.get("lora") if isinstance(whole.get("lora"), dict) else {}
-    quant = (
-        llm.get("quantization_config") if isinstance(llm.get("quantization_config"), dict) else {}
-    )
-    wrapper = names.get("optim_wrapper") if isinstance(names.get("optim_wrapper"), dict) else {}
+    whole = _section(names, "model")
+    llm, lora_given = _section(whole, "llm"), _section(whole, "lora")
+    quant, wrapper = _section(llm, "quantization_config"), _section(names, "optim_wrapper")
     scalars = {
         key: value for key, value in names.items() if isinstance(value, (str, int, float, bool))
     }

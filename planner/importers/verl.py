@@ -69,7 +69,7 @@ def read(values: dict[str, Any], *, version: str | None = None, sft: bool = Fals
     _reference(settings, recipe, method)
     if task is Task.PPO:
         _companions(settings, recipe, model)
-    gpus = _degrees(settings, recipe, gpus, megatron)
+    ranks = _degrees(settings, recipe, gpus, megatron)
     for key in ("param_offload", "optimizer_offload"):
         if settings.flag(f"{_A}fsdp_config.{key}", f"{_A}megatron.{key}", to="engine"):
             if megatron:
@@ -83,7 +83,7 @@ def read(values: dict[str, Any], *, version: str | None = None, sft: bool = Fals
             )
     engine = _engine(settings, method)
     _drop_rest(settings)
-    return settings.finish(model, recipe=recipe, lora=lora, engine=engine, gpus=gpus)
+    return settings.finish(model, recipe=recipe, lora=lora, engine=engine, gpus=ranks)
 
 
 def _precision(settings: Settings, recipe: dict[str, Any], megatron: bool) -> None:

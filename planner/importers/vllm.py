@@ -85,6 +85,7 @@ def read(values: dict[str, Any], *, version: str | None = None, is_call: bool = 
         "pipeline_parallel": pipeline,
         "data_parallel": data,
         "expert_parallel": bool(experts),
+        "cpu_offload_gib": settings.number("cpu-offload-gb", to="engine.cpu_offload_gib"),
         **_adapter_slots(settings),
     }
     gpus = tensor * pipeline * data
@@ -123,8 +124,6 @@ def _extras(settings: Settings) -> None:
             key for key in settings.values if key.startswith("speculative-config.")
         )
         settings.effect("a speculative drafter's weights and KV cache come on top")
-    if offload := settings.raw("cpu-offload-gb", to="engine"):
-        settings.effect(f"{offload} GiB of weights a GPU are kept in host memory")
     settings.raw(
         "enable-prefix-caching",
         "enable-chunked-prefill",

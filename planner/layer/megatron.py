@@ -11,10 +11,8 @@ from planner.layer.channel import activation, gated, mlp_linears
 from planner.layer.program import Program
 from planner.layer.tape import Op, Value
 from planner.mixers.registry import mixer_of
-from planner.models.spec import LayerSpec, MixerKind, MlpKind, ModuleKind, ModuleSpec
+from planner.models.spec import LayerSpec, MlpKind, ModuleKind, ModuleSpec
 
-OWN = frozenset({MixerKind.FULL, MixerKind.SLIDING, MixerKind.CHUNKED})
-"""Mixers whose queries, keys and values come out of one linear (SelfAttention.linear_qkv)."""
 SCORE_DROPOUT_MASK = 1
 """Bytes an element."""
 
@@ -100,7 +98,8 @@ def _attention(p: Program, x: Value, layer: LayerSpec, hidden: int) -> Value:
     normed = _norm(p, x, hidden)
     kind = mixer_of(mixer)
     linears = kind.linears(layer)
-    if mixer.kind not in OWN or linears.out is None:
+    if mixer.kv_lora_rank or not kind.divides or linears.out is None:
+        # a latent has projections of its own; the others have no queries, keys and values of one linear
         assert kind.record is not None
         out = kind.record(p, normed, layer, linears, s.act)
         tape.drop(normed)

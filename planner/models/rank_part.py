@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from planner.errors import UnsupportedError
+from planner.mixers.registry import mixer_of
 from planner.models.spec import (
     LINEARS,
     LayerSpec,
-    MixerKind,
     MlpKind,
     ModelSpec,
     ModuleKind,
@@ -30,10 +30,6 @@ INPUT_SPLIT = frozenset(
 )
 """Linears divided over their inputs, the bias whole."""
 FUSED_QKV = frozenset({"qkv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack"})
-DIVIDED_MIXERS = frozenset(
-    {MixerKind.FULL, MixerKind.SLIDING, MixerKind.CHUNKED, MixerKind.MLA, MixerKind.NONE}
-)
-"""Token mixers whose heads are known to be divided."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +75,7 @@ def tensor_part(model: ModelSpec, cuts: Cuts) -> ModelSpec:
         return model
     for layer in model.layers:
         for mixer in layer.mixers:
-            if cuts.tensor > 1 and mixer.kind not in DIVIDED_MIXERS:
+            if cuts.tensor > 1 and not mixer_of(mixer).divides:
                 raise UnsupportedError(
                     f"parallel.tensor: {cuts.tensor} ranks over {mixer.kind.value} layers is not planned"
                 )

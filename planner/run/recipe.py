@@ -199,6 +199,8 @@ class EngineSection(Section):
     """Engines side by side, each with its own attention weights and KV pool; they share the experts."""
     expert_parallel: bool = False
     """Experts are divided whole among tensor and data parallel ranks (--enable-expert-parallel)."""
+    cpu_offload_gib: Annotated[float, Field(ge=0, le=2**20)] = 0.0
+    """serve: GiB of each GPU's weights that vLLM keeps in host memory (--cpu-offload-gb)."""
     sync: Literal["tensor", "layer", "model"] | Count | None = None
     """What of divided weights is whole at once while they are pushed to the engine; a number: the layers go
     in so many parts (ms-swift's move_model_batches). None = the framework's way."""

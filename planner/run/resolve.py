@@ -186,6 +186,8 @@ class Resolved:
     sync: str | int
     """What is whole at once while weights are pushed: tensor, layer, model, or a part of so many."""
     expert_parallel: bool
+    engine_offload_bytes: int
+    """Of one GPU's weights, in host memory."""
     max_loras: int
     max_lora_rank: int
     assumptions: tuple[str, ...] = ()

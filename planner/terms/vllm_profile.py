@@ -10,10 +10,10 @@ logit is the slope of the table in unsloth_zoo/vllm_utils.py (1.45 to 11.11 GiB,
 from typing import NamedTuple
 
 from planner.dtypes import element_bytes
+from planner.models.rank_part import INPUT_SPLIT
 from planner.models.spec import LINEARS, LayerSpec, MlpKind, ModelSpec, ModuleKind
 from planner.run.resolve import Resolved
 from planner.terms.term import Term
-from planner.terms.vllm_weights import INPUT_SPLIT
 
 SORT_SEGMENTS = 128
 """Rows from which CUDA sorts every row by itself; below, all rows are sorted at once (SortStable.cu)."""

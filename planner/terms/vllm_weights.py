@@ -11,6 +11,7 @@ from math import prod
 from typing import NamedTuple
 
 from planner.dtypes import GGUF_BYTES, element_bytes
+from planner.models.rank_part import FUSED_QKV, INPUT_SPLIT, WHOLE
 from planner.models.spec import LINEARS, LayerSpec, MixerSpec, ModelSpec, ModuleKind, ModuleSpec
 from planner.quant.schemes import Scheme, quantized_bytes
 from planner.quant.table import Table, scheme_table, weight_bytes
@@ -21,13 +22,6 @@ VOCAB_PADDING = 64
 """DEFAULT_VOCAB_PADDING_SIZE."""
 SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The adapter ranks vLLM allocates for."""
-WHOLE = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "gate", "router", "shared_expert_gate", "wk"})
-"""ReplicatedLinear: every rank holds all of it."""
-INPUT_SPLIT = frozenset(
-    "o_proj down_proj out_proj dense dense_4h_to_h c_proj fc2 w2 wo".split()  # noqa: SIM905
-)
-"""RowParallelLinear: split over its inputs, the bias whole."""
-FUSED_QKV = frozenset({"qkv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack"})
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 EMBEDDED_ADAPTERS = frozenset(
     "llama mistral mixtral granite granitemoe granitemoeshared cohere exaone gpt_bigcode bamba jamba "  # noqa: SIM905

@@ -52,8 +52,8 @@ def _plan(
 ) -> None:
     """Say whether a run fits, what takes the memory, when, and what would make it fit.
 
-    The subject is a model, a run.yaml, or the config of axolotl, LLaMA-Factory, TRL, torchtune,
-    ms-swift, verl, Unsloth or vLLM (YAML, JSON, shell, Python or notebook; nothing is run).
+    The subject is a model, a run.yaml, or another tool's config, launch script, notebook or
+    manifest (docs/importers.md lists them; nothing is run).
     """
     from planner.answers.advise import levers
     from planner.answers.layouts import laid_out, layouts
@@ -185,6 +185,7 @@ def _recommend(
     gpu: Annotated[str | None, typer.Option("--gpu", help="GPU name.")] = None,
     vram: Annotated[str | None, typer.Option("--vram", help="Memory torch sees: 24GiB.")] = None,
     gpus: Annotated[int, typer.Option("--gpus", help="How many.")] = 1,
+    nodes: Annotated[int | None, typer.Option("--nodes", help="Hosts they are in.")] = None,
     host_ram: Annotated[str | None, typer.Option("--host-ram", help="Host memory.")] = None,
     task: Annotated[str, typer.Option("--task", help="sft, grpo or serve.")] = "sft",
     context: Annotated[int, typer.Option("--context", help="Least context wanted.")] = 2048,
@@ -198,16 +199,27 @@ def _recommend(
     from planner.report import table
     from planner.units import format_bytes
 
-    machine = make_machine(gpu, gpus=gpus, vram=vram, host_ram=host_ram)
+    machine = make_machine(gpu, gpus=gpus, nodes=nodes, vram=vram, host_ram=host_ram)
     rows = recommend(machine, task=task, least_context=context, framework=framework)
     if as_json:
         print_json({"schema_version": 1, "gpu": machine.label, "rows": [r.to_dict() for r in rows]})
         return
     cells = [
         [r.model, f"{r.parameters / 1e9:.2f}", r.method, f"{r.context:,}", str(r.batch), r.settings,
-         format_bytes(r.peak_bytes), r.verdict]
+         *([r.layout] if machine.num_gpus > 1 else []), format_bytes(r.peak_bytes), r.verdict]
         for r in rows[:limit]
     ]  # fmt: skip
-    headers = ["model", "B params", "method", "context", "batch", "settings", "peak", "verdict"]
+    layout = ["layout"] if machine.num_gpus > 1 else []
+    headers = [
+        "model",
+        "B params",
+        "method",
+        "context",
+        "batch",
+        "settings",
+        *layout,
+        "peak",
+        "verdict",
+    ]
     typer.echo(f"{len(rows)} model x method pairs fit {machine.label}; the largest models first\n")
     typer.echo(table(headers, cells))

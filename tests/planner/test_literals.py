@@ -28,7 +28,7 @@ ALLOWED: dict[tuple[str, float], str] = {
     ("dtypes.py", 4.85): "dtype size: llama.cpp Q4_K_M, bits a weight as its README lists them",
     # other tools' defaults
     ("accuracy/sft_recipe.py", 0.05): TOOL + ": litgpt's lora_dropout",
-    ("accuracy/megatron_models.py", 0.1): TOOL + ": Megatron-LM's hidden_dropout",
+    ("families/megatron.py", 0.1): TOOL + ": Megatron-LM's hidden_dropout",
     (
         "answers/pool_levers.py",
         0.97,
@@ -87,6 +87,10 @@ ALLOWED: dict[tuple[str, float], str] = {
     ("doctor/causes_engine.py", 0.93): READING,
     ("doctor/causes_training.py", 1.5): READING,
     ("doctor/causes_training.py", 0.8): READING,
+    ("doctor/causes_ranks.py", 1.15): READING,
+    ("doctor/fix_host.py", 0.95): READING,
+    ("doctor/series.py", 0.1): READING,
+    ("doctor/series.py", 0.8): READING,
     ("doctor/fix_makers.py", 0.1): READING,
     ("doctor/fix_makers.py", 0.98): READING,
     ("doctor/fix_makers.py", 0.05): READING,

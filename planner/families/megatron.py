@@ -1,9 +1,9 @@
-"""Models that Megatron-LM's arguments describe -> ModelSpec: GPT as core/models/gpt builds it."""
+"""Models that Megatron-LM's arguments describe -> ModelSpec: GPT and BERT as core/models build them."""
 
 from dataclasses import replace
 from typing import Any
 
-from planner.accuracy.prediction import NotCovered
+from planner.errors import UnsupportedError
 from planner.families.blocks import embedding, experts, group_layers, linear, norm, parameter
 from planner.models.spec import (
     LayerSpec,
@@ -27,7 +27,7 @@ Settings = dict[str, Any]
 
 
 def gpt_model(name: str, settings: Settings, positions: int) -> ModelSpec:
-    """Return the model of a test case's arguments; raises NotCovered for what is no GPT of attention.
+    """Return the model of a test case's arguments; raises UnsupportedError for what is no GPT of attention.
 
     `positions`: rows of the table of learned positions.
     """
@@ -38,7 +38,7 @@ def gpt_model(name: str, settings: Settings, positions: int) -> ModelSpec:
         "is-hybrid-model",
     ):
         if settings.get(key):
-            raise NotCovered(f"Megatron-LM's {key} is not mapped")
+            raise UnsupportedError(f"Megatron-LM's {key} is not mapped")
     hidden, heads = int(settings["hidden-size"]), int(settings["num-attention-heads"])
     learned = settings.get("position-embedding-type", "learned_absolute") == "learned_absolute"
     layers, order = group_layers(
