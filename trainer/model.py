@@ -112,6 +112,10 @@ class Policy:
         """Return `work()`, a forward and its backward; out of memory on one rank is so on all."""
         return work() if self.sharded is None else self.sharded.one_pass(work)
 
+    def agreed(self, work: Callable[[], R]) -> R:
+        """Return `work()`, which waits for no other rank; out of memory on one rank is so on all."""
+        return work() if self.sharded is None else self.sharded.agreed(work)
+
     def whole(self, work: Callable[[], R], *, keep: bool = False) -> R:
         """Return `work()`, which may read any weight: on several ranks they are gathered for it.
 

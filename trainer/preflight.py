@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from planner.errors import UsageError, VramwiseError
+from planner.errors import VramwiseError
 from planner.machines.machine import Machine
 from planner.models.hub import find_model
 from planner.models.spec import ModelSpec
@@ -35,12 +35,14 @@ from trainer.model import Policy, load_policy
 from trainer.packing import keeps_apart, refuse_mixing
 from trainer.parallel.first_pass import learn_traffic
 from trainer.parallel.ranks import ALONE, Ranks
+from trainer.parallel.same_plan import check_prompts, fullest, smallest_machine
 from trainer.parallel.sharding import over_ranks, refuse_over_ranks, shard_policy
 from trainer.phase_memory import PhaseMemory
 from trainer.rehearsal import rehearse
 from trainer.say import Say, silent
 from trainer.shared_plan import Sharing, plan_sharing
 from trainer.shared_prefix import can_share
+from trainer.step_size import within_epoch
 from trainer.stepping import Stepper, TokenBudget, make_run_optimizer
 from trainer.tiled_mlp import tile_layers
 
@@ -91,7 +93,7 @@ class Preflight:
         return planned
 
     def save(self, output: Path) -> None:
-        """Write the rehearsal where `vramwise profile compare` finds it; of several ranks the first one's."""
+        """Write the rehearsal where `vramwise profile compare` finds it; of several ranks the fullest one's."""
         if self.measured is not None and self.ranks.first:
             self.measured.save(output / PREFLIGHT_FILE)
 
@@ -133,13 +135,16 @@ def prepare(
     spec = find_model(run.model, revision=run.revision)
     unused = check_driver()
     check_dtype(run.recipe, run_device())
-    machine = replace(this_machine(run, train), num_gpus=ranks.size, nodes=run.machine.nodes or 0)
     degrees = layout_of(spec, run.recipe, ranks.size)
+    started, _ = with_start(spec, run.recipe)
+    refuse_over_ranks(started, degrees)
+    on_cpu = run_device().type == "cpu" and not train.device_memory
+    nodes = run.machine.nodes or 0
+    found = replace(this_machine(run, train), num_gpus=ranks.size, nodes=nodes)
+    machine = smallest_machine(found, ranks, shared=on_cpu)
     held = "" if train.device_memory else occupied(machine)
     for note in filter(None, (unused, held)):
         say(note)
-    started, _ = with_start(spec, run.recipe)
-    refuse_over_ranks(started, degrees)
     wanted = settle_engine(settled(started, ranks.size))
     if wanted.task is Task.SFT:
         beside = {"neftune": bool(train.neftune_alpha), "router_loss": router_loss}
@@ -153,7 +158,8 @@ def prepare(
     other = other_framework(spec, run.recipe, recipe, machine)
     for note in filter(None, (other, *unread_notes(planned.resolved), _elsewhere(run, machine))):
         say(note)
-    per_step = _within_epoch(recipe, train, per_epoch, say=say, ranks=ranks.size)
+    per_step = within_epoch(recipe, train, per_epoch, say=say, ranks=ranks.size)
+    check_prompts(recipe, per_step, ranks)
     train = with_epochs(train, per_epoch=per_epoch or 1, per_step=per_step)
     policy = load_policy(
         run.model,
@@ -223,8 +229,9 @@ def prepare(
         check_evaluation_fits(planned, prompts=held_out)
     if train.preflight:
         with ready.device:
-            ready = replace(ready, measured=rehearse(ready, train))
-        say(table(ready))
+            measured, whose = fullest(rehearse(ready, train), ranks)
+        ready = replace(ready, measured=measured)
+        say("\n".join(filter(None, (whose, table(ready)))))
     return ready
 
 
@@ -358,35 +365,6 @@ def _token_budget(recipe: Recipe, planned: Plan, train: TrainSection) -> TokenBu
     longest = planned.resolved.seq_tokens
     tokens = train.micro_batch_tokens or (recipe.micro_batch_size or 1) * longest
     return TokenBudget(max(tokens, longest))
-
-
-def step_prompts(recipe: Recipe, train: TrainSection, ranks: int = 1) -> int:
-    """Return the prompts of a step (SFT: samples, or packed rows) that the run file asks for, over all ranks."""
-    if train.prompts_per_step is not None:
-        return train.prompts_per_step
-    rows = (recipe.micro_batch_size or 1) * recipe.gradient_accumulation
-    own = rows if recipe.task is Task.SFT else max(1, rows // (recipe.num_generations or 8))
-    return own * ranks
-
-
-def _within_epoch(
-    recipe: Recipe, train: TrainSection, per_epoch: int | None, *, say: Say, ranks: int = 1
-) -> int:
-    """Return the prompts (SFT: samples) of a step: never more than the data set has.
-
-    Raises UsageError where the run file itself asks for more.
-    """
-    count = step_prompts(recipe, train, ranks)
-    if per_epoch is None or count <= per_epoch:
-        return count
-    if train.prompts_per_step is not None:
-        raise UsageError(
-            f"train.prompts_per_step: {count} is more than the {per_epoch} of the data set: one step "
-            f"would go through it {count / per_epoch:.3g} times",
-            hint=f"at most {per_epoch}; more data, or num_generations, for larger steps",
-        )
-    say(f"a step takes all {per_epoch} of the data set: the recipe's sizes would repeat them")
-    return per_epoch
 
 
 def choose_layout(spec: ModelSpec, recipe: Recipe, train: TrainSection) -> tuple[Layout, str]:

@@ -1,6 +1,7 @@
 """The rehearsal: every phase of a run once, at the longest lengths that its recipe allows."""
 
 import gc
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -53,35 +54,39 @@ def _rehearse_once(ready: "Preflight", train: TrainSection) -> Recording:
     # its own optimizer: state is made for real, and thrown away with it
     optimizer = make_run_optimizer(policy, ready.recipe, train)
     with record(policy.model, optimizer, subject="vramwise preflight") as live:
+        if policy.sharded is not None:
+            with live.phase("load"):  # what the first pass held
+                policy.agreed(policy.sharded.gather_root)
         with live.phase("step"):
-            _step_without_change(policy, optimizer)
+            policy.agreed(lambda: _step_without_change(policy, optimizer))
         engine = ready.engine
         if isinstance(engine, TransformersEngine):  # vLLM has its whole pool since it started
             rows = engine.max_rows(ready.prompts_per_step * ready.num_generations)
             with live.phase("rollout"):
-                engine.rehearse(
-                    rows,
-                    num_prompts=-(-rows // ready.num_generations),
-                    prompt_tokens=ready.prompt_tokens,
-                    completion_tokens=ready.completion_tokens,
+                policy.agreed(
+                    lambda: engine.rehearse(
+                        rows,
+                        num_prompts=-(-rows // ready.num_generations),
+                        prompt_tokens=ready.prompt_tokens,
+                        completion_tokens=ready.completion_tokens,
+                    )
                 )
         if ready.held_out:
             with live.phase("evaluation"):
-                rehearse_evaluation(ready, _worst_batch(ready))
-        for make in (_worst_batch, _worst_shared_batch):
-            batch = make(ready)
-            if batch is None:
-                continue
+                policy.agreed(lambda: rehearse_evaluation(ready, _worst_batch(ready)))
+        for make in (_worst_batch, _worst_shared_batch)[: 1 if ready.sharing is None else 2]:
             with policy.training():
-                policy.one_pass(partial(_learn, ready, live, batch))
-            del batch
+                policy.one_pass(partial(_learn, ready, live, make))
             policy.clear_gradients()
             optimizer.zero_grad(set_to_none=True)
     return live.recording
 
 
-def _learn(ready: "Preflight", live: LiveRecording, batch: MicroBatch) -> bool:
+def _learn(
+    ready: "Preflight", live: LiveRecording, make: Callable[["Preflight"], MicroBatch]
+) -> bool:
     """Run a micro-batch forward and backward, each phase by its name."""
+    batch = make(ready)
     share = ready.policy.whole(lambda: _loss(ready, live, batch))
     with live.phase("backward"):
         share.backward()
@@ -123,10 +128,9 @@ def _worst_batch(ready: "Preflight") -> MicroBatch:
     return batch.to(ready.policy.device)
 
 
-def _worst_shared_batch(ready: "Preflight") -> MicroBatch | None:
-    """Return the largest micro-batch of shared prompts, mask and all; None where none is shared."""
-    if ready.sharing is None:
-        return None
+def _worst_shared_batch(ready: "Preflight") -> MicroBatch:
+    """Return the largest micro-batch of shared prompts, mask and all, of a run that shares them."""
+    assert ready.sharing is not None
     groups = ready.sharing.worst(
         ready.stepper.budget.tokens,
         prompt=ready.prompt_tokens,

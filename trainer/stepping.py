@@ -2,7 +2,8 @@
 
 import gc
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -15,6 +16,7 @@ from trainer.batching import MicroBatch
 from trainer.config import TrainSection
 from trainer.model import Policy
 from trainer.optim import NO_SCALE, LossScale, apply_step, make_optimizer
+from trainer.parallel.ranks import Ranks
 from trainer.phase_memory import PhaseMemory
 from trainer.schedule import learning_rate
 
@@ -93,6 +95,20 @@ def _attempt(work: Callable[[int], R], tokens: int) -> R | None:
         return work(tokens)
     except torch.OutOfMemoryError:
         return None
+
+
+@contextmanager
+def _no_step_again(ranks: Ranks) -> Iterator[None]:
+    """End the run where one of several ranks has no memory for its step: the others have stepped."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        if not ranks.several:
+            raise
+        raise VramwiseError(
+            "out of memory in the optimizer's step",
+            hint="optimizer_offload: true, or an 8-bit optimizer; --resume goes on at the last checkpoint",
+        ) from None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,7 +227,7 @@ class Stepper:
         if math.isfinite(float(total)):
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            with self._memory("step"):
+            with self._memory("step"), _no_step_again(ranks):
                 norm, stepped, self.scale = apply_step(
                     self.optimizer,
                     self._parameters,

@@ -25,6 +25,8 @@ from trainer.parallel.traffic import Traffic
 R = TypeVar("R")
 FSDP2_NEEDS = ("reset_iter_state", "set_reduce_scatter_unused_params", "set_custom_all_gather")
 """What FSDP2 of torch 2.13 has, and older ones don't all have."""
+ENGINES = (EngineKind.TRANSFORMERS, EngineKind.VLLM_SERVER)
+"""What generates for several ranks: the policy itself, in step, or a server that each asks."""
 
 
 class Root(nn.Module):
@@ -59,9 +61,8 @@ class Sharded:
         self.traffic = traffic
         self._kept = False
         """The root is gathered still, from the pass before."""
+        self.gather_root()  # FSDP2 allocates its shards for good in the first forward
         with torch.no_grad():
-            self.root(lambda: None)  # FSDP2 allocates its shards for good in the first forward
-            self.settle()
             self.shards = [
                 Shard(name, parameter, parameter.to_local().detach().requires_grad_())  # type: ignore[attr-defined]
                 for name, parameter in model.named_parameters()
@@ -94,18 +95,32 @@ class Sharded:
         """
         return self._agreed(work, "learn")
 
+    def agreed(self, work: Callable[[], R]) -> R:
+        """Return `work()`, which sends nothing, or only in passes of its own.
+
+        Raises torch.OutOfMemoryError on every rank when it is raised on one.
+        """
+        return self._agreed(work, None)
+
+    @torch.no_grad()
+    def gather_root(self) -> None:
+        """Gather what is outside the layers, and cut it again."""
+        self.root(lambda: None)
+        self.settle()
+
     def settle(self) -> None:
         """Cut what is gathered, and forget what a pass has left unfinished."""
         self._kept = False
         self.root.reset_iter_state()
 
-    def _agreed(self, work: Callable[[], R], kind: str) -> R:
+    def _agreed(self, work: Callable[[], R], kind: str | None) -> R:
         self.traffic.begin()
         done = _attempt(work)
         if done is None:
             self.settle()  # what the pass held makes room for what it still has to send
-            self.traffic.finish(kind)
-        else:
+            if kind is not None:
+                self.traffic.finish(kind)
+        elif kind is not None:
             self.traffic.complete(kind)
         if self.ranks.any(done is None):
             done = None
@@ -151,8 +166,7 @@ def over_ranks(recipe: Recipe, size: int) -> Recipe:
     parallel = recipe.parallel
     if recipe.sharding is not Sharding.FSDP2:
         parallel = ParallelSection(data_shard=1, data_replicate=size)
-    ours = {"sharding": Sharding.FSDP2, "parallel": parallel, "accumulate_sync": True}
-    return recipe.model_copy(update=ours)
+    return recipe.model_copy(update={"sharding": Sharding.FSDP2, "parallel": parallel})
 
 
 def refuse_over_ranks(recipe: Recipe, layout: Layout) -> None:
@@ -170,7 +184,7 @@ def refuse_over_ranks(recipe: Recipe, layout: Layout) -> None:
     rules: tuple[tuple[str, Any, bool, str], ...] = (
         ("checkpointing", recipe.checkpointing, recipe.checkpointing is Checkpointing.EVERY_K, "full or offload: layers before the one at work are cut again by then"),
         ("optimizer", recipe.optimizer, recipe.optimizer in MATRIX and layout.data_shard > 1, f"adamw, lion or their 8-bit kinds, or sharding: ddp: it steps whole matrices, and {cut}"),
-        ("engine.kind", kind, recipe.task is Task.GRPO and kind is not EngineKind.TRANSFORMERS, "transformers"),
+        ("engine.kind", kind, recipe.task is Task.GRPO and kind not in ENGINES, "transformers, or vllm-server on other GPUs"),
     )  # fmt: skip
     for name, value, wrong, allowed in rules:
         if wrong:

@@ -1,5 +1,6 @@
 """What the two-rank tests run on every rank: a prepared run, its gradients on one batch, its losses."""
 
+import copy
 import zlib
 from contextlib import closing
 from dataclasses import replace
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 
+from planner.errors import VramwiseError
 from trainer.checkpointing import decoder_layers
 from trainer.config import parse_run
 from trainer.data import Order, load_samples
@@ -203,3 +205,22 @@ def short_of_memory(ranks: Ranks, document: dict[str, Any], root: str, call: int
     own = prompts[:1] if ranks.rank == 0 else prompts[1:]
     made = ready.engine.generate(own, replace(settings, seed=3, temperature=1e-3))
     return [list(each.token_ids) for each in made], ready.engine._wave
+
+
+def step_zero(
+    ranks: Ranks, document: dict[str, Any], root: str, memory: list[str] | None = None
+) -> Any:
+    """Return planned and measured bytes by phase, and what was said; or why the run does not fit.
+
+    `memory`: what each rank's machine has.
+    """
+    document = copy.deepcopy(document)
+    if memory:
+        document["train"]["device_memory"] = memory[ranks.rank]
+    run, train = parse_run(document, root=Path(root))
+    said: list[str] = []
+    try:
+        ready = prepare(run, train, ranks=ranks, say=said.append)
+    except VramwiseError as error:
+        return error.message.partition(";")[0]
+    return ready.planned_bytes, ready.measured_bytes, "\n".join(said)
