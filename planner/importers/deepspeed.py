@@ -34,7 +34,6 @@ STAGE3_SIZES: dict[str, tuple[tuple[str, ...], int]] = {
     "sub_group": (("sub_group_size",), SUB_GROUP),
 }
 AUTO = ("reduce", "prefetch", "persistence")
-GATHERS = ("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save")
 STAGES = (0, 1, 2, 3)
 DTYPES = {"fp16": "fp16", "bf16": "bf16", "bfp16": "bf16", "bfloat16": "bf16", "fp32": "fp32"}
 

@@ -25,12 +25,15 @@ def from_fsdp_config(
     offload = as_bool(read.get("offload_params", read.get("cpu_offload"))) is True
     if strategy in ("NO_SHARD", "3"):
         sharding = Sharding.DDP
-    elif grad_op or strategy == "2":
-        sharding = Sharding.ZERO2
     else:
-        sharding = Sharding.FSDP2 if second and not offload else Sharding.FSDP
+        # units that stay whole between forward and backward are planned as FSDP2's
+        whole = (grad_op or strategy == "2") and not offload
+        sharding = Sharding.FSDP2 if whole or (second and not offload) else Sharding.FSDP
+    efficient = as_bool(read.get("cpu_ram_efficient_loading")) is True
     return Launch(
         sharding=sharding,
+        loads="rank0" if efficient and sharding is not Sharding.DDP else None,
+        reshard=not (grad_op or strategy == "2") or sharding is not Sharding.FSDP2,
         gpus=gpus,
         parameter_offload=offload,
         checkpointing=as_bool(read.get("activation_checkpointing")) is True,

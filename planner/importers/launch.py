@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import UsageError
-from planner.importers.deepspeed import GATHERS, buckets, refuse_contradictions, stage_of
+from planner.importers.deepspeed import buckets, refuse_contradictions, stage_of
 from planner.importers.fsdp_config import from_fsdp_config
 from planner.importers.loading import MAX_BYTES, load_json, load_yaml
 from planner.importers.pasted import decode
@@ -16,6 +16,8 @@ from planner.importers.spread import Launch
 from planner.run.framework import pick
 from planner.run.recipe import Method, Sharding, Task
 
+_SHORT_STAGE = re.compile(r"(?:^|[_/.-])[sz]([0-3])(?=[_.-]|$)", re.IGNORECASE)
+"""ds_config_s2.json, z3_offload.json"""
 _STAGE = re.compile(r"(?:zero|ds_z|stage)[-_ ]?([0123])", re.IGNORECASE)
 
 
@@ -47,7 +49,6 @@ def from_deepspeed(document: dict[str, Any], *, origin: str = "DeepSpeed JSON") 
         offload_device=_device(*(section.get("device") for section in asked)),
         pinned=any(as_bool(section.get("pin_memory")) for section in asked) if asked else None,
         buckets=buckets(document, zero, stage),
-        gathers_at_save=any(as_bool(zero.get(key)) for key in GATHERS),
         mixed_precision=precision,
         origin=origin,
     )
@@ -83,6 +84,7 @@ def from_accelerate(document: dict[str, Any]) -> Launch:
             optimizer_offload=str(section.get("offload_optimizer_device", "none")).lower()
             != "none",
             parameter_offload=str(section.get("offload_param_device", "none")).lower() != "none",
+            loads="full" if as_bool(section.get("zero3_init_flag")) is False else None,
             offload_device=_device(
                 section.get("offload_optimizer_device"), section.get("offload_param_device")
             ),
@@ -135,6 +137,8 @@ def deepspeed_setting(settings: Settings, value: Any, base: Path | None) -> Laun
                 document = load_json(decode(path.read_bytes()))
                 return from_deepspeed(document if isinstance(document, dict) else {}, origin=name)
     launch = from_words(name)
+    if launch.sharding is None and (match := _SHORT_STAGE.search(name)):
+        launch = from_words(f"zero{match.group(1)} {name}")
     if launch.sharding is None:
         settings.unread(
             "deepspeed",
@@ -181,6 +185,10 @@ def apply_launch(settings: Settings, recipe: dict[str, Any], launch: Launch) -> 
         settings.effect("the optimizer is offloaded to host memory")
     if launch.buckets:
         recipe["buckets"] = launch.buckets
+    if launch.loads and launch.sharding in (Sharding.ZERO3, Sharding.FSDP, Sharding.FSDP2):
+        recipe["loads"] = launch.loads
+    if not launch.reshard:
+        recipe["reshard_after_forward"] = False
     recipe.update(offload_fields(launch))
     if recipe.get("offload"):
         settings.effect("weights, or what the config names, are offloaded between uses")

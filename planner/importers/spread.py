@@ -18,8 +18,10 @@ class Launch:
     pinned: bool | None = None
     buckets: dict[str, Any] = field(default_factory=dict)
     """recipe.buckets."""
-    gathers_at_save: bool | None = None
-    """Stage 3 gathers 16-bit weights on rank 0 when it saves."""
+    loads: str | None = None
+    """recipe.loads."""
+    reshard: bool = True
+    """False: units stay whole between forward and backward (SHARD_GRAD_OP)."""
     mixed_precision: str | None = None
     checkpointing: bool = False
     hybrid: bool = False
