@@ -5,7 +5,7 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from app import finder, inputs, maps, sidebar
+from app import finder, inputs, maps, sidebar, spread
 from app.answer import escape
 from app.draw import draw
 from app.inputs import state
@@ -195,6 +195,12 @@ def gpus() -> None:
         selection_mode="single-row",
         alt="GPUs with memory, method, verdict, peak and headroom.",
     )
+
+
+def layouts() -> None:
+    """Show how the chosen number of the chosen GPU could divide the model."""
+    if int(state("gpus") or 1) > 1:
+        spread.layout_table(inputs.run_from_state())
 
 
 def _open_gpu_cell() -> None:

@@ -161,7 +161,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         )
     )
     running_back = _backward(model, r, acts, grads, held, flat, seen)
-    phases.append(_phase("backward", *fixed, whole, *running_back, outputs, resident, *passing))
+    phases.append(_phase("backward", *fixed, *running_back, outputs, resident, *passing))
     left = _acts("step", acts.outliving, acts)
     offloaded_fsdp2 = r.placement.flat_buffers and r.placement.offload.gradients
     elsewhere = r.placement.bucket_views or offloaded_fsdp2
@@ -210,7 +210,7 @@ def _with_critic(
             own = (second.spec, second.r)
             held = second.kept if second.kept.bytes else accumulated(*own, second.gradients)
             seen = vision(*own, second.acts.forward)
-            back = _backward(*own, second.acts, second.gradients, held, buffers(*own), seen)
+            back = _backward(*own, second.acts, second.gradients, held, buffers(*own), seen)[1:]
             counted = second.kept.bytes or not second.held.bytes
             together = Term("gradients", 0) if counted else grads
             found.append(_phase("critic", *merged(*fixed, *second.standing, together, *back)))
@@ -343,14 +343,19 @@ def _backward(
     made, beside = _embedding_moment(model, r, total)
     if r.placement.flat_buffers and r.method is Method.FULL:
         flown = flat.in_backward(0, model.num_layers)
-        moments.append(_Moment(made, beside, flown, seen.after))
+        # no layer is whole any more
+        moments.append(_Moment(made, beside, flown, seen.after, 0, layers=0))
         # then the root unit's are reduced: a tied embedding's two are one by then
-        moments.append(_Moment(total + _root_whole(model, r), 0, flat.end, seen.after))
+        reduced = total + _root_whole(model, r)
+        moments.append(_Moment(reduced, 0, flat.end, seen.after, 0, layers=0))
     else:
         moments.append(_Moment(made, beside, flat.end, seen.after))
-    largest = max(moments, key=lambda each: each.total)
+    units = gathered(model, r, r.placement.gathered_layers), gathered(model, r, 0)
+    sizes = [each.total + units[not each.layers].bytes for each in moments]
+    largest = moments[sizes.index(max(sizes))]
     template = "{0:,} B that exist by then, of {1:,} B at the step"
     return (
+        units[not largest.layers],
         Term("gradients", largest.grads, template, (largest.grads, grads.bytes), grads.source),
         term(r, largest.flown, PASSING),
         _acts("backward", largest.activations, acts),
@@ -376,6 +381,8 @@ class _Moment(NamedTuple):
     """The towers' share."""
     staying: int = 0
     """Of layers whose backward is still to come."""
+    layers: int = 1
+    """Layers that are gathered beside the root unit: the running one, or none."""
 
     @property
     def total(self) -> int:

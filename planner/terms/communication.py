@@ -81,12 +81,11 @@ def buffers(model: ModelSpec, r: Resolved) -> Buffers:
     if model.head is not None:
         waits += model.head.parameters
     wide, sent = whole_width(r), reduce_width(r)
-    end = outside * sent * ranks + outside * sent
     # the sum over replicas is held beside its cast until the backward ends: _fsdp_param_group.py,
     # _all_reduce_state
     held = sent if r.placement.replicas > 1 and sent != gradient_width(r) else 0
     summed = inside * held
-    end += summed + outside * held
+    end = outside * sent * ranks + summed  # copied in, while the whole gradients are still there
     return Buffers(root + unit, unit, unit, ahead, largest * sent, end, waits * wide, summed)
 
 

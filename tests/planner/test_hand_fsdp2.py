@@ -130,9 +130,8 @@ def test_layers_resharded_over_two_ranks_leave_halves() -> None:
 
 def test_reduce_dtype_is_that_of_the_buffers_and_of_what_waits_for_the_last_micro_batch() -> None:
     plain, wide = (planned(8, context=16, **fields) for fields in ({}, {"reduce_dtype": "fp32"}))
-    root = ROOT + -(-ROOT // 8)
-    assert term(wide, "backward", "communication") == 4 * root
-    assert term(plain, "backward", "communication") == 2 * root
+    assert term(wide, "backward", "communication") == 4 * ROOT
+    assert term(plain, "backward", "communication") == 2 * ROOT
     waiting = planned(8, reduce_dtype="fp32", gradient_accumulation=2)
     assert term(waiting, "forward", "gradients") == 4 * (2 * LAYER + ROOT)
     # with a sum at every micro-batch the shards alone wait
@@ -144,10 +143,10 @@ def test_replicas_hold_the_same_shard_and_their_sum_until_the_backward_ends() ->
     """Eight GPUs in two groups of four: shards of a quarter."""
     result = planned(8, context=16, parallel={"data_replicate": 2})
     assert term(result, "load", "weights") == 2 * (2 * LAYER + ROOT) // 4
-    assert term(result, "backward", "communication") == 2 * ROOT + 2 * ROOT // 4
+    assert term(result, "backward", "communication") == 2 * ROOT
     wide = planned(8, context=16, parallel={"data_replicate": 2}, reduce_dtype="fp32")
-    more = 4 * (2 * LAYER + ROOT) // 4  # every unit's sum in fp32, beside its cast
-    assert term(wide, "backward", "communication") == 4 * ROOT + 4 * ROOT // 4 + more
+    more = 4 * 2 * LAYER // 4  # every layer's sum in fp32, beside its cast
+    assert term(wide, "backward", "communication") == 4 * ROOT + more
 
 
 def test_replicas_alone_copy_units_through_no_flat_buffer() -> None:
