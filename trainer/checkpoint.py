@@ -28,7 +28,14 @@ from trainer.adapters import pissa_as_lora, split_pissa
 from trainer.model import Policy
 from trainer.parallel.ranks import ALONE, Ranks
 from trainer.parallel.saving import FOLDER as TRAINING
-from trainer.parallel.saving import gathered, load_alone, load_training, save_training
+from trainer.parallel.saving import (
+    gathered,
+    load_alone,
+    load_training,
+    save_training,
+    training_bytes,
+    whole_bytes,
+)
 
 FOLDER = "checkpoints"
 RUN_FILE = "run.yaml"
@@ -129,9 +136,12 @@ def save_together(
     partial = folder / ranks.broadcast_object(f"{PARTIAL}{step}-{os.getpid()}")
     final = folder / f"step-{step:08d}"
 
+    needed = whole_bytes(policy) + int(ranks.sum(float(training_bytes(policy, optimizer))))
+
     def begin() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         _sweep(folder)
+        _check_room(folder, needed)
         partial.mkdir()
 
     def end() -> None:
@@ -300,10 +310,15 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 
 class StopSignal:
-    """Notes SIGTERM and SIGINT, so that the loop can save at the end of the step under way."""
+    """Notes SIGTERM and SIGINT, so that the loop can save at the end of the step under way.
 
-    def __init__(self) -> None:
+    `repeats`: the same request comes several times: a scheduler sends it to every process of a job, and
+    torchrun passes it on to its ranks once more.
+    """
+
+    def __init__(self, *, repeats: bool = False) -> None:
         self.received: int | None = None
+        self._repeats = repeats
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignal":
@@ -316,7 +331,7 @@ class StopSignal:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
+        if self.received is not None and not self._repeats:
             # asked twice: the user doesn't want to wait for the step
             raise KeyboardInterrupt
         self.received = number
@@ -337,8 +352,10 @@ def _sweep(folder: Path) -> None:
 
 
 def _check_space(folder: Path, policy: Policy, training: Mapping[str, Any]) -> None:
-    parameters = [parameter for _, parameter in policy.trainable()]
-    needed = sum(parameter.nbytes for parameter in parameters) + _tensor_bytes(training)
+    _check_room(folder, whole_bytes(policy) + _tensor_bytes(training))
+
+
+def _check_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed + SMALL_FILES_BYTES:
         raise OSError(f"needs {format_bytes(needed)}, the disk has {format_bytes(free)} free")

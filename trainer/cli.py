@@ -149,9 +149,22 @@ def demo(
         str,
         typer.Option(help="smollm2, small (made on the spot), or auto: smollm2 if it is to be had"),
     ] = "auto",
+    nproc: Annotated[
+        int | None,
+        typer.Option(min=2, help="train on so many ranks too, beside three seeds on one rank"),
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
 ) -> None:
     """Plan, trace and train a small model by GRPO on this machine; minutes, no GPU needed."""
+    if nproc is not None:
+        from planner.errors import UsageError
+        from trainer.demo_ranks import run_demo_ranks
+
+        if seed:
+            raise UsageError(f"--seed: {seed} has no effect with --nproc, which runs seeds 0 to 2")
+        document = run_demo_ranks(output=output, steps=steps, model=model, nproc=nproc, say=_say)
+        _print(document, as_json=json_output)
+        return
     from trainer.demo import run_demo
 
     _print(

@@ -168,7 +168,7 @@ class Session:
         self._saved_step = -1
         self._stop_reason: str | None = None
         self._started = time.monotonic()
-        self._stop = checkpoints.StopSignal()
+        self._stop = checkpoints.StopSignal(repeats=ranks.several)
         self.validation: Validation | None = None
         """Evaluates held-out samples; set before the first step."""
         self.callbacks = Callbacks()

@@ -87,6 +87,9 @@ def _completed(found: Imported, context: Context) -> Imported:
     """Return the import with what was said beside it: the model, and no note about GPUs that were given."""
     if context.model is not None:
         found = replace(found, run=found.run.model_copy(update={"model": context.model}))
+    pinned = context.locked(found.tool) if context.version is None else None
+    if pinned is not None and found.version == pinned.version:
+        found.report.effects.append(f"version {pinned.version}: {pinned.file} beside it pins it")
     if context.gpus is not None:
         report = found.report
         report.effects = [
@@ -128,6 +131,11 @@ def import_subject(
         raise UsageError(
             f"{path.name}: the model is {shown('model', named)[:100]!r}, whose variable {name} is not set in this file",
             hint=f"say it: vramwise plan {path.name} --model Qwen/Qwen3-8B",
+        )
+    if re.match(r"[./~]|checkpoint-\d+$", named) and resolve_model(named) is None:
+        raise UsageError(
+            f"{path.name}: the model is {shown('model', named)[:100]!r}, which is not here",
+            hint=f"say what it is: vramwise plan {path.name} --model Qwen/Qwen3-8B",
         )
     return found
 

@@ -43,6 +43,11 @@ KEYS = frozenset(
         "base_model",
         "evaluation_strategy",
         "bits",
+        "use_lora",
+        "lora_rank",
+        "lora_enable",
+        "q_lora",
+        "full_finetune",
     ]
 )
 """Flags of Hugging Face's own example scripts and their relatives, and not of TRL's."""

@@ -113,9 +113,9 @@ def from_python(source: str, context: Context) -> Imported:
             values.setdefault("model", model)
         return vllm.read(values, version=context.version_of("vllm"), is_call=True)
     if _has_trl(calls):
-        return trl_script.read(calls, version=context.version)
+        return trl_script.read(calls, version=context.version_of("trl"))
     if calls.has("TrainingArguments", "Seq2SeqTrainingArguments"):
-        return hf_script.from_calls(calls, version=context.version)
+        return hf_script.from_calls(calls, version=context.version_of("hf-trainer"))
     shell = "\n".join(
         re.sub(r"^[#!%\s]+", "", line)
         for line in text_lines(source)

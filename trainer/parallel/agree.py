@@ -70,7 +70,8 @@ def check_shared(ranks: Ranks, output: Path) -> None:
     """Raise UsageError where a rank does not see what the first one writes into the output folder."""
     if not ranks.several:
         return
-    mark = output / f".seen-{ranks.broadcast_object(uuid.uuid4().hex)}"
+    token, theirs = ranks.broadcast_object((uuid.uuid4().hex, str(output)))
+    mark = output / f".seen-{token}"
     if ranks.first:
         mark.touch()
     hosts = ranks.gather_objects((_appears(mark.exists), socket.gethostname()))
@@ -79,7 +80,7 @@ def check_shared(ranks: Ranks, output: Path) -> None:
     for rank, (sees, host) in enumerate(hosts):
         if not sees:
             raise UsageError(
-                f"train.output: rank {rank} on {host} does not see {output} of the first rank",
+                f"train.output: rank {rank} on {host} does not see {theirs} of the first rank",
                 hint="a folder that all nodes share: every rank writes its part of a checkpoint there",
             )
 

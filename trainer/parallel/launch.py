@@ -1,9 +1,11 @@
 """`vramwise train RUN.yaml --nproc N`: starts PyTorch's own launcher, torchrun, and says in a line how ranks died."""
 
+import contextlib
 import logging
 import os
 import signal
 import socket
+import threading
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +18,8 @@ import torch
 from planner.errors import UsageError, VramwiseError
 from trainer.parallel.watch import LAUNCHER
 
-DEFAULT_PORT = 29500
-"""torchrun's own."""
+DEFAULT_PORT = 29400
+"""torchrun's own for c10d."""
 SHUTDOWN_S = 600
 """For the step under way and its checkpoint, once the run was asked to stop; torchrun's own is 30 s. A rank that
 died ends the others sooner (trainer/parallel/watch.py)."""
@@ -161,14 +163,19 @@ def _check_port(host: str, port: int, *, may_be_torch: bool) -> None:
 
 
 def _is_store(host: str, port: int) -> bool:
-    try:
-        torch.distributed.TCPStore(
-            host,
-            port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=PROBE_S),
-        )
-    except (RuntimeError, TimeoutError):
-        return False
-    return True
+    """Return whether torch's own store answers; to another program its client would wait for good."""
+    answered = threading.Event()
+
+    def ask() -> None:
+        with contextlib.suppress(RuntimeError):
+            torch.distributed.TCPStore(
+                host,
+                port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=PROBE_S),
+            )
+            answered.set()
+
+    threading.Thread(target=ask, daemon=True).start()
+    return answered.wait(PROBE_S)

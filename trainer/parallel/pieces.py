@@ -112,9 +112,9 @@ def load_pieces(pieces: Pieces, folder: Path, *, several: bool) -> None:
         raise ValueError(str(cause)) from None
 
 
-def saved_names(folder: Path) -> set[str]:
-    """Return the names of what was saved in `folder`."""
-    return set(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
+def saved(folder: Path) -> dict[str, Any]:
+    """Return name -> size and dtype of what was saved in `folder`."""
+    return dict(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
 
 
 class _SavePieces(DefaultSavePlanner):

@@ -5,7 +5,7 @@ of ranks reads it. 8-bit moments are saved as the numbers that they mean, for ot
 the scales of the blocks, by which as many ranks find the same codes again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +24,17 @@ from trainer.parallel.pieces import (
     load_pieces,
     memory,
     save_pieces,
-    saved_names,
+    saved,
 )
 from trainer.parallel.ranks import Ranks
 
 FOLDER = "training"
 SCALES = "scales/"
+STEP = "step"
+"""A number in our own optimizer's state; torch's have a tensor of that name, or none."""
 
 
-def save_training(
-    policy: Policy, optimizer: ElementwiseOptimizer, ranks: Ranks, folder: Path
-) -> None:
+def save_training(policy: Policy, optimizer: Any, ranks: Ranks, folder: Path) -> None:
     """Write the training state of all ranks into `folder`; all of them call it."""
     pieces = dict(_weights(policy))
     for name, local, rows in held(policy):
@@ -43,24 +43,24 @@ def save_training(
     save_pieces(pieces, folder)
 
 
-def load_training(
-    policy: Policy, optimizer: ElementwiseOptimizer, ranks: Ranks, folder: Path
-) -> bool:
+def load_training(policy: Policy, optimizer: Any, ranks: Ranks, folder: Path) -> bool:
     """Read the training state in `folder`, of however many ranks it is; all ranks call it.
 
     Returns whether each rank drew on where it was: not at another number of ranks.
     """
-    there = saved_names(folder)
+    there = saved(folder)
     pieces = dict(_weights(policy))
     steps: dict[str, Tensor] = {}
     optimizer.state.clear()
     for name, local, rows in held(policy):
-        if f"optimizer/{name}/step" not in there:
+        state = _fresh(optimizer, local, name, there)
+        if not state:
             continue  # never stepped
-        optimizer.state[local] = optimizer.new_state(local)
+        optimizer.state[local] = state
         pieces |= _state(name, local, rows, optimizer, ranks, there)
-        steps[name] = torch.zeros(1, dtype=torch.int64)
-        pieces[f"optimizer/{name}/step"] = memory(Rows(torch.Size((1,))), steps[name])
+        if not isinstance(state.get(STEP), Tensor | None):
+            steps[name] = torch.zeros(1, dtype=torch.int64)
+            pieces[f"optimizer/{name}/step"] = memory(Rows(torch.Size((1,))), steps[name])
     drawn = _saved_ranks(there) == ranks.size
     random = _random_state(optimizer, policy.device) if drawn else {}
     random = {name: state for name, state in random.items() if _random_name(ranks, name) in there}
@@ -72,9 +72,23 @@ def load_training(
         load_pieces(part, folder, several=ranks.several)
     for name, local, _ in held(policy):
         if name in steps:
-            optimizer.state[local]["step"] = int(steps[name])
+            optimizer.state[local][STEP] = int(steps[name])
     _set_random_state(random, optimizer, policy.device)
     return drawn
+
+
+def training_bytes(policy: Policy, optimizer: Any) -> int:
+    """Return what this rank writes of the training state; of parts that others hold too, its share."""
+    size = 0
+    for name, local, rows in held(policy):
+        pieces = {"": memory(rows, local)} | _state(name, local, rows, optimizer, policy.ranks)
+        size += sum(piece.rows.sizes.numel() * piece.dtype.itemsize for piece in pieces.values())
+    return size // policy.ranks.copies
+
+
+def whole_bytes(policy: Policy) -> int:
+    """Return the size of everything that is trained, whole."""
+    return sum(each.numel() * each.dtype.itemsize for _, each in policy.trainable())
 
 
 @torch.no_grad()
@@ -100,13 +114,16 @@ def gathered(policy: Policy) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_alone(policy: Policy, optimizer: ElementwiseOptimizer, folder: Path) -> None:
+def load_alone(policy: Policy, optimizer: Any, folder: Path) -> None:
     """Read on each of several ranks its rows of what one process has saved in `folder`."""
     names = _file_names(policy)
+    buffers = {name for name, _ in policy.model.named_buffers()}
     rows = {name: (local, own) for name, local, own in held(policy)}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118 - it is no mapping
+                if key in buffers:
+                    continue  # the loaded model's own
                 if key not in names:
                     raise ValueError(f"unknown weight {key}")
                 local, own = rows.pop(names[key])
@@ -116,15 +133,16 @@ def load_alone(policy: Policy, optimizer: ElementwiseOptimizer, folder: Path) ->
                 local.copy_(values[own.first : own.first + own.sizes[0]])
     if rows:
         raise ValueError(f"{next(iter(rows))} is not in the checkpoint")
-    saved = torch.load(folder / "training.pt", map_location="cpu", weights_only=True, mmap=True)
-    document = saved["optimizer"]
-    if len([index for group in document["param_groups"] for index in group["params"]]) != len(
-        names
-    ):
+    stored = torch.load(folder / "training.pt", map_location="cpu", weights_only=True, mmap=True)
+    document = stored["optimizer"]
+    if not isinstance(optimizer, ElementwiseOptimizer):
+        optimizer.load_state_dict(document)  # torch's own step whole tensors only
+        return
+    indices = [index for group in document["param_groups"] for index in group["params"]]
+    if len(indices) != len(names):
         raise ValueError("the optimizer's state is of another number of parameters")
     optimizer.state.clear()
     by_tensor = {id(local): own for _, local, own in held(policy)}
-    indices = [index for group in document["param_groups"] for index in group["params"]]
     tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     for index, tensor in zip(indices, tensors, strict=True):
         if index in document["state"]:
@@ -132,18 +150,18 @@ def load_alone(policy: Policy, optimizer: ElementwiseOptimizer, folder: Path) ->
 
 
 def _cut_state(
-    optimizer: ElementwiseOptimizer, tensor: Tensor, rows: Rows, saved: dict[str, Any]
+    optimizer: ElementwiseOptimizer, tensor: Tensor, rows: Rows, old: dict[str, Any]
 ) -> None:
     """Give a rank's rows of a parameter their part of the state of the whole."""
     state = optimizer.state[tensor] = optimizer.new_state(tensor)
-    state["step"] = saved["step"]
+    state[STEP] = old[STEP]
     for key, values in state.items():
         if not isinstance(values, Tensor) or key.startswith("absmax"):
             continue
-        if saved[key].numel() != rows.shape.numel():
+        if old[key].numel() != rows.shape.numel():
             raise ValueError("the optimizer's state is of other weights")
         number = int(key.removeprefix("moment")) if key.startswith("moment") else 0
-        part = saved_values(saved, key, number)[rows.elements]
+        part = saved_values(old, key, number)[rows.elements]
         if values.dtype == torch.uint8:
             optimizer.set_moment(tensor, number, part, keep_scales=False)
         else:
@@ -186,35 +204,51 @@ def _state(
     name: str,
     local: Tensor,
     rows: Rows,
-    optimizer: ElementwiseOptimizer,
+    optimizer: Any,
     ranks: Ranks,
-    there: set[str] | None = None,
+    there: Collection[str] | None = None,
 ) -> Pieces:
     """Return the pieces of one parameter's optimizer state; none before its first step.
 
     `there`: what is saved, for pieces that are read.
     """
     state: dict[str, Any] = optimizer.state.get(local, {})
-    if not state:
-        return {}
-    pieces = {
-        f"optimizer/{name}/step": memory(Rows(torch.Size((1,))), torch.tensor([state["step"]]))
-    }
+    pieces: Pieces = {}
     for key, values in state.items():
-        if not isinstance(values, Tensor) or key.startswith("absmax"):
+        if key.startswith("absmax"):
             continue
         whole = f"optimizer/{name}/{key}"
+        if not isinstance(values, Tensor):
+            pieces[whole] = memory(Rows(torch.Size((1,))), torch.tensor([values]))
+            continue
         if values.dtype != torch.uint8:
-            pieces[whole] = memory(rows, values)
+            own = rows if values.numel() == rows.sizes.numel() else Rows(values.shape)
+            pieces[whole] = memory(own, values)
             continue
         number = int(key.removeprefix("moment"))
         scales = f"{SCALES}{ranks.shards}/{ranks.shard_index}/{name}/{key}"
         same_blocks = there is None or scales in there
         if same_blocks:
-            own = state[f"absmax{number}"]
-            pieces[scales] = memory(Rows(own.shape), own)
+            blocks = state[f"absmax{number}"]
+            pieces[scales] = memory(Rows(blocks.shape), blocks)
         pieces[whole] = _eight_bit(rows, local, number, optimizer, same_blocks)
     return pieces
+
+
+def _fresh(optimizer: Any, local: Tensor, name: str, there: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state to be filled with what was saved of one parameter; empty where nothing was."""
+    prefix = f"optimizer/{name}/"
+    keys = [key.removeprefix(prefix) for key in there if key.startswith(prefix)]
+    if not keys or isinstance(optimizer, ElementwiseOptimizer):
+        return optimizer.new_state(local) if keys else {}
+    found = {key: there[prefix + key] for key in keys}
+    return {
+        # torch's own keep a counter where it was made, on the host
+        key: torch.zeros(
+            of.size, dtype=of.properties.dtype, device="cpu" if key == STEP else local.device
+        )
+        for key, of in found.items()
+    }
 
 
 def _eight_bit(
@@ -233,7 +267,7 @@ def _random_name(ranks: Ranks, name: str) -> str:
     return f"random/{ranks.size}/{ranks.rank}/{name}"
 
 
-def _saved_ranks(there: set[str]) -> int:
+def _saved_ranks(there: Collection[str]) -> int:
     return max((int(name.split("/")[1]) for name in there if name.startswith("random/")), default=1)
 
 
@@ -244,18 +278,17 @@ def _random(ranks: Ranks, states: dict[str, Tensor]) -> Pieces:
     }
 
 
-def _random_state(optimizer: ElementwiseOptimizer, device: torch.device) -> dict[str, Tensor]:
+def _random_state(optimizer: Any, device: torch.device) -> dict[str, Tensor]:
     """Return this rank's generators: torch's, and those of the optimizer's rounding."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
-    states["rounding"] = optimizer.rounding_state(device)
+    if isinstance(optimizer, ElementwiseOptimizer):
+        states["rounding"] = optimizer.rounding_state(device)
     return states
 
 
-def _set_random_state(
-    states: dict[str, Tensor], optimizer: ElementwiseOptimizer, device: torch.device
-) -> None:
+def _set_random_state(states: dict[str, Tensor], optimizer: Any, device: torch.device) -> None:
     if "cpu" in states:
         torch.set_rng_state(states["cpu"])
     if "cuda" in states and device.type == "cuda":

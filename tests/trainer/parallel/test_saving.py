@@ -160,7 +160,9 @@ def write_without_end(ranks, document, root, step):
 
 
 @pytest.mark.parametrize(
-    "kills", [2, pytest.param(20, marks=pytest.mark.slow)], ids=["two", "twenty"]
+    "kills",
+    [2, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
+    ids=["two", "twenty"],
 )
 def test_kills_of_any_rank_never_leave_an_unreadable_checkpoint(sft, tmp_path, kills):
     alone = ready_to_save(ALONE, sft("out", 9, {"lora": {"rank": 3}}), tmp_path)
