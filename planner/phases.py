@@ -24,7 +24,7 @@ from planner.terms.lifecycle import lifecycle, lifecycle_host
 from planner.terms.loading import loading
 from planner.terms.logits import Logits, head_gradient_width, held_outputs, kept_rows, logits
 from planner.terms.optimizer import optimizer
-from planner.terms.overhead import engine_workspace, scores_buffer, workspace
+from planner.terms.overhead import engine_workspace, gather_buffer, scores_buffer, workspace
 from planner.terms.passes import passes
 from planner.terms.pipeline import passed_on, under_way
 from planner.terms.sync import synced
@@ -78,8 +78,9 @@ def _workspaces(model: ModelSpec, r: Resolved, machine: Machine) -> Term:
         return own
     if more:
         own = plus(own, engine_workspace(machine, more))
-    scores = scores_buffer(model, r)
-    return plus(own, scores) if scores.bytes else own
+    for kept in (scores_buffer(model, r), gather_buffer(model, r)):
+        own = plus(own, kept) if kept.bytes else own
+    return own
 
 
 def _phase(name: str, *terms: Term) -> Phase:
