@@ -17,7 +17,7 @@ from planner.terms.companions import offloaded
 from planner.terms.critic import Critic, critic, rollout_logits
 from planner.terms.embedding import backward_blocks
 from planner.terms.engine import EngineCosts, Serving, engine_costs
-from planner.terms.generation import generating, rolling
+from planner.terms.generation import gathered_to_generate, generating, rolling
 from planner.terms.gradients import accumulated, gradient_width, gradients, whole_width
 from planner.terms.host import host
 from planner.terms.lifecycle import lifecycle, lifecycle_host
@@ -490,6 +490,7 @@ def _rollout(
     generating = (running.kv, running.work, rolling(model, r))
     if r.engine is not EngineKind.TRANSFORMERS:
         return _phase("rollout", *fixed, *generating)
+    whole = gathered_to_generate(model, r, whole)
     begins = _phase("rollout", *fixed, whole, term(r, flat.start, "the root's and a layer's"))
     goes_on = term(r, flat.forward, "the running layer's")
     goes = _phase("rollout", *fixed, whole, goes_on, *generating)
