@@ -105,6 +105,7 @@ def to_events(events: Sequence[BlockEvent]) -> tuple[Event, ...]:
             op=event.op,
             module=event.module,
             term=event.block.term,
+            stream=event.block.stream,
         )
         for event in events
         if event.block.place == DEVICE

@@ -26,8 +26,8 @@ class Shard:
     ranks: int
     """Processes of the run."""
     rank: int = 0
-    replicate: int = 1
-    """Groups that hold the same shards and add up their gradients (HSDP); `ranks` divides by it."""
+    replicate: int = 0
+    """Groups that hold the same shards and add up their gradients (HSDP); 0 = the mesh has no such side."""
     param_dtype: str = ""
     """MixedPrecisionPolicy.param_dtype: what gathered parameters are cast to; "" = as stored."""
     reduce_dtype: str = ""
@@ -67,7 +67,7 @@ def divide(model: torch.nn.Module, layers: list[torch.nn.Module], shard: Shard) 
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    if shard.replicate > 1:
+    if shard.replicate:
         sizes, names = (shard.replicate, shard.ranks // shard.replicate), ("replicate", "shard")
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     else:

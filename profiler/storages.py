@@ -41,6 +41,8 @@ class Block:
     place: str = DEVICE
     term: str = ""
     """Set when its role is known for sure (parameter, gradient, optimizer state)."""
+    stream: int = 0
+    """0: the stream that computes; 1 and on: FSDP2's own, whose blocks serve no other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,7 @@ class StorageTracker(TorchDispatchMode):
         self._stopped = False
         self._host_next = 0
         self._unseen = 0
+        self._streams = [torch.cpu.current_stream()]
         self._purpose = ""
         self.moves_to_host: bool | None = None
         """Where a `.to(device)` leads, if it is FSDP2's: see `moving`."""
@@ -365,9 +368,19 @@ class StorageTracker(TorchDispatchMode):
             self.phase,
             HOST if self._host_next else DEVICE,
             self._purpose,
+            self._stream(),
         )
         self._hold(storage, block)
         return block
+
+    def _stream(self) -> int:
+        """Return the number of the stream that is current: a CPU's streams only have names for the code."""
+        current = torch.cpu.current_stream()
+        if current is self._streams[0]:
+            return 0
+        if current not in self._streams:
+            self._streams.append(current)
+        return self._streams.index(current)
 
     def _hold(self, storage: Any, block: Block) -> None:
         key = storage._cdata

@@ -36,9 +36,10 @@ def subject_for(
     gpu: GpuSpec | None = None,
     layers: int | None = None,
     steps: int = 2,
+    rank: int = 0,
 ) -> Subject:
-    """Return the step to trace for a recipe on `gpu`. Raises UnsupportedError when none expresses it."""
-    options = step_options(resolved, config, gpu=gpu, layers=layers, steps=steps)
+    """Return rank `rank`'s step of a recipe on `gpu`. Raises UnsupportedError when none expresses it."""
+    options = step_options(resolved, config, gpu=gpu, layers=layers, steps=steps, rank=rank)
     step = resolved.switches.trace_step
     if resolved.task not in (Task.SFT, Task.GRPO):
         return task_subject(resolved, options, config)

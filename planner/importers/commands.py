@@ -67,7 +67,9 @@ def launch_of(
     started: Started, context: Context, values: dict[str, Any] | None = None
 ) -> Launch | None:
     """Return how a command spreads its run out: --launch, accelerate's file or flags, counts, SLURM's lines."""
-    gpus = started.gpus or slurm_gpus(context.text)
+    gpus, asked = started.gpus, slurm_gpus(context.text)
+    if asked and (not gpus or (asked > gpus and asked % gpus == 0 and started.nodes == 1)):
+        gpus = asked  # the launcher's own count of nodes is a variable of the job's
     if context.launch is not None:
         return context.launch if context.launch.gpus else replace(context.launch, gpus=gpus)
     values = values or {}

@@ -8,7 +8,7 @@ from typing import Any
 from planner.errors import UsageError
 from planner.importers.loading import flatten, load_json, load_yaml, read_text
 from planner.importers.spread import Launch
-from planner.importers.versions import stated
+from planner.importers.versions import Locked, locked, stated
 
 PACKAGES = {
     "axolotl": ("axolotl",),
@@ -17,6 +17,7 @@ PACKAGES = {
     "ms-swift": ("ms-swift", "swift"),
     "verl": ("verl",),
     "openrlhf": ("openrlhf",),
+    "unsloth": ("unsloth",),
     "vllm": ("vllm",),
     "sglang": ("sglang",),
     "hf-trainer": ("transformers",),
@@ -43,7 +44,16 @@ class Context:
 
     def version_of(self, tool: str) -> str | None:
         """Return the version that was given, or that the text states for a tool's package."""
-        return self.version or stated(self.text, *PACKAGES.get(tool, (tool,)))
+        found = self.version or stated(self.text, *PACKAGES.get(tool, (tool,)))
+        if found is None and (pinned := self.locked(tool)) is not None:
+            return pinned.version
+        return found
+
+    def locked(self, tool: str) -> Locked | None:
+        """Return what a lock file beside the config pins of a tool's package."""
+        if self.path is None:
+            return None
+        return locked(self.path.parent, *PACKAGES.get(tool, (tool,)))
 
     def find(self, name: str) -> tuple[str, Path | None] | None:
         """Return text and path of a file that the config names: written by it, beside it, or above."""
@@ -74,6 +84,11 @@ class Context:
 
 def absent(name: str, *, what: str = "") -> UsageError:
     """Return the error for a file that a command names and that is not here."""
+    if "$" in name:
+        return UsageError(
+            f"config: {name[:200]}, which this line names, is not here: a variable in it is not set in this file",
+            hint="give the config itself: vramwise plan CONFIG",
+        )
     return UsageError(
         f"config: {name[:200]}, which this line names, is not here{what}",
         hint=f"put {Path(name).name[:100]} beside this file, or give it alone: vramwise plan {Path(name).name[:100]}",

@@ -95,6 +95,21 @@ _BARE = frozenset(
 )
 """Launchers' flags that take no value."""
 _RUNS = frozenset(("run", "exec", "submit", "job", "launch", "profile"))
+_INSIDE = frozenset(
+    (
+        "python",
+        "python3",
+        "torchrun",
+        "accelerate",
+        "deepspeed",
+        "llamafactory-cli",
+        "swift",
+        "axolotl",
+        "bash",
+        "sh",
+    )
+)
+"""Where a container's own command starts after its image."""
 _DISTRIBUTED = re.compile(
     r"^torch\.distributed\.(?:run|launch)$|^accelerate\.commands\.launch$|^deepspeed\.launcher\."
 )
@@ -129,16 +144,21 @@ class Started:
         """How many GPUs the launcher starts processes on, or None."""
         if self.total:
             return self.total
-        if self.processes:
-            return self.processes * self.nodes
+        each = self.processes or as_int(self.environment.get("NPROC_PER_NODE"))
+        if each:
+            nodes = self.nodes if self.nodes > 1 else as_int(self.environment.get("NNODES")) or 1
+            return each * nodes
         return visible_devices(self.environment) if self.launches_many else None
 
     @property
     def launches_many(self) -> bool:
         """Whether a launcher starts a process for each GPU."""
         names = {Path(word).name for word in self.launcher}
-        return bool(names & {"torchrun", "accelerate", "deepspeed"}) or any(
-            _DISTRIBUTED.match(word) for word in self.launcher
+        own = self.name in ("llamafactory-cli", "lmf")
+        return (
+            own
+            or bool(names & {"torchrun", "accelerate", "deepspeed"})
+            or any(_DISTRIBUTED.match(word) for word in self.launcher)
         )
 
 
@@ -157,6 +177,11 @@ def started(command: list[str], environment: dict[str, str] | None = None) -> St
             rest = inner
         elif name in ("bash", "sh") and len(rest) > 1 and rest[1].endswith(".sh"):
             break
+        elif name in ("docker", "podman", "nerdctl"):
+            inside = next((i for i, word in enumerate(rest) if Path(word).name in _INSIDE), None)
+            if inside is None:
+                break
+            rest = rest[inside:]
         elif name in _WRAPPERS:
             rest = _unwrapped(found, rest)
         elif name in ("torchrun", "deepspeed", "accelerate", "composer", "colossalai"):

@@ -11,6 +11,7 @@ from planner.importers.launch import (
     deepspeed_setting,
     finish_sharding,
     from_words,
+    set_degrees,
 )
 from planner.importers.names import quantization_in_name
 from planner.importers.settings import Imported, Settings, as_int, as_names
@@ -200,6 +201,9 @@ def _sharding(
         recipe["dtype"], recipe["master_weights"] = "bf16", True  # no fp32 cast under ZeRO-3
     if fsdp := fsdp_setting(settings):
         apply_launch(settings, recipe, fsdp)
+    # of forks with sequence parallelism, such as 360-LLaMA-Factory
+    ranks = settings.count("sequence_parallel_size", "cp_size", to="parallel.context")
+    gpus = set_degrees(settings, recipe, gpus, context=ranks, context_kind="ulysses")
     return finish_sharding(settings, recipe, gpus or from_words(text).gpus)
 
 

@@ -84,6 +84,7 @@ def read(
     settings.raw("per_device_eval_batch_size")
     _lengths(settings, recipe, task, model)
     _activations(settings, recipe)
+    _towers(settings)
     recipe["optimizer"] = words.optimizer(
         settings, settings.raw("optim", "optimizer", to="optimizer", default="adamw_torch_fused")
     )
@@ -211,11 +212,18 @@ def _activations(settings: Settings, recipe: dict[str, Any]) -> None:
         )
     settings.raw(
         "use_logits_to_keep",
-        "freeze_vit",
-        "freeze_aligner",
         "freeze_llm",
         "vit_gradient_checkpointing",
     )
+
+
+def _towers(settings: Settings) -> None:
+    """Say what of a multimodal model is trained beside its text."""
+    for key in ("freeze_vit", "freeze_aligner"):
+        if not settings.flag(key, default=True):
+            settings.effect(
+                f"{key} false: that part's gradients and activations come on top of the text's"
+            )
 
 
 def _lora(settings: Settings, method: Method) -> dict[str, Any]:

@@ -326,6 +326,9 @@ def _engine(
         settings.effect(f"vllm_device {device}: the engine is on another GPU than the training")
     rows = (recipe["micro_batch_size"] or 1) * (steps or recipe["gradient_accumulation"] or 1)
     if mode == "server":
+        settings.raw(
+            "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_max_model_len"
+        )
         return {"kind": EngineKind.VLLM_SERVER}
     settings.effect("the engine holds a second copy of the weights")
     tensor_parallel = (

@@ -4,6 +4,7 @@ from typing import Any
 
 from planner.importers import words
 from planner.importers.launch import set_degrees
+from planner.importers.launchers import started
 from planner.importers.settings import Imported, Settings
 from planner.importers.shell import Script
 from planner.run.recipe import Checkpointing, EngineKind, Loss, Method, Reference, Sharding, Task
@@ -15,12 +16,14 @@ _M, _F = "actor_rollout_ref.model.", "actor_rollout_ref.ref."
 
 def read_script(script: Script, *, version: str | None = None) -> Imported | None:
     """Return the run of the first `verl.trainer` command, or None."""
-    for command in script.commands:
+    for command, environment in zip(script.commands, script.prefixes, strict=True):
         if any("verl.trainer" in word or "main_ppo" in word for word in command):
+            program = started(command, environment)
             return read(
                 overrides(command),
                 version=version,
                 sft=any("sft_trainer" in word for word in command),
+                gpus=program.gpus if program else None,
             )
     return None
 
@@ -37,11 +40,17 @@ def overrides(words_: list[str]) -> dict[str, Any]:
     return values
 
 
-def read(values: dict[str, Any], *, version: str | None = None, sft: bool = False) -> Imported:
-    """Return verl overrides as a run."""
+def read(
+    values: dict[str, Any],
+    *,
+    version: str | None = None,
+    sft: bool = False,
+    gpus: int | None = None,
+) -> Imported:
+    """Return verl overrides as a run; `gpus` are the launcher's, which SFT follows."""
     settings = Settings(values, tool="verl", version=version or VERSION, assumed=version is None)
     if sft:
-        return _read_sft(settings)
+        return _read_sft(settings, gpus)
     adv = str(settings.raw("algorithm.adv_estimator", to="task", default="gae"))
     critic = settings.flag("critic.enable", to="task", default=adv == "gae")
     task = Task.PPO if critic else Task.GRPO
@@ -55,10 +64,10 @@ def read(values: dict[str, Any], *, version: str | None = None, sft: bool = Fals
     method = Method.LORA if lora else Method.FULL
     recipe["method"] = method
     _precision(settings, recipe, megatron)
-    gpus = (settings.count("trainer.n_gpus_per_node", to="gpus", default=8) or 8) * (
+    count = (settings.count("trainer.n_gpus_per_node", to="gpus", default=8) or 8) * (
         settings.count("trainer.nnodes", to="gpus", default=1) or 1
     )
-    _batch(settings, recipe, gpus)
+    _batch(settings, recipe, count)
     _model_switches(settings, recipe)
     recipe["optimizer"] = words.optimizer(
         settings, settings.raw(f"{_A}optim.optimizer", to="optimizer", default="AdamW")
@@ -69,7 +78,7 @@ def read(values: dict[str, Any], *, version: str | None = None, sft: bool = Fals
     _reference(settings, recipe, method)
     if task is Task.PPO:
         _companions(settings, recipe, model)
-    ranks = _degrees(settings, recipe, gpus, megatron)
+    ranks = _degrees(settings, recipe, count, megatron)
     for key in ("param_offload", "optimizer_offload"):
         if settings.flag(f"{_A}fsdp_config.{key}", f"{_A}megatron.{key}", to="engine"):
             if megatron:
@@ -295,7 +304,7 @@ def _drop_rest(settings: Settings) -> None:
             settings.report.ignored += 1
 
 
-def _read_sft(settings: Settings) -> Imported:
+def _read_sft(settings: Settings, launched: int | None) -> Imported:
     recipe: dict[str, Any] = {
         "framework": settings.framework("verl"),
         "task": Task.SFT,
@@ -333,7 +342,16 @@ def _read_sft(settings: Settings) -> Imported:
         if settings.flag("model.enable_gradient_checkpointing", to="checkpointing", default=True)
         else Checkpointing.NONE
     )
-    gpus = settings.count("trainer.n_gpus_per_node", to="gpus", default=1)
+    told = settings.count("trainer.n_gpus_per_node", to="gpus", default=launched or 1) or 1
+    told *= settings.count("trainer.nnodes", to="gpus") or 1
+    shared = ("ulysses_sequence_parallel_size", "engine.ulysses_sequence_parallel_size")
+    gpus = set_degrees(
+        settings,
+        recipe,
+        launched or told,
+        context=settings.count(*shared, to="parallel.context"),
+        context_kind="ulysses",
+    )
     lora = {"rank": rank, "targets": "all-linear"} if rank else {}
     _drop_rest(settings)
     return settings.finish(model, recipe=recipe, lora=lora, engine={}, gpus=gpus)

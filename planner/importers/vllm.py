@@ -10,6 +10,16 @@ from planner.importers.shell import Script, flags
 from planner.run.recipe import EngineKind, Method, Sharding, Task
 
 VERSION = "0.32"
+OLD_VERSION = "0.10.2"
+OLD = (
+    "num-scheduler-steps",
+    "use-v2-block-manager",
+    "num-lookahead-slots",
+    "preemption-mode",
+    "scheduler-delay-factor",
+    "worker-use-ray",
+)
+"""Flags of the V0 engine, which releases from 0.11 on do not have."""
 _SHORT = {
     "tp": "tensor-parallel-size",
     "dp": "data-parallel-size",
@@ -57,7 +67,15 @@ def read(values: dict[str, Any], *, version: str | None = None, is_call: bool = 
     values = {
         _SHORT.get(str(key), str(key)).replace("_", "-"): value for key, value in values.items()
     }
-    settings = Settings(values, tool="vllm", version=version or VERSION, assumed=version is None)
+    old = next((key for key in OLD if values.get(key) is not None), None)
+    settings = Settings(
+        values,
+        tool="vllm",
+        version=version or (OLD_VERSION if old else VERSION),
+        assumed=version is None,
+        why=f"{old} was V0's, which 0.11 no longer has" if old and version is None else "",
+    )
+    settings.raw(*OLD)
     model = str(settings.raw("model", "model-tag", "*0", to="model", default=""))
     recipe: dict[str, Any] = {
         "framework": settings.framework("vllm"),

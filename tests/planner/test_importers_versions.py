@@ -334,7 +334,7 @@ def test_verl_default_arm_and_reference() -> None:
     "text",
     [
         "vllm serve Qwen/Qwen3-8B --max-model-len 32k -tp 2 --max_num_seqs=64\n",
-        "docker run --gpus all vllm/vllm-openai:v0.11 --model Qwen/Qwen3-8B --max-model-len 32000 --tensor-parallel-size 2 --max-num-seqs 64\n",
+        "docker run --gpus all vllm/vllm-openai:latest --model Qwen/Qwen3-8B --max-model-len 32000 --tensor-parallel-size 2 --max-num-seqs 64\n",
         "model: Qwen/Qwen3-8B\nmax-model-len: 32000\ntensor_parallel_size: 2\nmax-num-seqs: 64\n",
         "from vllm import LLM\nllm = LLM('Qwen/Qwen3-8B', max_model_len=32 * 1000, tensor_parallel_size=2, max_num_seqs=64)\n",
         "model:\n  model_id: Qwen/Qwen3-8B\n  base_args: ['--max-model-len', '32000']\nvariants:\n  default:\n    extra_args: ['-tp', '2', '--max-num-seqs', '64']\n",

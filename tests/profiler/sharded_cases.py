@@ -55,6 +55,7 @@ CASES = {
     "kept in part after forward": Case(shard={"reshard_after_forward": 2}, ranks=4),
     "replicated": Case(shard={"replicate": 2}),
     "replicated and accumulated": Case(shard={"replicate": 2}, accumulation=3),
+    "replicated once": Case(shard={"replicate": 1}),
     "two shards twice": Case(
         shard={"replicate": 2, "param_dtype": "bf16", "reduce_dtype": "fp32"}, ranks=4
     ),

@@ -45,8 +45,7 @@ def main(rank: int, file: str, names: list[str]) -> None:
         tracker = run_subject(step, fake=False)
         assign_terms(tracker.events, vocab=step.vocab, embedding=step.trained_embedding)
         result[name] = peaks(tracker.events)
-    if rank == 0:
-        print(json.dumps(result))
+    print(json.dumps(result))
     dist.destroy_process_group()
 
 

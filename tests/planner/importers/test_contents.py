@@ -47,9 +47,9 @@ def test_a_deepspeed_mapping_inline(config: str) -> None:
     [
         ({"activation_checkpointing": True, "reshard_after_forward": True}, Sharding.FSDP, False, True),
         ({"fsdp_version": 2, "fsdp_activation_checkpointing": True}, Sharding.FSDP2, False, True),
-        ({"fsdp_sharding_strategy": "SHARD_GRAD_OP"}, Sharding.ZERO2, False, False),
+        ({"fsdp_sharding_strategy": "SHARD_GRAD_OP"}, Sharding.FSDP2, False, False),
         ({"sharding_strategy": "NO_SHARD"}, Sharding.DDP, False, False),
-        ({"version": 2, "reshard_after_forward": False}, Sharding.ZERO2, False, False),
+        ({"version": 2, "reshard_after_forward": False}, Sharding.FSDP2, False, False),
         ({"fsdp_offload_params": True, "fsdp_version": 2}, Sharding.FSDP, True, False),
     ],
 )  # fmt: skip
@@ -175,6 +175,14 @@ def test_verl_shares_a_sequence_by_ulysses_and_groups_by_fsdp_size() -> None:
         VERL.format("actor_rollout_ref.actor.fsdp_config.fsdp_size=4 trainer.n_gpus_per_node=8")
     ).run.recipe
     assert (grouped.parallel.data_shard, grouped.parallel.data_replicate) == (4, 2)
+
+
+def test_verls_sft_follows_its_launcher() -> None:
+    text = "torchrun --nproc_per_node=8 -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=Qwen/Qwen3-4B data.max_length=4096 data.micro_batch_size_per_gpu=2 {0}\n"
+    run = import_config(text.format("")).run
+    assert (run.machine.gpus, run.recipe.sharding, run.recipe.context) == (8, Sharding.FSDP, 4096)
+    shared = import_config(text.format("ulysses_sequence_parallel_size=2")).run
+    assert (shared.machine.gpus, shared.recipe.context) == (8, 2048)
 
 
 def test_verl_with_megatron_holds_a_model_together() -> None:

@@ -35,6 +35,7 @@ def first(text: str) -> Started:
         ("ray job submit --address=http://h:1 --runtime-env-json='{}' -- python3 -m pkg.cli --x", "pkg.cli", None),
         ("nohup env A=1 uv run --extra fsdp -m pkg.main a=b > log 2>&1 &", "pkg.main", None),
         ("conda run -n env python -u a.py --x", "a.py", None),
+        ("docker run --gpus all -p 1:1 some/image:1 python3 -m pkg.server --x", "pkg.server", None),
         ("CUDA_VISIBLE_DEVICES=0,1 python a.py", "a.py", None),
     ],
 )  # fmt: skip
@@ -80,6 +81,22 @@ def test_trls_flags_on_any_script(script: str, flags: str, task: Task) -> None:
     assert found.run.recipe.sharding is Sharding.DDP
 
 
+@pytest.mark.parametrize(
+    ("text", "gpus"),
+    [
+        ("NNODES=2 NPROC_PER_NODE=8 llamafactory-cli train", 16),
+        ("CUDA_VISIBLE_DEVICES=0,1 llamafactory-cli train", 2),
+        (
+            "#SBATCH --nodes=2\n#SBATCH --gpus-per-node=4\nsrun torchrun --nproc_per_node 4 --nnodes $N src/train.py",
+            8,
+        ),
+    ],
+)
+def test_nodes_of_the_environment_and_the_job(text: str, gpus: int) -> None:
+    flags = "--stage sft --finetuning_type lora --model_name_or_path Qwen/Qwen3-4B --bf16"
+    assert import_config(f"{text} {flags}\n").run.machine.gpus == gpus
+
+
 def test_accelerates_own_flags_say_the_sharding() -> None:
     fsdp = "--use_fsdp --fsdp_offload_params true --fsdp_version 1 --num_processes 4"
     found = import_config(f"accelerate launch {fsdp} t.py {TRL} --use_peft\n").run
@@ -101,6 +118,7 @@ def test_accelerates_own_flags_say_the_sharding() -> None:
         ("torchrun --nproc_per_node 2 fastchat/train/train.py --model_name_or_path Qwen/Qwen3-4B --output_dir o --model_max_length 2048 --lazy_preprocess True --fsdp 'full_shard auto_wrap'", 2048, Method.FULL),
         ("python qlora.py --model_name_or_path huggyllama/llama-7b --output_dir o --bits 4 --lora_r 64 --source_max_len 16 --target_max_len 512", 528, Method.QLORA),
         ("python finetune.py --base_model Qwen/Qwen3-4B --output_dir o --batch_size 128 --micro_batch_size 4 --lora_r 8", 1024, Method.LORA),
+        ("python ft.py --model_name_or_path Qwen/Qwen3-4B --output_dir o --use_lora --lora_rank 8 --max_seq_length 99", 99, Method.LORA),
     ],
 )  # fmt: skip
 def test_plain_hugging_face_scripts(line: str, context: int, method: Method) -> None:
@@ -118,6 +136,14 @@ def test_plain_hugging_face_scripts(line: str, context: int, method: Method) -> 
             4,
             32,
         )
+
+
+@pytest.mark.parametrize(
+    "name", ["conf/deepspeed_config_s2.json", "ds_z2_config.json", "z2_offload.json", "zero2.json"]
+)
+def test_a_stage_in_a_files_name(name: str) -> None:
+    found = import_config(f"torchrun --nproc_per_node 2 t.py {TRL} --use_peft --deepspeed {name}\n")
+    assert found.run.recipe.sharding is Sharding.ZERO2
 
 
 def test_llamafactory_behind_any_launcher() -> None:
@@ -185,6 +211,14 @@ def test_the_model_may_be_said_beside_the_file(tmp_path: Path) -> None:
     found = import_subject(str(config), model="Qwen/Qwen3-4B", gpus=2)
     assert found is not None
     assert found.run.model == "Qwen/Qwen3-4B"
+
+
+def test_a_model_in_a_folder_of_another_machine_is_asked_for(tmp_path: Path) -> None:
+    script = tmp_path / "serve.sh"
+    script.write_text("vllm serve /mnt/models --max-model-len 64\n", encoding="utf-8")
+    with pytest.raises(UsageError, match="'/mnt/models', which is not here") as caught:
+        import_subject(str(script))
+    assert "--model" in (caught.value.hint or "")
 
 
 def test_given_gpus_silence_the_note_about_them() -> None:

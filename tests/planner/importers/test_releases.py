@@ -1,6 +1,7 @@
 """Which release a file was written for, by the names it uses."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +9,7 @@ from planner.datafiles import data_dir
 from planner.importers import import_config
 from planner.importers.report import report_text
 from planner.importers.trl_versions import infer
+from planner.importers.versions import stated
 from planner.run.recipe import EngineKind, Loss, Task
 
 MODEL = "m = AutoModelForCausalLM.from_pretrained('Qwen/Qwen2.5-7B')\n"
@@ -157,3 +159,37 @@ def test_device_count_is_what_was_given() -> None:
     source = "import torch\nllm = LLM(model='Qwen/Qwen3-4B', tensor_parallel_size=torch.cuda.device_count())\n"
     assert import_config(source, gpus=4).run.recipe.engine.tensor_parallel == 4
     assert import_config(source).run.recipe.engine.tensor_parallel == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "package", "version"),
+    [
+        ("INFO api_server.py:1: vLLM API server version 0.9.1\n", "vllm", "0.9.1"),
+        ("Unsloth version: 2025.3.19\n", "unsloth", "2025.3.19"),
+        ('[[package]]\nname = "trl"\nversion = "0.18.2"\nsource = {}\n', "trl", "0.18.2"),
+        ("docker run vllm/vllm-openai:v0.11.1 --model x\n", "vllm", "0.11.1"),
+        ("image: lmsysorg/sglang:v0.5.3-cu126\n", "sglang", "0.5.3"),
+        ("docker run vllm/vllm-openai:latest --port 8000\n", "vllm", None),
+        ("the vllm server has version control\n", "vllm", None),
+    ],
+)
+def test_banners_locks_and_image_tags(text: str, package: str, version: str | None) -> None:
+    assert stated(text, package) == version
+
+
+def test_a_lock_file_beside_the_config_pins_it(tmp_path: Path) -> None:
+    config = tmp_path / "sft.yaml"
+    config.write_text(
+        "model_name_or_path: Qwen/Qwen3-4B\nmax_length: 64\nuse_peft: true\n", encoding="utf-8"
+    )
+    (tmp_path / "requirements.txt").write_text("torch\ntrl==0.24.0\n", encoding="utf-8")
+    found = import_config(config)
+    assert (found.version, found.report.version_assumed) == ("0.24.0", False)
+    assert any("requirements.txt beside it pins it" in said for said in found.report.effects)
+    assert import_config(config, version="0.18.0").version == "0.18.0"
+
+
+def test_flags_of_vllms_first_engine_date_it() -> None:
+    found = import_config("vllm serve Qwen/Qwen3-8B --num-scheduler-steps 8 --max-model-len 64\n")
+    assert found.version == "0.10.2"
+    assert "V0" in found.report.version_why
