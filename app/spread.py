@@ -91,8 +91,8 @@ def _row(tried: Tried) -> dict[str, Any]:
     return {
         "layout": tried.words,
         "framework": tried.framework,
-        "on each GPU": format_bytes(made.peak_bytes, digits=1) if made else "",
-        "verdict": made.verdict if made else "refused",
+        "on each GPU": format_bytes(made.peak_bytes if made else tried.standing_bytes, digits=1),
+        "verdict": made.verdict if made else "does not fit",
         "over slow links": format_bytes(tried.traffic.slow, digits=1),
         "inside a node": format_bytes(tried.traffic.node, digits=1),
         "why not": tried.why or "the first choice",

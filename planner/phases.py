@@ -17,14 +17,14 @@ from planner.terms.companions import offloaded
 from planner.terms.critic import Critic, critic, rollout_logits
 from planner.terms.embedding import backward_blocks
 from planner.terms.engine import EngineCosts, Serving, engine_costs
-from planner.terms.generation import generating, rolling
+from planner.terms.generation import gathered_to_generate, generating, rolling
 from planner.terms.gradients import accumulated, gradient_width, gradients, whole_width
 from planner.terms.host import host
 from planner.terms.lifecycle import lifecycle, lifecycle_host
 from planner.terms.loading import loading
 from planner.terms.logits import Logits, head_gradient_width, held_outputs, kept_rows, logits
 from planner.terms.optimizer import optimizer
-from planner.terms.overhead import engine_workspace, scores_buffer, workspace
+from planner.terms.overhead import engine_workspace, gather_buffer, scores_buffer, workspace
 from planner.terms.passes import passes
 from planner.terms.pipeline import passed_on, under_way
 from planner.terms.sync import synced
@@ -78,8 +78,9 @@ def _workspaces(model: ModelSpec, r: Resolved, machine: Machine) -> Term:
         return own
     if more:
         own = plus(own, engine_workspace(machine, more))
-    scores = scores_buffer(model, r)
-    return plus(own, scores) if scores.bytes else own
+    for kept in (scores_buffer(model, r), gather_buffer(model, r)):
+        own = plus(own, kept) if kept.bytes else own
+    return own
 
 
 def _phase(name: str, *terms: Term) -> Phase:
@@ -489,6 +490,7 @@ def _rollout(
     generating = (running.kv, running.work, rolling(model, r))
     if r.engine is not EngineKind.TRANSFORMERS:
         return _phase("rollout", *fixed, *generating)
+    whole = gathered_to_generate(model, r, whole)
     begins = _phase("rollout", *fixed, whole, term(r, flat.start, "the root's and a layer's"))
     goes_on = term(r, flat.forward, "the running layer's")
     goes = _phase("rollout", *fixed, whole, goes_on, *generating)

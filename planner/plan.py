@@ -11,7 +11,7 @@ from planner.models.spec import ModelSpec
 from planner.phases import Phase, budget
 from planner.reserved import Reserved, outside_bytes, reserved
 from planner.risk import EVEN, TAIL, Distribution, Risk, distribution, kind_of
-from planner.run.engine_degrees import refuse_degrees
+from planner.run.engine_degrees import idle_note, refuse_degrees
 from planner.run.experts import LOOPS, uneven_notes
 from planner.run.framework import planned_as, spelled
 from planner.run.ranks import RankPeak, RankRun, rank_runs
@@ -380,7 +380,10 @@ def _of_rank(model: ModelSpec, resolved: Resolved, machine: Machine, risk: float
 
 
 def _assumptions(resolved: Resolved, machine: Machine, shared: int) -> tuple[str, ...]:
-    notes = list(resolved.assumptions)
+    notes = [
+        *resolved.assumptions,
+        *filter(None, [idle_note(resolved, machine.num_gpus)]),
+    ]
     gpu = machine.gpu
     guessed = gpu is not None and gpu.torch_total_basis == "derived"
     if gpu is not None and guessed and machine.vram_bytes == gpu.torch_total_bytes:

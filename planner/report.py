@@ -224,7 +224,7 @@ def layout_table(rows: Sequence[dict[str, Any]]) -> str:
         [
             row["framework"],
             row["layout"],
-            format_bytes(row["peak_bytes"]) if "peak_bytes" in row else "",
+            format_bytes(row.get("peak_bytes", row["standing_bytes"])),
             row["verdict"],
             format_bytes(row["network_bytes"] + row["host_link_bytes"]),
             format_bytes(row["node_bytes"]),

@@ -96,7 +96,7 @@ def _learn(
 def _loss(ready: "Preflight", live: LiveRecording, batch: MicroBatch) -> Tensor:
     policy = ready.policy
     with live.phase("forward"):
-        hidden, routers = hidden_and_routers(policy, batch, routers=ready.recipe.router_loss)
+        hidden, routers = hidden_and_routers(policy, batch, routers=bool(ready.recipe.router_loss))
     with live.phase("loss"):
         scored = log_probs(policy, batch, hidden, entropy=True, **ready.shape)
         share = sft_loss(scored.logp, num_tokens=len(batch.targets))

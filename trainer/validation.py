@@ -162,7 +162,8 @@ class Validation:
     def run(self, done: int) -> Figures:
         """Evaluate after `done` steps; log it, and keep the weights if they are the best so far."""
         started = time.perf_counter()
-        figures = self._measure(done)
+        # the first rank's, should rewards differ: what follows is decided alike
+        figures = self._ready.ranks.broadcast_object(self._measure(done))
         value = figures.get(self.metric, math.nan)  # a reward that was silent everywhere
         sign = -1 if self.metric in SMALLER_IS_BETTER else 1
         gain = math.inf if self.best is None else sign * (value - self.best)

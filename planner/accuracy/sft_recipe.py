@@ -257,7 +257,8 @@ def _sharding(row: Row) -> Sharding:
     if "device_map" in text:
         raise NotCovered("layers split over GPUs by device_map are not modelled")
     if "fsdp" in text:
-        return Sharding.FSDP
+        second = "torchtitan" in row["framework"].lower()  # fully_shard since its first release
+        return Sharding.FSDP2 if second else Sharding.FSDP
     stage = re.search(r"zero-?([123])", text)
     if stage:
         if "offload" in text or row["cpu_offload"].lower() in {"yes", "cpu", "disk"}:

@@ -16,6 +16,7 @@ from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
 from planner.run.framework import pick
+from planner.run.ranks import rank_runs
 from planner.run.recipe import (
     Checkpointing,
     Method,
@@ -28,14 +29,19 @@ from planner.run.resolve import resolve
 from planner.run.task_model import task_model
 from planner.run.tasks import planned_task
 from planner.speed.traffic import Traffic, traffic
+from planner.terms.standing import standing
 from planner.units import format_bytes
 
 FITTING = 4
 """Layouts that fit, of which the first is the answer."""
 TRIED = 60
-"""Plans at most: a layout that far down the order is no answer."""
+"""Plans at most; what its standing bytes alone refuse is not planned."""
+LOSERS = 16
+"""Layouts that would be better placed and do not fit, of which to say why."""
 LONG_TOKENS = 16384
 """From here on a sequence is worth dividing."""
+VERY_LONG_TOKENS = 8 * LONG_TOKENS
+"""From here on no layout takes a run that keeps all activations, or all logits."""
 OTHERS = ("hf-trainer", "torchtitan", "megatron")
 """Frameworks that divide what the one that was asked for does not."""
 AGAIN = (Checkpointing.FULL, Checkpointing.OFFLOAD)
@@ -63,6 +69,8 @@ class Tried:
     flags: str
     key: Key
     traffic: Traffic
+    standing_bytes: int
+    """Weights, gradients and states of a rank."""
     plan: Plan | None = None
     why: str = ""
     """Why it loses to the first; empty for the first."""
@@ -80,13 +88,14 @@ class Tried:
                 "fits": made.fits,
             }
             if made is not None
-            else {"verdict": "refused", "fits": False}
+            else {"verdict": "does not fit", "fits": False}
         )
         return {
             "layout": self.words,
             "framework": self.framework,
             "flags": self.flags,
             "update": self.update,
+            "standing_bytes": self.standing_bytes,
             **planned,
             **self.traffic.to_dict(),
             "why": self.why,
@@ -99,15 +108,16 @@ def layouts(
     """Return the layouts that fit, the best first, and before them why each better-placed one does not."""
     recipe = _undivided(recipe)
     found: list[Tried] = []
-    for candidate in sorted(_candidates(model, recipe, machine), key=lambda each: each.key)[:TRIED]:
-        planned = _planned(model, candidate, machine)
-        found.append(planned)
+    for candidate in sorted(_candidates(model, recipe, machine), key=lambda each: each.key):
+        found.append(_planned(model, candidate, machine))
         if sum(_goes(each) for each in found) >= fitting:
             break
+        if sum(each.plan is not None for each in found) >= TRIED:
+            break
     best = next((each for each in found if _goes(each)), None)
-    return sorted(
-        (_explained(each, best) for each in found), key=lambda each: (not _goes(each), each.key)
-    )
+    explained = sorted((_explained(each, best) for each in found), key=lambda each: each.key)
+    lost = [each for each in explained if not _goes(each)]
+    return [each for each in explained if _goes(each)] + lost[:LOSERS]
 
 
 def _undivided(recipe: Recipe) -> Recipe:
@@ -144,6 +154,9 @@ def _goes(tried: Tried) -> bool:
 
 
 def _planned(model: ModelSpec, tried: Tried, machine: Machine) -> Tried:
+    if tried.standing_bytes > machine.vram_bytes:
+        need = format_bytes(tried.standing_bytes)
+        return replace(tried, why=f"weights, gradients and states alone take {need}")
     try:
         made = plan(model, tried.recipe, machine)
     except VramwiseError as error:
@@ -215,11 +228,15 @@ def _one(
     try:
         changed = apply(recipe, Change("layout", update, "", 0))
         resolved = resolve(task_model(model, planned_task(changed)), changed, machine)
-        moved = traffic(model, resolved, machine.node_gpus)
+        shaped = task_model(model, planned_task(changed))
+        moved = traffic(shaped, resolved, machine.node_gpus)
+        first = rank_runs(shaped, resolved)[0]
+        held = standing(first.model, first.resolved).total
     except (VramwiseError, ValueError):
         return None
     again = AGAIN.index(resolved.checkpointing) + 1 if resolved.checkpointing in AGAIN else 0
-    extra = [str(resolved.layout), resolved.sharding.value]
+    kind = f", {resolved.layout.context_kind}" if resolved.layout.context > 1 else ""
+    extra = [f"{resolved.layout}{kind}", resolved.sharding.value]
     extra += ["layers stay whole"] if "reshard_after_forward" in update else []
     extra += [f"{update['checkpointing']} checkpointing"] if "checkpointing" in update else []
     extra += ["chunked loss"] if "loss" in update else []
@@ -227,7 +244,8 @@ def _one(
     extra += ["states on the host"] if update.get("optimizer_offload") else []
     key = Key(0, other, moved.slow, again, moved.node)
     words = ", ".join(extra)
-    return Tried(changed, update, resolved.framework.name, words, _flags(update), key, moved)
+    name = resolved.framework.name
+    return Tried(changed, update, name, words, _flags(update), key, moved, held)
 
 
 def _updates(
@@ -241,6 +259,7 @@ def _updates(
     if _tokens(recipe) >= LONG_TOKENS and recipe.checkpointing is None and recipe.loss is None:
         again.append({"checkpointing": "full", "loss": "chunked"})
         again.append({"checkpointing": "offload", "loss": "chunked"})
+        again = again[2:] if _tokens(recipe) >= VERY_LONG_TOKENS else again
     inner = list(_inner(model, recipe, machine, framework))
     for degrees in inner:
         for computed in again:
@@ -284,6 +303,7 @@ def _inner(
     contexts = _powers(gpus) if switches.contexts and _tokens(recipe) >= LONG_TOKENS else [1]
     routed = any(layer.mlp.num_experts for layer in model.layers)
     experts = _powers(gpus) if switches.expert_parallel and routed else [1]
+    # less in flight and less sent where the heads can be divided; else it is refused, and ring is left
     kinds = [kind for kind in ("ulysses", "ring") if kind in switches.contexts]
     for tensor in tensors:
         for pipeline in stages:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import UnsupportedError, UsageError
-from planner.importers import manifests
+from planner.importers import manifests, vllm
 from planner.importers.context import Context
 from planner.importers.detect import TOOLS, tool_of_mapping
 from planner.importers.keys import shown
@@ -19,6 +19,7 @@ from planner.importers.loading import (
     load_json,
     load_yaml,
     load_yaml_all,
+    notebook_files,
     notebook_source,
     read_text,
 )
@@ -216,7 +217,8 @@ def _import(raw: str, path: Path | None, context: Context) -> Imported:
     if stripped.startswith("{"):
         document = load_json(text)
         if "cells" in document:
-            return from_python(notebook_source(document), context)
+            inside = replace(context, written={**context.written, **notebook_files(document)})
+            return from_python(notebook_source(document), inside)
         return from_mapping(document, text, context)
     if path is not None and path.suffix == ".ipynb":
         raise UsageError(f"config: {path.name} is not a notebook: it is not JSON")
@@ -242,6 +244,9 @@ def _import(raw: str, path: Path | None, context: Context) -> Imported:
 
 def _from_manifest(text: str, context: Context) -> Imported:
     """Return the run that a manifest's or compose file's container starts."""
+    manifests.refuse_template(text)
+    if (arguments := manifests.ray_serve(text)) is not None:
+        return vllm.read(arguments, version=context.version_of("vllm"))
     served = manifests.read(text, context)
     if served is None:
         raise UnsupportedError(

@@ -218,6 +218,9 @@ def from_calls(calls: Calls, *, version: str | None = None) -> Imported:
         for key in ("max_length", "model_max_length"):
             if isinstance(call.get(key), int):
                 values.setdefault(key, call[key])
+    for key in LENGTHS:
+        if isinstance(calls.names.get(key), int):
+            values.setdefault(key, calls.names[key])
     for key in ("quantization_config", "device_map", "use_cache", "low_cpu_mem_usage", "args"):
         values.pop(key, None)
     values["model"] = model if isinstance(model, str) else ""

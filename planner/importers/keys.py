@@ -5,7 +5,7 @@ from typing import Any
 
 HARMLESS = re.compile(
     r"(?:^|[._-])(?:learning_rate|lr\w*|warmup\w*|weight_decay|seed|output_dir|logging\w*|log\w*|report_to|save\w*|wandb\w*|tensorboard\w*|hub\w*|push_to_hub"
-    r"|dataset\w*|datasets|data_dir|train_file\w*|val_set_size|val_split|chat_template|template|preprocessing\w*|dataloader\w*|num_workers|num_proc|epochs?|num_epochs|num_train_epochs|max_steps|total\w*"
+    r"|dataset\w*|datasets|data_dir|train_file\w*|data_paths?|data_files?|eval_data\w*|val_set_size|val_split|chat_template|template|preprocessing\w*|dataloader\w*|num_workers|num_proc|epochs?|num_epochs|num_train_epochs|max_steps|total\w*"
     r"|scheduler|lr_scheduler\w*|early_stopping\w*|resume\w*|overwrite\w*|run_name|project\w*|experiment_name|plot_loss|do_train|do_eval|do_predict|eval_strategy|evaluation_strategy|eval_steps|evals_per_epoch"
     r"|temperature|top_p|top_k|reward\w*|system\w*|special_tokens\w*|strict|load_best_model\w*|metric\w*|max_grad_norm|clip_grad\w*|adam_\w+|betas|eps|ddp_timeout|trust_remote_code|revision|model_revision"
     r"|served_model_name|host|port|api_key|tool\w*|enable_auto_tool_choice|tokenizer_?mode|config_format|load_format|tokenizer\w*|model_type|hf_\w+|remove_unused_columns|shuffle|split\w*|message\w*|prompt_template|add_\w+_prompt"

@@ -16,6 +16,8 @@ from planner.importers.spread import Launch
 from planner.run.framework import pick
 from planner.run.recipe import Method, Sharding, Task
 
+_SHORT_STAGE = re.compile(r"(?:^|[_/.-])[sz]([0-3])(?=[_.-]|$)", re.IGNORECASE)
+"""ds_config_s2.json, z3_offload.json"""
 _STAGE = re.compile(r"(?:zero|ds_z|stage)[-_ ]?([0123])", re.IGNORECASE)
 
 
@@ -135,6 +137,8 @@ def deepspeed_setting(settings: Settings, value: Any, base: Path | None) -> Laun
                 document = load_json(decode(path.read_bytes()))
                 return from_deepspeed(document if isinstance(document, dict) else {}, origin=name)
     launch = from_words(name)
+    if launch.sharding is None and (match := _SHORT_STAGE.search(name)):
+        launch = from_words(f"zero{match.group(1)} {name}")
     if launch.sharding is None:
         settings.unread(
             "deepspeed",

@@ -119,11 +119,36 @@ def notebook_source(document: dict[str, Any]) -> str:
         if isinstance(cell, dict) and cell.get("cell_type") == "code":
             source = cell.get("source", "")
             text = "".join(map(str, source)) if isinstance(source, list) else str(source)
-            lines += [
-                f"# {line}" if line.lstrip().startswith(("%", "!")) else line
-                for line in text.split("\n")
-            ]
+            magic = re.match(r"\s*%%(\w+)", text)
+            if magic and magic.group(1) == "writefile":
+                continue  # notebook_files has it
+            if magic and magic.group(1) in ("bash", "sh", "shell", "script"):
+                lines += [f"# !{line}" for line in text.split("\n")[1:]]
+                continue
+            lines += _commented(text)
     return "\n".join(lines)
+
+
+def _commented(text: str) -> list[str]:
+    """Return a cell's lines with magics, and shell lines with their continuations, as comments."""
+    found, goes_on = [], False
+    for line in text.split("\n"):
+        shell = goes_on or line.lstrip().startswith(("%", "!"))
+        goes_on = shell and line.rstrip().endswith("\\")
+        found.append(f"# {line}" if shell else line)
+    return found
+
+
+def notebook_files(document: dict[str, Any]) -> dict[str, str]:
+    """Return the files that a notebook's cells write by %%writefile, by name."""
+    found = {}
+    cells = document.get("cells")
+    for cell in cells if isinstance(cells, list) else []:
+        source = cell.get("source", "") if isinstance(cell, dict) else ""
+        text = "".join(map(str, source)) if isinstance(source, list) else str(source)
+        if match := re.match(r"\s*%%writefile(?:\s+-a)?\s+(\S+)[^\n]*\n", text):
+            found[match.group(1)] = text[match.end() :]
+    return found
 
 
 def flatten(values: dict[Any, Any], *, depth: int = 0) -> dict[str, Any]:

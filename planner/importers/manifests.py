@@ -6,7 +6,7 @@ from typing import Any
 
 from planner.errors import UnsupportedError, UsageError
 from planner.importers.context import Context
-from planner.importers.loading import load_yaml_all
+from planner.importers.loading import load_yaml, load_yaml_all
 from planner.importers.settings import Imported, as_int
 from planner.importers.shell import Script, expand, parse_shell
 
@@ -51,6 +51,29 @@ def read(text: str, context: Context) -> tuple[Script, dict[str, Any], int] | No
     script = parse_shell(_command(container))
     script.not_understood += [_note(len(servers))] if len(servers) > 1 else []
     return script, container, _gpus(container)
+
+
+def ray_serve(text: str) -> dict[str, Any] | None:
+    """Return vLLM's arguments in a RayService's serveConfigV2 (ray.serve.llm), or None."""
+    for document in load_yaml_all(text):
+        inner = _under(document, "spec").get("serveConfigV2")
+        config = load_yaml(inner) if isinstance(inner, str) else inner
+        for application in _rows(config, "applications"):
+            for one in _rows(_under(application, "args"), "llm_configs"):
+                loading, engine = _under(one, "model_loading_config"), _under(one, "engine_kwargs")
+                name = loading.get("model_source") or loading.get("model_id")
+                return {**engine, "model": name} if isinstance(name, str) else None
+    return None
+
+
+def _under(value: Any, key: str) -> dict[str, Any]:
+    found = value.get(key) if isinstance(value, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _rows(value: Any, key: str) -> list[Any]:
+    found = value.get(key) if isinstance(value, dict) else None
+    return found if isinstance(found, list) else []
 
 
 def _note(count: int) -> str:

@@ -1,5 +1,6 @@
 """Shell and Python scripts -> the importer of what they start or build."""
 
+import json
 import re
 from dataclasses import replace
 
@@ -26,7 +27,7 @@ from planner.importers.commands import (
 from planner.importers.context import Context
 from planner.importers.launchers import Started, started
 from planner.importers.mappings import from_mapping, unknown
-from planner.importers.python_calls import Calls, read_calls
+from planner.importers.python_calls import UNKNOWN, Calls, read_calls
 from planner.importers.settings import Imported
 from planner.importers.shell import Script, flags, parse_shell
 
@@ -39,11 +40,28 @@ def overrides_command(program: Started, context: Context) -> Imported | None:
     return policies.read_skyrl(values, version=context.version_of("skyrl"))
 
 
+def litgpt_command(program: Started, context: Context) -> Imported | None:
+    """Return the run of `litgpt finetune_lora MODEL --flags` without a config file, or None."""
+    words = program.arguments
+    if program.name != "litgpt" or not words or not words[0].startswith("finetune"):
+        return None
+    values = flags(words[1:])
+    if "config" in values:
+        return None
+    verb = words[0] if "_" in words[0] else f"finetune_{words[1]}" if len(words) > 1 else words[0]
+    place = next((word for word in words[1:] if not word.startswith("-") and "/" in word), None)
+    values.setdefault("checkpoint_dir", place or "")
+    if "full" not in verb:
+        values.setdefault("lora_r", 8)  # litgpt/finetune/lora.py
+    return supervised.read_litgpt(values, version=context.version_of("litgpt"))
+
+
 _COMMANDS: tuple[Reader, ...] = (
     openrlhf.from_command,
     megatron_flags.swift_command,
     megatron_flags.slime_command,
     overrides_command,
+    litgpt_command,
     llamafactory_command,
     trl_command,
     hf_command,
@@ -121,9 +139,25 @@ def from_python(source: str, context: Context) -> Imported:
         for line in text_lines(source)
         if re.match(r"\s*[#!%]*\s*[!%]", line) or "vllm serve" in line or "swift " in line
     )
-    if shell and (found := from_shell(parse_shell(shell), context)) is not None:
+    inside = replace(context, written={**_dumped(calls, shell), **context.written})
+    if shell and (found := from_shell(parse_shell(shell), inside)) is not None:
         return found
     raise unknown()
+
+
+def _dumped(calls: Calls, shell: str) -> dict[str, str]:
+    """Return the config files that a notebook writes by json.dump or yaml.dump, as LLaMA-Factory's does."""
+    if not calls.has("json.dump", "yaml.dump", "yaml.safe_dump"):
+        return {}
+    marks = {"model_name_or_path", "base_model", "finetuning_type"}
+    given = [
+        value for value in calls.names.values() if isinstance(value, dict) and marks & set(value)
+    ]
+    files = re.findall(r"[\w./-]+\.(?:json|ya?ml)", shell)
+    if len(given) != 1 or not files:
+        return {}
+    kept = {key: value for key, value in given[0].items() if value is not UNKNOWN}
+    return {files[0]: json.dumps(kept, default=str)}
 
 
 def text_lines(source: str) -> list[str]:

@@ -25,6 +25,18 @@ def refuse_degrees(model: ModelSpec, r: "Resolved", gpus: int) -> None:
         raise UsageError(f"engine.{field}: {value} {why}")
 
 
+def idle_note(r: "Resolved", gpus: int) -> str:
+    """Return what to say of a machine that the engine's degrees leave GPUs of."""
+    ranks = r.tensor_parallel * r.pipeline_parallel * r.data_parallel
+    if r.trains or r.engine not in VLLM or ranks >= gpus:
+        return ""
+    return (
+        f"{gpus - ranks} of {gpus} GPUs serve nothing: tensor {r.tensor_parallel} x pipeline "
+        f"{r.pipeline_parallel} x data {r.data_parallel}; --tensor-parallel divides the model, "
+        "--data-replicate repeats it"
+    )
+
+
 def _faults(model: ModelSpec, r: "Resolved", gpus: int) -> Iterator[tuple[str, object, str]]:
     """Yield each degree that divides wrongly: field, value, why. `gpus` 0: the engine has its own."""
     tensor, stages, copies = r.tensor_parallel, r.pipeline_parallel, r.data_parallel

@@ -231,6 +231,15 @@ def divides_layers(layers: int, stages: int) -> bool:
     return layers % stages == 0 or (layers + 2) % stages == 0
 
 
+MEGATRON = {
+    "method": ("full",),
+    "checkpointing": ("none", "full", "every-k"),
+    "loss": ("full",),
+    "optimizer": ("adamw", "adamw-fused", "sgd", "sgd-momentum"),
+}
+"""What is planned of Megatron-LM's arguments: --recompute-granularity full, --optimizer adam and sgd."""
+
+
 def refuse_unplanned(model: ModelSpec, recipe: Recipe, layout: Layout, law: Framework) -> None:
     """Raise UsageError or UnsupportedError for what the framework's code, or the plan, does not divide."""
     switches, sharding = law.switches, recipe.sharding
@@ -262,10 +271,13 @@ def refuse_unplanned(model: ModelSpec, recipe: Recipe, layout: Layout, law: Fram
             f"parallel.tensor: {layout.tensor}, but bitsandbytes' packed weights are not divided by tensor",
             hint="--shard fsdp2 divides them",
         )
-    if switches.layers == "megatron" and recipe.method is not Method.FULL:
-        raise UnsupportedError(
-            f"method: {recipe.method.value} cannot be planned under {law.title} yet", hint="full"
-        )
+    for field, known in MEGATRON.items() if switches.layers == "megatron" else ():
+        value = getattr(recipe, field)
+        if value is not None and value.value not in known:
+            raise UnsupportedError(
+                f"{field}: {value.value} cannot be planned under {law.title} yet",
+                hint=", ".join(known),
+            )
     several = layout.tensor * layout.pipeline * layout.context * layout.expert > 1
     if several and recipe.task is not Task.SFT:
         raise UnsupportedError(

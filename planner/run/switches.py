@@ -203,6 +203,8 @@ class Switches(Section):
     """What of divided weights is whole at once on every rank while they are pushed to the engine."""
     merges_whole: Flag = False
     """Under ZeRO-3 adapters are merged into a model that is gathered all at once, and pushed then."""
+    generates_gathered: Flag = False
+    """Under ZeRO-3 all of the model is whole while transformers generate (ds3_gather_for_generation)."""
     syncs_adapters_alone: Flag = False
     """An engine that has the base gets nothing but adapters."""
     sync_bucket_bytes: Annotated[int, Field(ge=0, strict=True)] = 0

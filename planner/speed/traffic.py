@@ -135,11 +135,7 @@ class _Step:
         found = []
         # attention and MLP sum their outputs forward, their inputs' gradients backward
         found.append(Sent(2 * (4 + 2 * again) * hidden * count, layout.tensor, 1))
-        keys = max(
-            2 * layer.mixer.num_kv_heads * layer.mixer.head_dim for layer in self.model.layers
-        )
-        ring = tokens * layout.context * keys // layout.tensor * self._width
-        found.append(Sent((3 + again) * ring * count, layout.context, layout.tensor))
+        found.append(self._context(tokens, again))
         routed = [layer for layer in self.model.layers if layer.mlp.num_experts]
         if routed and layout.expert > 1:
             each = max(layer.mlp.top_k for layer in routed)
@@ -151,6 +147,24 @@ class _Step:
             # one neighbour, so all of it comes over that link
             found.append(Sent(2 * between, 2, layout.gpus // layout.pipeline))
         return found
+
+    def _context(self, tokens: int, again: int) -> Sent:
+        """Return what the ranks of one sequence bring each other, of `tokens` on each.
+
+        ring: every other rank's keys and values, forward and backward, and their gradients. Ulysses:
+        queries, keys, values and outputs change from tokens to heads and back.
+        """
+        layout = self.r.layout
+        count = len(self.part.layer_order) * self.r.grad_accum
+        mixers = [layer.mixer for layer in self.model.layers]
+        keys = max(2 * mixer.num_kv_heads * mixer.head_dim for mixer in mixers)
+        whole = keys + max(2 * mixer.num_heads * mixer.head_dim for mixer in mixers)
+        if layout.context_kind == "ulysses":
+            size = (2 + again) * tokens * whole
+        else:
+            size = (3 + again) * tokens * layout.context * keys
+        sent = size // layout.tensor * self._width * count
+        return Sent(sent, layout.context, layout.tensor)
 
     def host(self) -> int:
         """Return what goes to host memory and back."""

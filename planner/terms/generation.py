@@ -37,6 +37,15 @@ def generating(model: ModelSpec, r: Resolved) -> Term:
     return Term("activations", size, template, args, "transformers generation/utils.py")
 
 
+def gathered_to_generate(model: ModelSpec, r: Resolved, whole: Term) -> Term:
+    """Return the weights that are whole while transformers generate; `whole`: as a forward has them."""
+    if not (r.placement.window and r.switches.generates_gathered):
+        return whole
+    size, ranks = base_weights(model, r).total, r.placement.weight_shards
+    text = "all of the model, gathered of {0} ranks to generate {1:,} B"
+    return Term("weights", size, text, (ranks, size), "TRL unwrap_model_for_generation")
+
+
 def rolling(model: ModelSpec, r: Resolved, *, prompts: int = 0) -> Term:
     """Return what a rollout by transformers needs beside its cache at full length.
 

@@ -48,11 +48,15 @@ def optimizer(model: ModelSpec, r: Resolved) -> OptimizerCosts:
     routed = _routed(model, r)
     size = _of_a_rank(size + masters, share, routed / max(1, count), r)
     each = (size * shards / max(1, count)) if not routed else (masters + wide * states) / count
+    text = "{0:,} trained parameters x {1:.6g} B ({2} state(s), master copy {3} B) / {4} shard(s)"
+    if routed:
+        text = "({5:,} parameters / {4} + {6:,} of experts / {7}) x {1:.6g} B ({2} state(s), master copy {3} B)"
+    args = (count, each, states, _master(r, groups[0]) if groups else 0, shards)
     term = Term(
         "optimizer",
         size,
-        "{0:,} trained parameters x {1:.6g} B ({2} state(s), master copy {3} B) / {4} shard(s)",
-        (count, each, states, _master(r, groups[0]) if groups else 0, shards),
+        text,
+        (*args, count - routed, routed, expert_holders(r)),
         f"{r.optimizer}: states as wide as the parameter; 8-bit ones with a scale for 256 elements",
     )
     nothing = Term("optimizer", 0)
@@ -97,13 +101,17 @@ def _routed(model: ModelSpec, r: Resolved) -> int:
     return parameters_by_kind(model)[1] if apart and r.method is Method.FULL else 0
 
 
+def expert_holders(r: Resolved) -> int:
+    """Return the ranks that divide the states of the experts that all of them hold."""
+    return max(1, r.layout.expert_data // r.layout.data_replicate)
+
+
 def _of_a_rank(size: int, share: Fraction, routed: float, r: Resolved) -> int:
     """Return one rank's bytes of states; `routed`: the experts' part, which their own ranks divide."""
-    experts, layout = int(size * routed), r.layout
+    experts = int(size * routed)
     if not experts:
         return ceil(size * share)
-    holders = max(1, layout.expert_data // layout.data_replicate)
-    return ceil((size - experts) * share) + -(-experts // holders)
+    return ceil((size - experts) * share) + -(-experts // expert_holders(r))
 
 
 def _master(r: Resolved, group: Group) -> int:

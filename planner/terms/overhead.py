@@ -82,6 +82,19 @@ def scores_buffer(model: ModelSpec, r: Resolved) -> Term:
     return Term("overhead", size, template, (heads, r.tokens, r.seq_tokens, size), source)
 
 
+def gather_buffer(model: ModelSpec, r: Resolved) -> Term:
+    """Return the buffer in which Megatron-Core's own head gathers all tokens, which stays from then on.
+
+    The layers' linears are Transformer Engine's, which gather into tensors of their own.
+    """
+    if r.switches.layers != "megatron" or not r.layout.sequence or model.head is None:
+        return Term("overhead", 0)
+    size = r.tokens * model.hidden * element_bytes(r.compute_dtype)
+    template = "all tokens' hidden states, gathered for the head, kept: {0:,} x {1:,}: {2:,} B"
+    source = "megatron-core 0.20 core/tensor_parallel/layers.py: get_global_memory_buffer"
+    return Term("overhead", size, template, (r.tokens, model.hidden, size), source)
+
+
 def workspace(machine: Machine, *, trains: bool) -> Term:
     """Return the BLAS workspaces, which torch allocates from its own pool."""
     size, count = blas_workspace_bytes(machine.gpu), handles(trains=trains)

@@ -107,6 +107,20 @@ def test_degrees_that_do_not_divide_are_refused_by_name(
         plan(find_model(name), recipe, make_machine("h100-sxm", gpus=count))
 
 
+def test_gpus_without_work_are_said() -> None:
+    def notes(count: int, **engine: int) -> list[str]:
+        recipe = make_recipe(task="serve", framework="vllm", engine=engine)
+        return [
+            note for note in plan(LLAMA, recipe, gpus(count)).assumptions if "serve nothing" in note
+        ]
+
+    assert notes(8) == [
+        "7 of 8 GPUs serve nothing: tensor 1 x pipeline 1 x data 1; --tensor-parallel divides the model, "
+        "--data-replicate repeats it"
+    ]
+    assert notes(1) == notes(4, tensor_parallel=2, data_parallel=2) == []
+
+
 def test_a_server_apart_is_not_the_trainers_machine() -> None:
     fields = {"task": "grpo", "framework": "trl", "num_generations": 8, "micro_batch_size": 8}
     for kind in ("vllm-server", "vllm-push"):

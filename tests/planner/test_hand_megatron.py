@@ -165,6 +165,25 @@ def test_tokens_are_shared_by_context_and_by_sequence() -> None:
     assert replicated - divided == pytest.approx(spared, rel=0.02)
 
 
+def test_the_last_stage_keeps_what_its_head_gathers() -> None:
+    model = find_model("llama-3.2-1b")
+    with_buffer, without = (
+        ranks(
+            model,
+            4,
+            context=2048,
+            gradient_accumulation=2,
+            parallel={"tensor": 2, "pipeline": 2, "sequence": sequence},
+        )
+        for sequence in (True, False)
+    )
+    gained = [
+        size(one, "step", "overhead") - size(other, "step", "overhead")
+        for one, other in zip(with_buffer, without, strict=True)
+    ]
+    assert gained == [0, 2048 * 2048 * 2]
+
+
 def test_fused_gradients_leave_no_tensor_of_their_own() -> None:
     (fused,), (apart,) = ranks(LLAMA, 1), ranks(LLAMA, 1, framework="megatron-separate-wgrad")
     rows = 1_024  # of the vocabulary, padded to a multiple of 128

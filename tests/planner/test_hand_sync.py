@@ -107,6 +107,20 @@ def test_one_gpu_or_a_shared_engine_has_no_such_phase() -> None:
     assert "sync" not in names(planned(**{**GRPO, "engine": {"kind": "transformers"}}))
 
 
+def test_transformers_generate_with_all_of_a_zero_3_model() -> None:
+    fields = {**GRPO, "engine": {"kind": "transformers"}, "framework": "trl"}
+    zero = planned(**fields, sharding="zero3", buckets={**BUCKETS, "live": 1, "reuse": 0})
+    shard, window = 2 * 59_760, 2 * (64_000 + 7 * 64)
+    assert terms(zero, "rollout")["weights"] == shard + WHOLE
+    assert terms(zero, "score")["weights"] == shard + window
+    own = planned(
+        **{**fields, "framework": "verl"},
+        sharding="zero3",
+        buckets={**BUCKETS, "live": 1, "reuse": 0},
+    )
+    assert terms(own, "rollout")["weights"] == shard + window
+
+
 def host(result: Plan, name: str = "weights") -> int:
     return sum(term.bytes for term in result.host_terms if term.name == name)
 

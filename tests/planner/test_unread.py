@@ -212,6 +212,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "engine.expert_parallel": ({**SERVE, "engine": {"tensor_parallel": 4}}, True),
     "engine.offline": (SERVE, True),
+    "engine.cpu_offload_gib": (SERVE, 1.0),
     "engine.max_loras": (SERVE, 4),
     "engine.max_lora_rank": ({**SERVE, "engine": {"max_loras": 1}}, 64),
 }

@@ -138,6 +138,14 @@ def test_plain_hugging_face_scripts(line: str, context: int, method: Method) -> 
         )
 
 
+@pytest.mark.parametrize(
+    "name", ["conf/deepspeed_config_s2.json", "ds_z2_config.json", "z2_offload.json", "zero2.json"]
+)
+def test_a_stage_in_a_files_name(name: str) -> None:
+    found = import_config(f"torchrun --nproc_per_node 2 t.py {TRL} --use_peft --deepspeed {name}\n")
+    assert found.run.recipe.sharding is Sharding.ZERO2
+
+
 def test_llamafactory_behind_any_launcher() -> None:
     flags = "--stage sft --finetuning_type full --model_name_or_path Qwen/Qwen3-4B --cutoff_len 256 --deepspeed ds_z3_offload.json --bf16"
     for line in (

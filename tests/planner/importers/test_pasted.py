@@ -1,5 +1,6 @@
 """Text as people paste it, manifests, and what must be refused, hidden or asked for."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -186,3 +187,27 @@ def test_an_unknown_key_is_reported_and_marked_if_it_speaks_of_memory() -> None:
     assert set(rows) == {"fancy_new_offload", "odd_word"}
     assert "may move memory" in rows["fancy_new_offload"]
     assert rows["odd_word"] == "unknown"
+
+
+LF_DICT = "import json\nargs = dict(stage='sft', model_name_or_path='Qwen/Qwen3-4B', finetuning_type='lora', cutoff_len=333)\njson.dump(args, open('t.json', 'w'))\n!llamafactory-cli train t.json"
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        [f"%%bash\n{LINE}"],
+        ["%%bash\ntrl sft --model_name_or_path Qwen/Qwen3-4B \\\n --max_length 333 --use_peft"],
+        ["!trl sft --model_name_or_path Qwen/Qwen3-4B \\\n  --max_length 333 --use_peft"],
+        [f"%%writefile c.yaml\n{YAML}", "!llamafactory-cli train c.yaml"],
+        ["%pip install x", LF_DICT],
+    ],
+)
+def test_cells_of_a_notebook(cells: list[str]) -> None:
+    document = {"cells": [{"cell_type": "code", "source": cell} for cell in cells]}
+    assert import_config(json.dumps(document) + "\n").run.recipe.context == 333
+
+
+def test_a_ray_services_engine() -> None:
+    text = "apiVersion: ray.io/v1\nkind: RayService\nspec:\n  serveConfigV2: |\n    applications:\n    - args:\n        llm_configs:\n        - model_loading_config: {model_id: q, model_source: Qwen/Qwen3-8B}\n          engine_kwargs: {tensor_parallel_size: 2, max_model_len: 333}\n"
+    run = import_config(text).run
+    assert (run.model, run.recipe.context, run.machine.gpus) == ("Qwen/Qwen3-8B", 333, 2)

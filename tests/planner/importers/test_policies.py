@@ -261,6 +261,21 @@ def test_litgpt() -> None:
     assert (many.run.recipe.sharding, many.run.recipe.method) == (Sharding.FSDP, Method.FULL)
 
 
+def test_litgpts_command_line() -> None:
+    found = import_config(
+        "litgpt finetune_lora Qwen/Qwen3-4B --quantize bnb.nf4 --train.micro_batch_size 2 --train.max_seq_length 333\n"
+    )
+    recipe = found.run.recipe
+    assert (found.run.model, recipe.method, recipe.lora.rank, recipe.context) == (
+        "Qwen/Qwen3-4B",
+        Method.QLORA,
+        8,
+        333,
+    )
+    full = import_config("litgpt finetune_full Qwen/Qwen3-4B --train.max_seq_length 333\n")
+    assert full.run.recipe.method is Method.FULL
+
+
 def test_llm_foundry() -> None:
     text = "variables: {max_seq_len: 333}\nmax_seq_len: ${variables.max_seq_len}\nmodel:\n  name: hf_causal_lm\n  pretrained_model_name_or_path: Qwen/Qwen3-4B\ntrain_loader: {name: finetuning}\noptimizer: {name: decoupled_lionw}\ndevice_train_microbatch_size: 4\nglobal_train_batch_size: 64\nprecision: amp_bf16\nfsdp_config: {sharding_strategy: FULL_SHARD, activation_checkpointing: true}\n"
     found = import_config(text)

@@ -36,6 +36,8 @@ def test_gradients_of_sft(sft_document, tmp_path):
         FULL | CUT | {"checkpointing": "offload", "tiled_mlp": True},
         {"checkpointing": "none", "tiled_mlp": False},
         {"sharding": "ddp", "packing": True},
+        CUT | {"method": "qlora"},
+        {"method": "qlora", "checkpointing": "full"},
     )
     cases = [(sft_document(**each), str(tmp_path)) for each in settings]
     for each, (alone, ranks) in zip(settings, both(sft_gradients, cases), strict=True):
