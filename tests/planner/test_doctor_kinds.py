@@ -263,6 +263,10 @@ def test_communicators_and_one_fuller_rank() -> None:
         unalloc="200.00 MiB",
     )
     assert lead(text)[1] == "communicators"
+    cause = (
+        diagnose(f"full fine-tuning, FSDP\n{text}", model="Qwen/Qwen2.5-7B").failures[0].causes[0]
+    )
+    assert "communicators of world (8)" in cause.formula
     ranks = "\n".join(f"[Rank {n}] free_GB=1.0, used_GB={77 if n == 3 else 40}" for n in range(4))
     causes = [cause.category for cause in diagnose(f"{ranks}\n{FULL}").failures[0].causes]
     assert "one_rank_fuller" in causes
@@ -346,6 +350,13 @@ def test_lines_far_into_a_log_keep_their_numbers_and_their_traceback() -> None:
     assert [event.line for event in found.events] == [60_003, 120_004]
     assert any("cross_entropy" in line for line in found.events[0].stack)
     assert found.lines == 120_004
+
+
+def test_a_log_that_powershell_wrote() -> None:
+    text = "model: Qwen/Qwen3-8B\r\n" + FULL + "\r\n"
+    for name, mark in (("utf-16-le", b"\xff\xfe"), ("utf-16-be", b"\xfe\xff")):
+        [event] = scan(io.BytesIO(mark + text.encode(name))).events
+        assert event.facts["tried_bytes"] == round(1.16 * GiB)
 
 
 def test_usage_reports_at_every_step_leave_room_for_the_failure() -> None:
