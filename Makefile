@@ -32,7 +32,7 @@ demo: $(DEMO_SET) ## plan, trace and train a real small model, and compare the t
 	$(BIN)/vramwise demo
 
 demo-ranks: $(DEMO_SET) ## the demo on two ranks with FSDP2, its curve beside one rank's (MODEL=smollm2: a real one)
-	$(BIN)/vramwise demo --nproc 2 --model $(or $(MODEL),small) --output runs/demo-ranks
+	$(BIN)/vramwise demo --nproc 2 --model $(or $(MODEL),small) --steps $(or $(STEPS),60) --output runs/demo-ranks
 
 app: $(APP_SET) ## the "will it fit?" app on http://127.0.0.1:8501
 	$(BIN)/vramwise app

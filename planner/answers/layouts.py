@@ -285,10 +285,10 @@ def _offloads(recipe: Recipe, by: str) -> Iterator[dict[str, Any]]:
     if by == "deepspeed":
         yield {"sharding": "zero3", "optimizer_offload": True}
         yield {"sharding": "zero3", "optimizer_offload": True, "offload.parameters": True}
+        if recipe.method is not Method.QLORA:
+            yield {"sharding": "fsdp2", "optimizer_offload": True, "offload.parameters": True}
     else:
         yield {"sharding": "fsdp2", "optimizer_offload": True}
-    if recipe.method is not Method.QLORA:
-        yield {"sharding": "fsdp", "optimizer_offload": True, "offload.parameters": True}
 
 
 def _inner(

@@ -161,7 +161,7 @@ def prompt_logprobs(signals: Signals) -> Cause | None:
     found = signals.candidate("logits", "sampler")
     return Cause(
         category="vllm_prompt_logprobs",
-        certainty=Certainty.PROVEN if found else Certainty.CONSISTENT,
+        certainty=Certainty.PROVEN if found and not found.free_parameter else Certainty.CONSISTENT,
         explanation="prompt_logprobs needs logits for every prompt token, not only the last: a whole chunk x vocabulary.",
         formula=found.formula if found else "",
     )

@@ -4,7 +4,7 @@ import re
 
 from planner.doctor.budget import ordinary
 from planner.doctor.cause import Cause, Certainty, Signals
-from planner.doctor.state import standing_of
+from planner.doctor.state import communicators_of, standing_of
 from planner.units import GiB, format_bytes
 
 _NO_SYNC = re.compile(
@@ -53,11 +53,16 @@ def communicators(signals: Signals) -> Cause | None:
         return None
     if context.colocated:
         return None
+    made = communicators_of(context, budget.total_bytes or 0)
+    told = ""
+    if made is not None and made.groups:
+        each = ", ".join(f"{group.name} ({group.size})" for group, _ in made.groups)
+        told = f"; by the plan {format_bytes(made.held.typical)} of it are the communicators of {each}, up to {format_bytes(made.held.high)}"
     return Cause(
         category="communicators",
         certainty=Certainty.CONSISTENT,
         explanation=f"{format_bytes(budget.context_bytes)} of this process are outside PyTorch's allocator, more than any usual context: every process group keeps NCCL buffers of its own on every rank.",
-        formula=f"{format_bytes(budget.context_bytes)} - {format_bytes(usual)} usual = {format_bytes(beyond)}, short by {format_bytes(budget.shortfall_bytes)}",
+        formula=f"{format_bytes(budget.context_bytes)} - {format_bytes(usual)} usual = {format_bytes(beyond)}, short by {format_bytes(budget.shortfall_bytes)}{told}",
     )
 
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 
-from planner.doctor.budget import foreign_bytes
+from planner.doctor.budget import foreign_bytes, ordinary
 from planner.doctor.candidates import implied_tokens
 from planner.doctor.cause import Cause, Certainty, Signals
 from planner.doctor.causes_state import (
@@ -23,6 +23,8 @@ _VERSIONS = re.compile(
     r"(?<![\d.])(\d{1,4}\.\d{1,4}(?:\.\d{1,4})?)\s{0,4}(?:is |was )?(?:ok\b|works?\b|worked|fine)[^.\n]{0,40}?(\d+\.\d+(?:\.\d+)?)\s*(?:\w+ ){0,2}(?:OOM|fails?|out of memory)",
     re.IGNORECASE,
 )
+LARGEST_CONTEXTS = 3
+"""Times the most that public messages show beside the allocator."""
 _TWO_POINTS = re.compile(r"\b(\d{1,4})\s*[:=]\s*(\d+(?:\.\d+)?) ?(?:GB|GiB)\b")
 
 
@@ -89,10 +91,19 @@ def other_process(signals: Signals) -> Cause | None:
         )
     return Cause(
         category="other_process",
-        certainty=Certainty.PROVEN,
+        # by subtraction alone it may be this process's own context (HIP's kernels, NCCL)
+        certainty=Certainty.PROVEN
+        if listed or _beyond_any_context(signals, foreign)
+        else Certainty.CONSISTENT,
         explanation=f"{format_bytes(foreign)} on the card are held by other processes; without them the request would have fit.",
         formula=formula,
     )
+
+
+def _beyond_any_context(signals: Signals, foreign: int) -> bool:
+    """Return whether no process's own context, graphs and communicators are that large."""
+    text = signals.event.text if signals.event else ""
+    return "CUDA" in text and foreign > LARGEST_CONTEXTS * int(ordinary("context_bytes"))
 
 
 def default_changed(signals: Signals) -> Cause | None:
@@ -120,7 +131,7 @@ def vocabulary(signals: Signals) -> Cause | None:
     tried, vocab = signals.tried_bytes, signals.context.vocab
     formula = found.formula if found else ""
     explanation = "a tensor of tokens x vocabulary (logits, log-probs or their gradient) is what did not fit; several copies of it live at once in forward and backward."
-    proven = bool(found and not found.free_parameter)
+    proven = bool(found and not found.free_parameter and found is signals.candidates[0])
     if tried and vocab and tried > 20 * 2**20:
         tokens = implied_tokens(tried, vocab)
         implied = f"{tokens['fp32']:,} tokens in fp32 or {tokens['bf16']:,} in 16 bit at a vocabulary of {vocab:,}"

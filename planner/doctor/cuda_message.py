@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from planner.doctor.sizes import SIZE, size_bytes
 
 START = re.compile(
-    r"(?:CUDA|HIP|NPU|XPU|MUSA|MPS backend) (?:error: )?out of memory|CUDA Error: out of memory|hipErrorOutOfMemory|OUT_OF_DEVICE_MEMORY"
+    r"(?:CUDA|HIP|NPU|XPU|MUSA|MPS backend) (?:driver )?(?:error: )?out of memory|cudaMalloc failed: out of memory|HSA_STATUS_ERROR_OUT_OF_RESOURCES|CUDA Error: out of memory|hipErrorOutOfMemory|OUT_OF_DEVICE_MEMORY"
     r"|Allocation on device\s?\d* would exceed allowed memory|OutOfMemoryError: Allocation on device"
     r"|Cuda failure \d+ .out of memory|CUBLAS_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|Tried to allocate \d",
     re.IGNORECASE,

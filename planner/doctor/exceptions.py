@@ -23,16 +23,16 @@ _WRAPPERS = (
     "SystemExit",
 )
 """What launchers raise because a rank ended; it names no reason of its own."""
+_HINTS = ("Err", "Exce", "Interrupt", "NotFound", "Timeout", "exit", "DUE TO", "Watchdog")
 _LAUNCHER = re.compile(
-    r"failed \(exitcode: (?!-9\b)-?\d{1,3}\)|exits with return code = (?!-9\b)[1-9-]\d{0,2}"
+    r"CANCELLED AT \S+ DUE TO (?:TIME LIMIT|PREEMPTION|NODE FAILURE)|Watchdog caught collective operation timeout"
+    r"|failed \(exitcode: (?!-9\b)-?\d{1,3}\)|exits with return code = (?!-9\b)[1-9-]\d{0,2}"
 )
 
 
 def other_error(text: str) -> str | None:
     """Return the exception of a line, or a launcher's exit line, when it does not speak of memory."""
-    if not any(
-        word in text for word in ("Err", "Exce", "Interrupt", "NotFound", "Timeout", "exit")
-    ):
+    if not any(word in text for word in _HINTS):
         return None
     match = _EXCEPTION.match(text)
     if match is None:

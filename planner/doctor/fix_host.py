@@ -64,6 +64,7 @@ HOST: dict[str, Maker] = {
 OUTSIDE: dict[str, Maker] = {
     "not_memory": plain(
         "mend the exception that is shown, the first of any rank; what follows it only ends the other ranks",
+        "a time limit or a timeout: more time for the job, or what one rank was doing (saving, loading, evaluating) while the others waited",
         "if memory was suspected: the log above the first Traceback of each rank, or --tee 3 / log_dir of torchrun, shows more",
     ),
     "driver_refused": lambda signals: _driver(signals),
@@ -131,6 +132,7 @@ RANKS: dict[str, Maker] = {
 
 def _driver(signals: Signals) -> list[Fix]:
     owner = str(signals.event.facts.get("owner", "")) if signals.event else ""
+    changes: tuple[str, ...]
     if owner == "bitsandbytes":
         changes = (
             "see with nvidia-smi and `free -h` which is full, the card or the host, and who holds it",

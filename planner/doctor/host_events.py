@@ -123,7 +123,13 @@ ROWS: tuple[Row, ...] = (
     ),
     (
         "host_killed",
-        r"(?:Memory cgroup out of memory|Out of memory): Kill(?:ed)?(?: process \d+ \(.{1,40}?\))?"
+        r"crashed after using all available RAM|ran out of (?:system )?RAM\b",
+        re.IGNORECASE,
+        _by(""),
+    ),
+    (
+        "host_killed",
+        r"(?:(?:Memory cgroup out of memory|Out of memory): Kill(?:ed)?(?: process \d+ \(.{1,40}?\))?|\bKilled process \d+ \(.{1,40}?\))"
         r"(?:.{0,60}?anon-rss:(?P<rss>\d+)kB)?|invoked oom-killer|oom-kill:constraint=\S{0,40}"
         r"|oom_reaper: reaped process|\boom-killer\b",
         re.IGNORECASE,
@@ -131,7 +137,7 @@ ROWS: tuple[Row, ...] = (
     ),
     (
         "host_shm",
-        r"killed by signal: Bus error|insufficient shared memory|out of shared memory|ObjectStoreFullError"
+        r"killed by signal: Bus error|Signal 7 \(SIGBUS\)|exitcode *: *-7\b|/dev/shm/nccl|insufficient shared memory|out of shared memory|ObjectStoreFullError"
         r"|No space left on device.{0,40}/dev/shm|/dev/shm.{0,40}No space left on device",
         re.IGNORECASE,
         nothing,

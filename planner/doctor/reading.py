@@ -1,5 +1,6 @@
 """Reads logs of any size line by line: ANSI colours, progress bars and rank prefixes removed."""
 
+import codecs
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -149,8 +150,14 @@ def _hits(buffer: bytes, fresh: int) -> list[tuple[int, int]]:
 
 def _blocks(source: BinaryIO) -> Iterator[bytes]:
     """Yield blocks that end at line ends, save for lines longer than a block."""
-    rest = b""
+    rest, decoder = b"", None
+    first = True
     while chunk := source.read(BLOCK_BYTES):
+        if first:
+            decoder = _wide(chunk)
+        first = False
+        if decoder is not None:
+            chunk = decoder.decode(chunk).encode("utf-8", "replace")
         chunk = rest + chunk
         cut = chunk.rfind(b"\n") + 1
         if not cut and len(chunk) < 8 * BLOCK_BYTES:
@@ -161,6 +168,15 @@ def _blocks(source: BinaryIO) -> Iterator[bytes]:
         rest = chunk[cut:]
     if rest:
         yield rest
+
+
+def _wide(chunk: bytes) -> codecs.IncrementalDecoder | None:
+    """Return a decoder for UTF-16, which PowerShell writes; None for anything else."""
+    for mark, name, zeros in ((b"\xff\xfe", "utf-16-le", 3), (b"\xfe\xff", "utf-16-be", 2)):
+        sample = chunk[zeros:400:2]
+        if chunk.startswith(mark) and sample.count(0) > len(sample) // 2:
+            return codecs.getincrementaldecoder(name)(errors="replace")
+    return None
 
 
 def is_interesting(block: bytes) -> bool:

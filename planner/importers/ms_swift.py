@@ -51,8 +51,13 @@ def read(
     values: dict[str, Any], *, environment: dict[str, str] | None = None, version: str | None = None
 ) -> Imported:
     """Return ms-swift arguments as a run; the environment gives the GPUs."""
+    release, why = _by_keys(values)
     settings = Settings(
-        values, tool="ms-swift", version=version or _by_keys(values), assumed=version is None
+        values,
+        tool="ms-swift",
+        version=version or release,
+        assumed=version is None,
+        why=why if version is None else "",
     )
     inside = {key: value for key, value in settings.values.items() if key[:4].upper() == "ENV."}
     environment = {**(environment or {}), **{key[4:]: str(value) for key, value in inside.items()}}
@@ -103,11 +108,14 @@ def read(
     )
 
 
-def _by_keys(values: dict[str, Any]) -> str:
-    """Return the newest release that names the tuner as the file does: sft_, train_, tuner_type."""
-    if "sft_type" in values or "model_id_or_path" in values:
-        return "2.6"
-    return "3.12" if "train_type" in values else VERSION
+def _by_keys(values: dict[str, Any]) -> tuple[str, str]:
+    """Return the newest release that names the tuner as the file does (sft_, train_, tuner_type), and why."""
+    for key in ("sft_type", "model_id_or_path"):
+        if key in values:
+            return "2.6", f"{key} is ms-swift 2's name"
+    if "train_type" in values:
+        return "3.12", "train_type is ms-swift 3's name, 4 says tuner_type"
+    return VERSION, ""
 
 
 def _method(settings: Settings, recipe: dict[str, Any], model: str) -> Method:

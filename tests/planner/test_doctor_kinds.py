@@ -137,6 +137,29 @@ def test_both_directions_of_sglangs_share() -> None:
     assert "--gpu-memory-utilization" not in changes(run)
 
 
+@pytest.mark.parametrize(
+    ("category", "frame", "advice"),
+    [
+        ("vllm_sampler", "vllm/v1/sample/sampler.py", "--max-num-seqs"),
+        ("weights", "vllm/model_executor/model_loader/loader.py", "--tensor-parallel-size"),
+        ("vllm_runtime", "vllm/model_executor/models/qwen3.py", "a LOWER --gpu-memory-utilization"),
+        ("vllm_lora_slots", "vllm/lora/layers.py", "--max-loras"),
+    ],
+)
+def test_an_engine_gets_no_trainers_advice(category: str, frame: str, advice: str) -> None:
+    text = (
+        "non-default args: {'model': 'Qwen/Qwen3-8B', 'enable_lora': True, 'max_loras': 8}\n"
+        "Traceback (most recent call last):\n"
+        '  File "/x/vllm/v1/worker/gpu_model_runner.py", line 1, in execute_model\n'
+        f'  File "/x/{frame}", line 2, in forward\n    probs = logits.softmax(dim=-1)\n{FULL}'
+    )
+    found = diagnose(text)
+    assert found.failures[0].causes[0].category == category
+    assert advice in changes(found)
+    for word in ("checkpointing", "Liger", "ZeRO", "QLoRA"):
+        assert word not in changes(found)
+
+
 def test_overflowed_and_apple_figures() -> None:
     wsl = FULL.replace("78.70 GiB", "17179869184.00 GiB")
     [failure] = diagnose(wsl).failures
@@ -263,6 +286,10 @@ def test_communicators_and_one_fuller_rank() -> None:
         unalloc="200.00 MiB",
     )
     assert lead(text)[1] == "communicators"
+    cause = (
+        diagnose(f"full fine-tuning, FSDP\n{text}", model="Qwen/Qwen2.5-7B").failures[0].causes[0]
+    )
+    assert "communicators of world (8)" in cause.formula
     ranks = "\n".join(f"[Rank {n}] free_GB=1.0, used_GB={77 if n == 3 else 40}" for n in range(4))
     causes = [cause.category for cause in diagnose(f"{ranks}\n{FULL}").failures[0].causes]
     assert "one_rank_fuller" in causes
@@ -346,6 +373,13 @@ def test_lines_far_into_a_log_keep_their_numbers_and_their_traceback() -> None:
     assert [event.line for event in found.events] == [60_003, 120_004]
     assert any("cross_entropy" in line for line in found.events[0].stack)
     assert found.lines == 120_004
+
+
+def test_a_log_that_powershell_wrote() -> None:
+    text = "model: Qwen/Qwen3-8B\r\n" + FULL + "\r\n"
+    for name, mark in (("utf-16-le", b"\xff\xfe"), ("utf-16-be", b"\xfe\xff")):
+        [event] = scan(io.BytesIO(mark + text.encode(name))).events
+        assert event.facts["tried_bytes"] == round(1.16 * GiB)
 
 
 def test_usage_reports_at_every_step_leave_room_for_the_failure() -> None:

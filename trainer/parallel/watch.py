@@ -29,7 +29,7 @@ LAUNCHER = "VRAMWISE_LAUNCHER"
 """Set by `vramwise train --nproc`, another one each time: it tells of the deaths of its own ranks."""
 BEAT_S = 1.0
 """Between two signs of life, and two looks at those of others."""
-SILENCE_S = 60.0
+SILENCE_S = 180.0
 """Without a sign of life a rank counts as gone: its machine is lost, or frozen."""
 LOOK_S = 5.0
 """How long beats are watched to find who is gone, once a connection broke."""

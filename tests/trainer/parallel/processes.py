@@ -47,7 +47,7 @@ def start(
     return processes
 
 
-def ended(processes: list[Any], *, limit_s: float = 60.0) -> list[int]:
+def ended(processes: list[Any], *, limit_s: float = 240.0) -> list[int]:
     """Return the exit codes; a process that is still there after `limit_s` is killed and has None."""
     deadline = time.monotonic() + limit_s
     for process in processes:
