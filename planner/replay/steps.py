@@ -9,6 +9,7 @@ from planner.allocator.caching import AllocatorConfig
 from planner.allocator.pool import Chunk
 from planner.layer.program import OpSettings
 from planner.models.spec import ModelSpec
+from planner.replay.fsdp2 import Fsdp2Units, load_shards
 from planner.replay.head import Head
 from planner.replay.layers import Layers
 from planner.replay.norm import norm_events
@@ -121,6 +122,8 @@ class Run:
         )
         self.update = Update(r, self.trained, player, self._factored(), copies)
         self.outputs: Chunk | None = None
+        self.held: list[list[Chunk]] = []
+        """Whole gradients that wait for the last micro-batch."""
         self.once = op_settings(model, r)._replace(accumulate=False)
 
     def _trained(self) -> list[Trained]:
@@ -192,6 +195,9 @@ class Run:
 
     def _shard(self) -> None:
         """Make flat units, layers first and the root last, and keep this rank's part of each."""
+        if self.r.placement.flat_buffers:
+            load_shards(self.model, self.r, self.player)
+            return
         root, *layers = self._shards(weights(self.model, self.r).bytes)
         for size in (*layers, root):
             flat = self.player.take(size * self.r.placement.weight_shards)
@@ -250,6 +256,8 @@ class Run:
         out = left.pop(events.forward.out)
         self.player.give(*left.values())
         head.score(out)
+        if units is not None:
+            units.finish([], [])
 
     def _micro_batch(
         self, length: int, tokens: int, grads: list[Chunk], *, accumulate: bool
@@ -275,6 +283,8 @@ class Run:
         here = self.r.placement
         reduces = here.gradient_shards > 1 or here.offload.gradients or here.zero is not None
         units = units_of(self.model, self.r, player) if self.sharded or reduces else None
+        if isinstance(units, Fsdp2Units):
+            units.again, units.held = accumulate, self.held
         if units is not None:
             units.start()
         layers = Layers(self.model, self.r, settings, tokens, player, units)
@@ -283,6 +293,8 @@ class Run:
             [masks(self.model, self.r, settings) * length // self.r.seq_tokens]
         )
         last = layers.forward(self._embed(tokens, settings))
+        if units is not None:
+            units.forward_done()
         events = norm_events(self.model, settings)
         kept = player.play(events.forward, tokens, {events.forward.x: last})
         if self.r.checkpointing is Checkpointing.NONE:  # else every checkpoint has it
@@ -302,6 +314,8 @@ class Run:
             waiting = head.wait()
             self._score(tokens)
             player.give(*waiting)
+        if units is not None:
+            units.backward_starts()
         grad = head.run(out, outside, accumulate=accumulate)
         self.outputs = head.outputs
         left = player.play(events.backward, tokens, {**kept, events.backward.grad_out: grad})

@@ -66,6 +66,12 @@ class Units:
         if chunk is not None:
             self.waiting.append(chunk)
 
+    def forward_done(self) -> None:
+        """The last layer has run forward."""
+
+    def backward_starts(self) -> None:
+        """The loss is about to be differentiated."""
+
     def after_backward(self, layer: LayerSpec, made: list[Chunk], grads: list[Chunk]) -> None:
         """Reduce a layer's gradients: one flat copy, then this rank's shard."""
         if not self.full:

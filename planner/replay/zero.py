@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from planner.allocator.pool import Chunk
 from planner.models.spec import LayerSpec, ModelSpec
+from planner.replay.fsdp2 import Fsdp2Units
 from planner.replay.player import Player
 from planner.replay.tensors import Trained
 from planner.replay.units import GATHER, REDUCE, Units
@@ -108,4 +109,6 @@ def step_sizes(model: ModelSpec, r: Resolved, *, square_roots: bool) -> tuple[in
 
 def units_of(model: ModelSpec, r: Resolved, player: Player) -> Units:
     """Return the units of a run's engine."""
+    if r.placement.flat_buffers:
+        return Fsdp2Units(model, r, player)
     return (Units if r.placement.zero is None else ZeroUnits)(model, r, player)

@@ -9,6 +9,7 @@ from fractions import Fraction
 from math import prod
 from typing import NamedTuple
 
+from planner.dtypes import element_bytes
 from planner.models.spec import LayerSpec, ModelSpec, ModuleSpec
 from planner.quant.schemes import Scheme
 from planner.quant.table import Table, packed_bytes, scheme_table, tensors
@@ -149,3 +150,31 @@ def tensor_shards(
     for part in _table(model, r).parts:
         for each in _parts(part.module, part.scheme, width, ranks):
             yield each.divided, part.count
+
+
+def unit_tensors(model: ModelSpec, r: Resolved, layer: LayerSpec | None) -> tuple[int, ...]:
+    """Return the bytes of each gathered tensor of a layer, its adapters among them, or of the root unit."""
+    ranks = r.placement.weight_shards
+    width = rest_width(r)
+    if r.method is Method.FULL:
+        width = min(element_bytes(r.compute_dtype), width if not r.placement.fp32_shards else 4)
+    table = _table(model, r) if r.quantization in FOUR_BIT else None
+    modules, schemes = [*outside_layers(model), *model.towers], table.outside if table else {}
+    if layer is not None:
+        modules = [*layer.modules]
+        index = next(kind for kind, each in enumerate(model.layers) if each is layer)
+        schemes = table.by_layer[model.layer_order.index(index)] if table else {}
+    sizes = [
+        part.divided * ranks
+        for module in modules
+        for part in _parts(module, schemes.get(module.name), width, ranks)
+        for _ in range(module.count)
+    ]
+    if layer is not None and r.method is not Method.FULL:
+        each = element_bytes(r.adapter_dtype) * ranks
+        sizes += [
+            -(-rows // ranks) * columns * each
+            for rows, columns, count in adapters(model, r).matrices
+            for _ in range(count // model.num_layers)
+        ]
+    return tuple(sizes)
