@@ -8,13 +8,20 @@ from planner.doctor import (
     causes_host,
     causes_outside,
     causes_ranks,
+    causes_serving,
     causes_sglang,
 )
 from planner.doctor.budget import Budget, read_budget
 from planner.doctor.candidates import Candidate, find_candidates
 from planner.doctor.cause import Cause, Certainty, Signals
-from planner.doctor.causes_engine import ENGINE_RULES
-from planner.doctor.causes_training import TRAINING_RULES, Rule
+from planner.doctor.causes_engine import (
+    ENGINE_RULES,
+    graph_capture,
+    multimodal_profile,
+    prompt_logprobs,
+    sampler_warmup,
+)
+from planner.doctor.causes_training import TRAINING_RULES, Rule, other_process
 from planner.doctor.context import Context, read_context
 from planner.doctor.event import Event
 from planner.doctor.fixes import Advice, advise
@@ -131,8 +138,23 @@ def strong(found: Scan) -> list[Event]:
     return errors[:1] or found.others[:1]
 
 
-def rules_of(event: Event | None) -> tuple[Rule, ...]:
+SERVING_RULES: tuple[Rule, ...] = (
+    *causes_outside.OUTSIDE_RULES,
+    lora_slots,
+    sampler_warmup,
+    graph_capture,
+    multimodal_profile,
+    prompt_logprobs,
+    other_process,
+    causes_serving.serving,
+)
+"""For a failure inside an engine, which no trainer's change helps."""
+
+
+def rules_of(event: Event | None, *, serves: bool = False) -> tuple[Rule, ...]:
     """Return the rules that apply: a host kill has no reason on the GPU, a refusal names its own."""
+    if serves:
+        return SERVING_RULES
     if event is None:
         return ALL_RULES
     if event.kind in causes_host.KINDS:
@@ -176,7 +198,11 @@ def _failure(
         growth=found.growth,
         held=found.held,
     )
-    causes = [cause for rule in rules_of(event) if (cause := rule(signals))]
+    causes = [
+        cause
+        for rule in rules_of(event, serves=causes_serving.serves_vllm(signals))
+        if (cause := rule(signals))
+    ]
     unique = {cause.category: cause for cause in reversed(causes)}
     ordered = [unique[category] for category in dict.fromkeys(cause.category for cause in causes)]
     best = tuple(ordered) or (UNKNOWN,)

@@ -1,7 +1,9 @@
 """Changes to a vLLM engine, with its adapter slots' bytes from the plan."""
 
 from planner.doctor.cause import Signals
-from planner.doctor.fix_makers import Fix
+from planner.doctor.causes_serving import serves_vllm
+from planner.doctor.causes_sglang import serves_sglang
+from planner.doctor.fix_makers import Fix, sampler, static
 from planner.doctor.slots import adapter_slots
 
 
@@ -56,4 +58,43 @@ def waking(signals: Signals) -> list[Fix]:
         Fix(
             change="resume in two steps: weights first, the KV cache after the new weights are loaded (tags)"
         ),
+    ]
+
+
+def placing(signals: Signals) -> list[Fix]:
+    """Fewer weights on each GPU: of an engine by its flags, of a trainer by its states."""
+    if serves_sglang(signals):
+        return [
+            Fix(
+                change="fewer weights on each GPU: a higher --tp (--tp-size), or a quantised checkpoint (fp8, AWQ)"
+            ),
+            Fix(change="free the card of other processes"),
+        ]
+    if not serves_vllm(signals):
+        return static(signals)
+    return [
+        Fix(change="a quantised checkpoint (fp8, AWQ, 4-bit), or --quantization fp8"),
+        Fix(change="a higher --tensor-parallel-size (or --pipeline-parallel-size)"),
+        Fix(change="--cpu-offload-gb N (slow), and no other process on the card"),
+    ]
+
+
+def running(signals: Signals) -> list[Fix]:
+    """More room beside the budget, or smaller batches."""
+    return [
+        *slots(signals)[:1],
+        Fix(
+            change="a LOWER --gpu-memory-utilization: the KV cache shrinks, running batches get the room"
+        ),
+        Fix(change="a lower --max-num-batched-tokens and --max-num-seqs"),
+        Fix(change="nvidia-smi: a process that came after the start takes from the same rest"),
+    ]
+
+
+def sampling(signals: Signals) -> list[Fix]:
+    """Fewer rows at once, or room outside the budget; adapters take from the same rest."""
+    return [
+        *sampler(signals),
+        *slots(signals)[:1],
+        Fix(change="fewer log-probabilities (--max-logprobs), no prompt_logprobs"),
     ]

@@ -48,6 +48,8 @@ TITLES: dict[str, str] = {
     "vllm_mm_profile": "The engine's profile run of images and videos does not fit",
     "vllm_no_cache_blocks": "Nothing of the engine's budget is left for the KV cache",
     "vllm_prompt_logprobs": "Log-probabilities of whole prompts do not fit",
+    "vllm_runtime": "A running batch needs more than the engine left free",
+    "vllm_sampler": "The sampler's copies of sequences x vocabulary do not fit",
     "vllm_sampler_warmup": "The sampler's warm-up does not fit outside the engine's budget",
     "vllm_startup_free_check": "Less memory is free at the start than the engine's budget asks for",
     "wake_up_order": "The engine wakes before the trainer has made room",

@@ -122,6 +122,11 @@ def import_subject(
         path, version=version, launch=launch, variant=variant, model=model, gpus=gpus
     )
     named = found.run.model
+    if not named and found.tool in ("accelerate", "deepspeed"):
+        raise UsageError(
+            f"{path.name}: no model in this {found.tool} config",
+            hint="vramwise plan MODEL --launch FILE for accelerate and DeepSpeed files",
+        )
     if not named:
         raise UsageError(
             f"{path.name}: the model is not in this {found.tool} config, or only running it would tell",

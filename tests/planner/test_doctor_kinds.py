@@ -137,6 +137,29 @@ def test_both_directions_of_sglangs_share() -> None:
     assert "--gpu-memory-utilization" not in changes(run)
 
 
+@pytest.mark.parametrize(
+    ("category", "frame", "advice"),
+    [
+        ("vllm_sampler", "vllm/v1/sample/sampler.py", "--max-num-seqs"),
+        ("weights", "vllm/model_executor/model_loader/loader.py", "--tensor-parallel-size"),
+        ("vllm_runtime", "vllm/model_executor/models/qwen3.py", "a LOWER --gpu-memory-utilization"),
+        ("vllm_lora_slots", "vllm/lora/layers.py", "--max-loras"),
+    ],
+)
+def test_an_engine_gets_no_trainers_advice(category: str, frame: str, advice: str) -> None:
+    text = (
+        "non-default args: {'model': 'Qwen/Qwen3-8B', 'enable_lora': True, 'max_loras': 8}\n"
+        "Traceback (most recent call last):\n"
+        '  File "/x/vllm/v1/worker/gpu_model_runner.py", line 1, in execute_model\n'
+        f'  File "/x/{frame}", line 2, in forward\n    probs = logits.softmax(dim=-1)\n{FULL}'
+    )
+    found = diagnose(text)
+    assert found.failures[0].causes[0].category == category
+    assert advice in changes(found)
+    for word in ("checkpointing", "Liger", "ZeRO", "QLoRA"):
+        assert word not in changes(found)
+
+
 def test_overflowed_and_apple_figures() -> None:
     wsl = FULL.replace("78.70 GiB", "17179869184.00 GiB")
     [failure] = diagnose(wsl).failures

@@ -103,3 +103,30 @@ def test_the_curve_of_grpo(grpo_document, tmp_path):
             assert apart(alone[1], weights) < 1e-5
             rewards = [[step["reward"] for step in each] for each in (alone[0], metrics)]
             assert rewards[0] == pytest.approx(rewards[1], abs=1e-6)
+
+
+@pytest.mark.slow
+def test_gradients_on_four_ranks(sft_document, tmp_path):
+    """Groups of two with a copy of each, and layers that stay whole, or half, between the passes."""
+    groups = {"parallel": {"data_shard": 2, "data_replicate": 2}}
+    settings = (
+        groups,
+        groups | FULL,
+        {"reshard_after_forward": False},
+        {"reshard_after_forward": 2} | FULL,
+        {"lora": {"rank": 4, "dora": True}},
+        {"lora": {"rank": 4, "modules_to_save": ["embed_tokens"]}},
+    )
+    alone = [
+        sft_gradients(
+            Ranks.alone(),
+            sft_document(**{k: v for k, v in each.items() if k in ("method", "lora")}),
+            str(tmp_path),
+        )
+        for each in settings
+    ]
+    cases = [(sft_document(**each | CUT), str(tmp_path)) for each in settings]
+    for rank in on_ranks(4, every, sft_gradients, cases):
+        for each, (loss, gradients), (expected, whole) in zip(settings, rank, alone, strict=True):
+            assert loss == pytest.approx(expected, rel=1e-6), each
+            assert apart(whole, gradients) < 1e-6, each
