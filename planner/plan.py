@@ -124,7 +124,7 @@ class Plan:
 
     def risk_over(self, spread: Distribution) -> Risk:
         """Return the same by another distribution of measured runs."""
-        if self.problem or self.peak_bytes > self.capacity_bytes or not self.host_fits:
+        if not self.tensors_fit:
             return Risk(1.0, "more than there is, by the plan itself")
         if not self.resolved.trains and self.serving is not None:
             return Risk(self.serving.refusal_risk, "vLLM refuses a pool under one request")
@@ -197,7 +197,13 @@ class Plan:
     @property
     def tensors_fit(self) -> bool:
         """What is alive is no more than there is, on the GPU and on the host. No replay needed."""
-        return not self.problem and self.peak_bytes <= self.capacity_bytes and self.host_fits
+        return not self.problem and self.peak_bytes <= self.most_bytes and self.host_fits
+
+    @property
+    def most_bytes(self) -> int:
+        """The capacity where communicators take the least that was ever read of them."""
+        held = self.communicators.held
+        return self.capacity_bytes + held.typical - held.low
 
     @property
     def sees_nothing(self) -> bool:
