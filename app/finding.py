@@ -137,7 +137,7 @@ def _open_row() -> None:
 
 def open_run(**chosen: Any) -> None:
     """Fill in page 1 and ask the page to switch to it."""
-    kept = {key: state(key) for key in ("gpu", "gpus", "vram", "ram", "framework", "task")}
+    kept = {key: state(key) for key in ("gpu", "gpus", "nodes", "vram", "ram", "framework", "task")}
     for knob in BY_KEY.values():  # what was set for another run does not belong to this one
         st.session_state[knob.key] = knob.default
     if chosen.get("method") not in BY_KEY["method"].options:  # serving has no method

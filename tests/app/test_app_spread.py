@@ -5,6 +5,8 @@ from pathlib import Path
 from streamlit.testing.v1 import AppTest
 
 from app import charts
+from app.links import link_parameters
+from app.runs import DEFAULTS, RUN_DEFAULTS, machine_section
 from planner.machines.machine import make_machine
 from planner.models.catalogue import catalogue_model
 from planner.plan import plan
@@ -14,7 +16,7 @@ MAIN = Path(__file__).parents[2] / "app" / "main.py"
 STATE = {"model": "llama-3.2-1b", "gpu": "h100-sxm", "gpus": 8, "task": "sft", "method": "full"}
 
 
-def start(**more: str) -> AppTest:
+def start(**more: object) -> AppTest:
     at = AppTest.from_file(str(MAIN), default_timeout=60)
     for key, value in {**STATE, **more}.items():
         at.session_state[key] = value
@@ -30,6 +32,16 @@ def test_eight_gpus_without_a_layout_are_said_and_mended_by_one_click() -> None:
     assert at.session_state["sharding"] == "ddp"
     assert not at.info
     assert any("all hold the same" in caption.value for caption in at.caption)
+
+
+def test_the_hosts_of_the_gpus_are_a_setting_of_the_run() -> None:
+    at = start(gpus=16, nodes=4)
+    assert not at.exception
+    assert at.number_input(key="nodes").value == 4
+    values = {**RUN_DEFAULTS, "gpus": 16, "nodes": 4}
+    assert machine_section(values).nodes == 4
+    assert link_parameters({**DEFAULTS, **values})["nodes"] == "4"
+    assert machine_section({**values, "gpus": 1}).nodes is None
 
 
 def test_recommend_shows_the_layouts_of_a_model() -> None:
