@@ -128,7 +128,7 @@ def states_found() -> Iterator[None]:
     FSDP2 gathers into a plain parameter; bitsandbytes wraps that in its own class without a copy
     (nn/modules.py, fix_4bit_weight_quant_state_from_module), which loses that the tensor is fake.
     """
-    modules = sys.modules.get("bitsandbytes.nn.modules")
+    modules: Any = sys.modules.get("bitsandbytes.nn.modules")
     if modules is None:
         yield
         return

@@ -103,7 +103,7 @@ class Watch:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._working = False
         try:
             if error is None or isinstance(error, SystemExit):
@@ -111,7 +111,6 @@ class Watch:
                     self._store.set(f"done/{self._ranks.rank}", "1")
             else:
                 self._end(error)
-            return False
         finally:
             self._stop.set()
             self._thread.join(timeout=2 * BEAT_S)

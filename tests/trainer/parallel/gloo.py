@@ -44,10 +44,11 @@ def on_ranks(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
     ]
     for process in processes:
         process.start()
-    received = dict(answers.get(timeout=120) for _ in processes)
-    for process in processes:
-        process.join(timeout=60)
-        if process.is_alive():
+    try:
+        received = dict(answers.get(timeout=120) for _ in processes)
+    finally:  # a rank that still waits for another would outlive the tests
+        for process in processes:
+            process.join(timeout=20)
             process.kill()
     failed = [value for ok, value in received.values() if not ok]
     assert not failed, failed[0]
