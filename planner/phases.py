@@ -7,7 +7,7 @@ from planner.dtypes import element_bytes
 from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
 from planner.run.recipe import VLLM, EngineKind, Method
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.run.tasks import TASKS
 from planner.terms.activations import Activations
 from planner.terms.adapters import lora, trains_embedding, trains_head, trains_tied

@@ -16,7 +16,8 @@ from planner.run.experts import LOOPS, uneven_notes
 from planner.run.framework import planned_as, spelled
 from planner.run.ranks import RankPeak, RankRun, rank_runs
 from planner.run.recipe import VLLM, Recipe, Task
-from planner.run.resolve import Resolved, resolve
+from planner.run.resolve import resolve
+from planner.run.resolved import Resolved
 from planner.run.task_model import task_model
 from planner.run.tasks import planned_task
 from planner.terms.engine import Serving

@@ -12,7 +12,7 @@ from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
 from planner.phases import Phase
 from planner.replay.steps import Replayed, replay_run
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.groups import communicators
 
 

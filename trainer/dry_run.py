@@ -15,7 +15,7 @@ from planner.errors import UnsupportedError
 from planner.machines.machine import GpuSpec
 from planner.run.framework import frameworks
 from planner.run.recipe import Checkpointing, Loss, Method, Recipe, Task
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from profiler.materialise import materialise, term_of_parameter
 from profiler.storages import StorageTracker
 from profiler.subjects.from_recipe import step_options

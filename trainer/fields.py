@@ -29,7 +29,8 @@ from planner.run.recipe import (
     Sharding,
     Task,
 )
-from planner.run.resolve import Resolved, resolve
+from planner.run.resolve import resolve
+from planner.run.resolved import Resolved
 
 LOSSES = ("grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo")
 MATRIX = (Optimizer.ADAFACTOR, Optimizer.MUON)

@@ -35,6 +35,8 @@ FORMULAS = (
     "allocator",
     "replay",
     "run/resolve.py",
+    "run/resolved.py",
+    "run/choices.py",
     "run/parallel.py",
     "run/pipeline.py",
     "run/placement.py",

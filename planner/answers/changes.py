@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.run.recipe import Method, Recipe, Task
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.kv_cache import rollout_sequences
 
 

@@ -9,7 +9,8 @@ from planner.models.catalogue import catalogue_model, catalogue_names
 from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
 from planner.run.recipe import ParallelSection, Recipe, Sharding
-from planner.run.resolve import Resolved, resolve
+from planner.run.resolve import resolve
+from planner.run.resolved import Resolved
 from planner.run.runfile import make_recipe
 from planner.terms.counts import base_weights
 

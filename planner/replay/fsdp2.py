@@ -13,7 +13,7 @@ from planner.models.spec import LayerSpec, ModelSpec
 from planner.replay.player import Player
 from planner.replay.units import GATHER, REDUCE, Units
 from planner.run.recipe import Method
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.counts import rest_width
 from planner.terms.gradients import gradient_width, reduce_width
 from planner.terms.shards import (

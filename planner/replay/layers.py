@@ -17,7 +17,7 @@ from planner.models.spec import LayerSpec, ModelSpec
 from planner.replay.player import Blocks, Player
 from planner.replay.units import Units
 from planner.run.recipe import Checkpointing
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.activations import KEEPS_GRAPHS, layer_settings
 
 

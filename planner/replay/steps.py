@@ -21,7 +21,7 @@ from planner.replay.update import Update
 from planner.replay.warmup import warmup_bytes
 from planner.replay.zero import flat_groups, load_zero, reduce_at_the_end, step_sizes, units_of
 from planner.run.recipe import Checkpointing, EngineKind, Method, Reference, Task
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.run.tasks import PREFERENCE, TASKS
 from planner.terms.activations import masks, op_settings
 from planner.terms.adapters import trains_embedding, trains_tied

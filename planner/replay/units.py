@@ -12,7 +12,7 @@ from planner.dtypes import element_bytes
 from planner.models.spec import LayerSpec, ModelSpec
 from planner.replay.player import Player
 from planner.run.recipe import Method
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.gradients import gradient_width
 from planner.terms.weights import gathered, trained_width
 

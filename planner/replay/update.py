@@ -3,7 +3,7 @@
 from planner.allocator.pool import Chunk
 from planner.replay.player import Player
 from planner.replay.tensors import Trained
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.counts import SMALL_TENSOR
 from planner.terms.optimizer import BLOCK_8BIT, state_width
 from planner.terms.optimizer_kinds import KINDS

@@ -11,7 +11,7 @@ from planner.replay.fsdp2 import Fsdp2Units
 from planner.replay.player import Player
 from planner.replay.tensors import Trained
 from planner.replay.units import GATHER, REDUCE, Units
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.gradients import gradients
 from planner.terms.weights import gathered, trained_width
 from planner.terms.window import flat_group

@@ -13,7 +13,7 @@ from planner.models.spec import ModelSpec
 from planner.run.recipe import VLLM, EngineKind, Task
 
 if TYPE_CHECKING:
-    from planner.run.resolve import Resolved
+    from planner.run.resolved import Resolved
 
 
 def refuse_degrees(model: ModelSpec, r: "Resolved", gpus: int) -> None:

@@ -10,7 +10,7 @@ from planner.run.recipe import Recipe, Task
 from planner.units import format_bytes
 
 if TYPE_CHECKING:
-    from planner.run.resolve import Resolved
+    from planner.run.resolved import Resolved
 
 GROUPED, FALLBACK, MODULES = "grouped_mm", "fallback", "modules"
 LOOPS = frozenset({"eager", MODULES})

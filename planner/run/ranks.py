@@ -11,7 +11,7 @@ from planner.models.spec import ModelSpec
 from planner.run.framework_files import common_laws
 from planner.run.parallel import Layout
 from planner.run.pipeline import Stage, layers_of
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.run.switches import Switches
 from planner.run.tasks import Head
 

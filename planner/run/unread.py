@@ -10,7 +10,7 @@ from planner.run.recipe import VLLM, Checkpointing, EngineKind, Loss, Method, Re
 from planner.run.tasks import TASKS, Head
 
 if TYPE_CHECKING:
-    from planner.run.resolve import Resolved
+    from planner.run.resolved import Resolved
 
 FIELDS_WITHOUT_BYTES = {
     "buckets.allgather": "torch gathers in place",

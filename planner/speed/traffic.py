@@ -13,7 +13,7 @@ from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
 from planner.run.ranks import rank_runs
 from planner.run.recipe import Checkpointing
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.adapters import trained_parameters
 from planner.terms.counts import base_weights
 from planner.terms.gradients import gradient_width, reduce_width

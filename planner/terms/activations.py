@@ -13,7 +13,7 @@ from planner.models.lora_rest import NOTHING
 from planner.models.spec import ModelSpec, ModuleKind
 from planner.quant.table import BITSANDBYTES
 from planner.run.recipe import Checkpointing, Method, Task
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.beside_layers import with_noise_and_routers
 from planner.terms.counts import adapters, base_weights, rest_width
 from planner.terms.gradients import gradient_width

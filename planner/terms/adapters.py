@@ -5,7 +5,7 @@ from typing import NamedTuple
 from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
 from planner.run.recipe import Method
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.counts import adapters, lora_of, rest_width
 from planner.terms.shards import adapter_shard
 from planner.terms.term import Term

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from planner.models.spec import MlpKind, ModelSpec
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 
 if TYPE_CHECKING:
     from planner.terms.activations import Activations

@@ -5,7 +5,7 @@ from dataclasses import replace
 from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
 from planner.run.recipe import Method
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.run.task_fields import Column
 from planner.terms.activations import Activations, activations
 from planner.terms.pipeline import in_flight

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from planner.models.spec import ModelSpec
 from planner.run.recipe import Method
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.adapters import trained_groups
 from planner.terms.gradients import gradient_width, reduce_width, whole_width
 from planner.terms.shards import adapter_shard, layer_shard, model_shard, root_shard

@@ -9,7 +9,7 @@ from planner.models.lora_rest import Rest
 from planner.models.lora_targets import LoraCounts, lora_counts
 from planner.models.spec import ModelSpec
 from planner.quant.table import BITSANDBYTES, packed_bytes, scheme_table, tensors
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 
 SMALL_TENSOR = 4096
 """Elements below which 8-bit optimizers keep a tensor in 32 bit."""

@@ -8,7 +8,7 @@ which updates before or after the actor (`critic_apart`).
 from typing import NamedTuple
 
 from planner.models.spec import ModelSpec
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.activations import Activations
 from planner.terms.adapters import lora
 from planner.terms.columns import micro_batch

@@ -15,7 +15,7 @@ from planner.machines.vllm_overheads import Measured, communicators, graphs, ker
 from planner.mixers.registry import mixer_of
 from planner.models.spec import LayerSpec, ModelSpec
 from planner.run.recipe import VLLM, EngineKind, Task
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.run.tasks import TASKS
 from planner.terms.kv_cache import rollout_sequences, sequence_bytes
 from planner.terms.overhead import workspace

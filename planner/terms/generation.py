@@ -4,7 +4,7 @@ from planner.layer.costs import no_grad_costs
 from planner.layer.tape import largest
 from planner.models.spec import ModelSpec
 from planner.run.recipe import EngineKind, Task
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.activations import op_settings
 from planner.terms.counts import base_weights
 from planner.terms.kv_cache import rollout_sequences, sequence_bytes

@@ -11,7 +11,7 @@ from planner.machines.machine import Machine
 from planner.machines.vllm_overheads import NOTHING, Measured
 from planner.run.parallel import Group
 from planner.run.recipe import VLLM, EngineKind
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 
 
 class Communicators(NamedTuple):

@@ -11,7 +11,7 @@ from math import ceil
 from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
 from planner.run.recipe import Method
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.activations import pinned
 from planner.terms.adapters import trained_parameters
 from planner.terms.counts import adapters, base_weights, rest_width

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
 from planner.run.recipe import Method
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.run.tasks import TASKS, Head
 from planner.terms.activations import op_settings
 from planner.terms.adapters import trained_parameters

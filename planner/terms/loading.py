@@ -11,7 +11,7 @@ from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
 from planner.quant.table import BITSANDBYTES
 from planner.run.recipe import Method
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.activations import dequantized
 from planner.terms.adapters import pissa_work
 from planner.terms.counts import base_weights

@@ -7,7 +7,7 @@ from planner.models.spec import ModelSpec
 from planner.quant.table import BITSANDBYTES
 from planner.run.logits_law import LogitsLaw, width
 from planner.run.recipe import Method
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.adapters import trains_head
 from planner.terms.counts import rest_width
 from planner.terms.distillation import beside_student

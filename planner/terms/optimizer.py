@@ -8,7 +8,7 @@ from typing import NamedTuple
 from planner.models.rank_part import parameters_by_kind
 from planner.models.spec import ModelSpec, ModuleSpec
 from planner.run.recipe import Method
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.adapters import Group, trained_groups
 from planner.terms.counts import SMALL_TENSOR, adapters
 from planner.terms.optimizer_kinds import KINDS

@@ -3,7 +3,7 @@
 from planner.dtypes import element_bytes
 from planner.machines.machine import GpuSpec, Machine
 from planner.models.spec import ModelSpec
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.term import Term
 from planner.units import KiB, MiB
 

@@ -1,7 +1,7 @@
 """What a pipeline adds to a stage: the graphs of micro-batches under way, and what waits between stages."""
 
 from planner.models.spec import ModelSpec
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.activations import Activations, op_settings
 from planner.terms.logits import logit_width
 from planner.terms.term import Term

@@ -8,7 +8,7 @@ from planner.layer.program import Program
 from planner.layer.tape import Tape, Value, envelope, largest
 from planner.models.spec import ModelSpec
 from planner.models.vision_spec import Projector, TowerSpec
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.activations import op_settings
 from planner.terms.tower import Graph, adapted_names, tower_model, tower_run
 

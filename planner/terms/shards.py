@@ -14,7 +14,7 @@ from planner.models.spec import LayerSpec, ModelSpec, ModuleSpec
 from planner.quant.schemes import Scheme
 from planner.quant.table import Table, packed_bytes, scheme_table, tensors
 from planner.run.recipe import Method
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.counts import adapters, rest_width
 
 

@@ -12,7 +12,7 @@ from math import prod
 from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
 from planner.run.recipe import Method
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.counts import base_weights
 from planner.terms.shards import outside_layers
 from planner.terms.term import Term

@@ -17,7 +17,7 @@ from planner.models.spec import (
 )
 from planner.models.vision_spec import TowerSpec
 from planner.run.recipe import Attention, Checkpointing, Method
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.activations import MASK_ALIGNMENT, Activations, activations, op_settings
 from planner.terms.counts import lora_of
 

@@ -11,7 +11,7 @@ from planner.models.spec import ModelSpec
 from planner.models.vision_spec import AudioSpec, TowerSpec, VisionSpec
 from planner.run.image_fields import DEFAULT_IMAGE, DEFAULT_SECONDS, cuttings, sounds
 from planner.run.recipe import Attention, Checkpointing, Method
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.activations import Activations, activations
 from planner.terms.gradients import gradient_width
 from planner.terms.projector import projector_costs, projector_graph

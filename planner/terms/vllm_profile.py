@@ -12,7 +12,7 @@ from typing import NamedTuple
 from planner.dtypes import element_bytes
 from planner.models.rank_part import INPUT_SPLIT
 from planner.models.spec import LINEARS, LayerSpec, MlpKind, ModelSpec, ModuleKind
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.term import Term
 
 SORT_SEGMENTS = 128

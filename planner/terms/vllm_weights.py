@@ -15,7 +15,7 @@ from planner.models.rank_part import FUSED_QKV, INPUT_SPLIT, WHOLE
 from planner.models.spec import LINEARS, LayerSpec, MixerSpec, ModelSpec, ModuleKind, ModuleSpec
 from planner.quant.schemes import Scheme, quantized_bytes
 from planner.quant.table import Table, scheme_table, weight_bytes
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.term import Term
 
 VOCAB_PADDING = 64

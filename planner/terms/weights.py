@@ -3,7 +3,7 @@
 from planner.dtypes import element_bytes
 from planner.models.spec import LINEARS, ModelSpec
 from planner.run.recipe import Method
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.companions import with_companions
 from planner.terms.counts import base_weights
 from planner.terms.rope_tables import rope_tables

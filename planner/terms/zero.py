@@ -10,7 +10,7 @@ from math import prod
 from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
 from planner.run.recipe import Method
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.adapters import trained_groups, trained_parameters
 from planner.terms.counts import adapters
 from planner.terms.gradients import gradient_width, largest_trained

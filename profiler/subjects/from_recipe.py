@@ -8,7 +8,7 @@ from planner.machines.machine import GpuSpec
 from planner.models.lora_targets import peft_targets
 from planner.run.experts import MODULES
 from planner.run.recipe import Checkpointing, Method
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.run.tasks import TASKS
 from planner.terms.overhead import blas_workspace_bytes
 from profiler.sharded import Shard
