@@ -15,7 +15,7 @@ PLANTED: tuple[tuple[str, str, str, str], ...] = (
     ),
     (
         "no scratch in the embedding's backward",
-        "planner/phases.py",
+        "planner/terms/backward.py",
         "scratch = sum(backward_blocks(r.tokens, model.vocab, model.hidden))",
         "scratch = 0",
     ),

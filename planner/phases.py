@@ -1,38 +1,39 @@
 """Which terms live in which phase, and how large each is there."""
 
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from planner.dtypes import element_bytes
 from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
-from planner.run.recipe import VLLM, EngineKind, Method
+from planner.run.recipe import VLLM, EngineKind
 from planner.run.resolved import Resolved
 from planner.run.tasks import TASKS
 from planner.terms.activations import Activations
-from planner.terms.adapters import lora, trains_embedding, trains_head, trains_tied
+from planner.terms.adapters import lora
+from planner.terms.backward import backward
 from planner.terms.columns import micro_batch
-from planner.terms.communication import PASSING, Buffers, buckets, buffers, term
+from planner.terms.communication import Buffers, buckets, buffers, term
 from planner.terms.companions import offloaded
 from planner.terms.critic import Critic, critic, rollout_logits
-from planner.terms.embedding import backward_blocks
 from planner.terms.engine import EngineCosts, Serving, engine_costs
 from planner.terms.generation import gathered_to_generate, generating, rolling
-from planner.terms.gradients import accumulated, gradient_width, gradients, whole_width
+from planner.terms.gradients import accumulated, gradients
 from planner.terms.host import host
 from planner.terms.lifecycle import lifecycle, lifecycle_host
 from planner.terms.loading import loading
-from planner.terms.logits import Logits, head_gradient_width, held_outputs, kept_rows, logits
+from planner.terms.logits import Logits, held_outputs, kept_rows, logits
 from planner.terms.optimizer import optimizer
 from planner.terms.overhead import engine_workspace, gather_buffer, scores_buffer, workspace
 from planner.terms.passes import passes
 from planner.terms.pipeline import passed_on, under_way
+from planner.terms.running import running_term
 from planner.terms.sync import synced
 from planner.terms.term import Term, merged, plus
-from planner.terms.vision import Vision, vision
+from planner.terms.vision import vision
 from planner.terms.vllm_weights import vllm_weights_term
-from planner.terms.weights import RESHARD, flat_units, gathered, kept_between, weights
-from planner.terms.zero import standing_gradients, step_gradients, waiting_gradients
+from planner.terms.weights import gathered, kept_between, weights
+from planner.terms.zero import standing_gradients, step_gradients
 
 PHASES = (
     "load", "sync", "rollout", "score", "reference", "teacher", "reward", "critic",
@@ -118,7 +119,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
                 whole,
                 term(r, flat.forward, "the running layer's"),
                 seen.no_grad,
-                _acts("score", acts.no_grad, acts),
+                running_term("score", acts.no_grad, acts),
                 head.score,
                 resident,
             )
@@ -137,7 +138,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
             term(r, flown, "the running layer's, and before it the root's"),
             stays,
             seen.forward,
-            _acts("forward", acting, acts),
+            running_term("forward", acting, acts),
             outputs,
             resident,
             *passing,
@@ -155,15 +156,15 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
             kept_between(model, r, model.num_layers),
             term(r, asked, "the last layer's, asked for by the root"),
             seen.loss,
-            _acts("loss", saved, acts),
+            running_term("loss", saved, acts),
             logit,
             resident,
             *passing,
         )
     )
-    running_back = _backward(model, r, acts, grads, held, flat, seen)
+    running_back = backward(model, r, acts, grads, held, flat, seen)
     phases.append(_phase("backward", *fixed, *running_back, outputs, resident, *passing))
-    left = _acts("step", acts.outliving, acts)
+    left = running_term("step", acts.outliving, acts)
     offloaded_fsdp2 = r.placement.flat_buffers and r.placement.offload.gradients
     elsewhere = r.placement.bucket_views or offloaded_fsdp2
     made_whole = Term("gradients", 0) if elsewhere else step_gradients(r, grads)
@@ -211,7 +212,7 @@ def _with_critic(
             own = (second.spec, second.r)
             held = second.kept if second.kept.bytes else accumulated(*own, second.gradients)
             seen = vision(*own, second.acts.forward)
-            back = _backward(*own, second.acts, second.gradients, held, buffers(*own), seen)[1:]
+            back = backward(*own, second.acts, second.gradients, held, buffers(*own), seen)[1:]
             counted = second.kept.bytes or not second.held.bytes
             together = Term("gradients", 0) if counted else grads
             found.append(_phase("critic", *merged(*fixed, *second.standing, together, *back)))
@@ -241,40 +242,6 @@ def _loss(
     return max(moments, key=lambda moment: moment[0] + moment[1].bytes + moment[2] + moment[3])
 
 
-class _Parts(NamedTuple):
-    """What activations consist of, put into words only when printed."""
-
-    acts: Activations
-    size: int
-    rest: str
-
-    def __format__(self, spec: str) -> str:
-        more = self.size - self.acts.kept
-        if more < 0:  # scoring, or near the first layer where little of what was kept is left
-            return f"{self.rest} {self.size:,} B"
-        known = [
-            f"{name} {count:,} x {each:,.10g} B"
-            for name, count, each in self.acts.parts
-            if count * each
-        ]
-        return " + ".join([*known, f"{self.rest} {more:,} B"])
-
-
-RUNNING = {
-    "score": "one layer without a graph",
-    "forward": "the running layer",
-    "loss": "the final norm and its output",
-    "backward": "one layer recomputed and run backward",
-    "step": "the embeddings' output and its gradient, in the graph of the held outputs",
-}
-
-
-def _acts(phase: str, size: int, acts: Activations) -> Term:
-    parts = _Parts(acts, size, RUNNING[phase])
-    source = "operation by operation: planner/layer/blocks.py"
-    return Term("activations", size, "{0}", (parts,), source)
-
-
 def _forward(
     model: ModelSpec, r: Resolved, flat: Buffers, acts: Activations
 ) -> tuple[int, int, Term]:
@@ -293,170 +260,6 @@ def _forward(
     if model.num_layers > 1:
         moments.append((last, 2 * flat.forward, stays))
     return max(moments, key=lambda moment: moment[0] + moment[1] + moment[2].bytes)
-
-
-def _backward(
-    model: ModelSpec,
-    r: Resolved,
-    acts: Activations,
-    grads: Term,
-    held: Term,
-    flat: Buffers,
-    seen: Vision,
-) -> tuple[Term, ...]:
-    """Return gradients, flat buffers, activations and the towers' share where the backward is largest.
-
-    With accumulation all gradients exist; without, they appear from the last layer to the first.
-    The order is the forward's, reversed: the text, the towers, the embedding.
-    """
-    whole = r.accumulates_whole
-    most = held.bytes if whole else grads.bytes
-    waiting = 0 if whole else flat.root_gradients
-    by_zero = waiting_gradients(model, r, gradient_width(r), grads.bytes)
-    moments: list[_Moment] = []
-    for moment in acts.backward:
-        running, left = moment.layer_grads, moment.layers_left
-        if flat.reduced:  # whole ones, in the dtype that is gathered
-            running = running * whole_width(r) // gradient_width(r)
-        done = _earlier_grads(model, r, grads.bytes, left)
-        if whole:  # reduced layer by layer, in the last micro-batch
-            done += most - _earlier_grads(model, r, most, left)
-        stands = r.switches.gradient_buffers or (r.grad_accum > 1 and not whole)
-        alive = running + (most if stands else done)
-        if not (flat.reduced or r.switches.gradient_buffers):
-            # a unit's whole gradients are beside the shards, else among them
-            alive = min(alive, most)
-        alive = by_zero[0] if by_zero is not None else alive + waiting
-        flown = flat.in_backward(left, model.num_layers)
-        stays = kept_between(model, r, max(0, left - 1)).bytes
-        moments.append(_Moment(alive, moment.activations, flown, seen.backward, stays))
-        if flat.reduced and left == model.num_layers > 1:
-            # the next layer down meets the first reduction
-            shard = _earlier_grads(model, r, grads.bytes, left - 1)
-            shard -= _earlier_grads(model, r, most, left - 1) if whole else 0
-            kept, flown = moment.activations - acts.kept // left, flat.in_backward(left - 1, left)
-            stays = kept_between(model, r, left - 2).bytes
-            moments.append(_Moment(alive + shard, kept, flown, seen.backward, stays))
-    for own in seen.own:
-        alive = min(_text_grads(model, r, grads.bytes) + own.grads, grads.bytes)
-        moments.append(_Moment(alive, 0, flat.gather, replace(seen.backward, bytes=own.bytes)))
-    total = grads.bytes if by_zero is None else by_zero[1]
-    made, beside = _embedding_moment(model, r, total)
-    if r.placement.flat_buffers and r.method is Method.FULL:
-        flown = flat.in_backward(0, model.num_layers)
-        # no layer is whole any more
-        moments.append(_Moment(made, beside, flown, seen.after, 0, layers=0))
-        # then the root unit's are reduced: a tied embedding's two are one by then
-        reduced = total + _root_whole(model, r)
-        moments.append(_Moment(reduced, 0, flat.end, seen.after, 0, layers=0))
-    else:
-        moments.append(_Moment(made, beside, flat.end, seen.after))
-    units = gathered(model, r, r.placement.gathered_layers), gathered(model, r, 0)
-    sizes = [each.total + units[not each.layers].bytes for each in moments]
-    largest = moments[sizes.index(max(sizes))]
-    template = "{0:,} B that exist by then, of {1:,} B at the step"
-    return (
-        units[not largest.layers],
-        Term("gradients", largest.grads, template, (largest.grads, grads.bytes), grads.source),
-        term(r, largest.flown, PASSING),
-        _acts("backward", largest.activations, acts),
-        largest.seen,
-        Term(
-            "weights",
-            largest.staying,
-            "layers that stayed from the forward {0:,} B",
-            (largest.staying,),
-            RESHARD,
-        ),
-    )
-
-
-class _Moment(NamedTuple):
-    """What is alive at one moment of the backward."""
-
-    grads: int
-    activations: int
-    flown: int
-    """Flat buffers."""
-    seen: Term
-    """The towers' share."""
-    staying: int = 0
-    """Of layers whose backward is still to come."""
-    layers: int = 1
-    """Layers that are gathered beside the root unit: the running one, or none."""
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.grads + self.activations + self.flown + self.seen.bytes + self.staying
-
-
-def _text_grads(model: ModelSpec, r: Resolved, total: int) -> int:
-    """Return the gradients that exist when the text's layers are done, its embedding's apart."""
-    if r.grad_accum > 1 or r.method is not Method.FULL:
-        return total
-    later = sum(module.parameters for module in model.towers)
-    if not model.tied:
-        later += sum(module.parameters for module in model.embeddings)
-    return total * (model.parameters - later) // max(1, model.parameters)
-
-
-def _earlier_grads(model: ModelSpec, r: Resolved, total: int, layers_left: int) -> int:
-    """Return gradients that exist before a layer runs backward, `layers_left` still to come."""
-    done = model.num_layers - layers_left
-    if r.method is not Method.FULL:
-        head, embedding = _outside_grads(model, r)
-        return head + (total - head - embedding) * done // model.num_layers
-    above = 0
-    if not r.placement.flat_buffers:  # there the root unit is reduced last
-        above = sum(module.parameters for module in model.final)
-        above += model.head.parameters if model.head is not None else 0
-    above += sum(model.layers[index].parameters for index in model.layer_order[layers_left:])
-    return min(total, total * above // max(1, model.parameters))
-
-
-def _outside_grads(model: ModelSpec, r: Resolved) -> tuple[int, int]:
-    """Return gradients of a head and an embedding that modules_to_save trains: first and last ones."""
-    shards, one = r.placement.gradient_shards, model.vocab * model.hidden * head_gradient_width(r)
-    head = one // shards if trains_head(model, r) else 0
-    own = trains_embedding(model, r) and not trains_tied(model, r)
-    return head, one // shards if own else 0
-
-
-def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, int]:
-    """Return gradients and activations while a trained embedding gets its gradient."""
-    if not trains_embedding(model, r) or not model.embeddings:
-        return 0, 0
-    scratch = sum(backward_blocks(r.tokens, model.vocab, model.hidden))
-    grads = total
-    if r.switches.gradient_buffers:  # made whole, then added to the buffer
-        own = sum(module.parameters for module in model.embeddings) * element_bytes(r.dtype)
-        return grads + own, _embedded(model, r) + scratch
-    zero = r.placement.zero
-    if zero is not None and zero.partitions_gradients:  # whole, on its way to its owner
-        grads += model.vocab * model.hidden * head_gradient_width(r)
-    if r.placement.flat_buffers and r.method is Method.FULL:  # the root unit's are reduced last
-        grads += _root_whole(model, r)
-    if trains_tied(model, r):
-        # the embedding's gradient comes on top of the head's; that one is a view when a linear made
-        # it, and then torch adds them into a third buffer
-        copies = 2 if r.law.kind == "full" and r.law.chunk_count < 2 else 1
-        grads += copies * model.vocab * model.hidden * head_gradient_width(r)
-    elif r.columns:
-        # another text's gradient of the embedding is there when this one's is made
-        grads += model.vocab * model.hidden * head_gradient_width(r)
-    return grads, _embedded(model, r) + scratch
-
-
-def _root_whole(model: ModelSpec, r: Resolved) -> int:
-    """Return what the root unit's whole gradients are more than its shard of them."""
-    root = flat_units(model)[0]
-    return root * whole_width(r) - root * gradient_width(r) // r.placement.gradient_shards
-
-
-def _embedded(model: ModelSpec, r: Resolved) -> int:
-    """Return bytes of the embeddings' output, or of its gradient."""
-    return r.tokens * model.hidden * element_bytes(r.dtype)
 
 
 ROLLOUT_LEAVES = frozenset({"weights", "adapters", "optimizer"})
