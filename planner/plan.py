@@ -14,6 +14,7 @@ from planner.risk import EVEN, TAIL, Distribution, Risk, distribution, kind_of
 from planner.run.engine_degrees import idle_note, refuse_degrees
 from planner.run.experts import LOOPS, uneven_notes
 from planner.run.framework import planned_as, spelled
+from planner.run.made import made
 from planner.run.ranks import RankPeak, RankRun, rank_runs
 from planner.run.recipe import VLLM, Recipe, Task
 from planner.run.resolve import resolve
@@ -63,6 +64,8 @@ class Plan:
     """Groups of ranks it talks in."""
     ranks: tuple[RankPeak, ...] = ()
     """The distinct ranks, of which this plan is the fullest one's."""
+    asked: Recipe = field(default=Recipe(), repr=False, compare=False)
+    """The recipe, before the framework's defaults."""
     problem: str = ""
     """Why the run cannot start whatever the memory (an engine that refuses); "" = it can."""
 
@@ -298,6 +301,7 @@ class Plan:
             "host_terms": [term.to_dict() for term in self.host_terms],
             "ranks": [rank.to_dict() for rank in self.ranks],
             "groups": self.communicators.to_list(),
+            "recipe": made(self.asked, self.resolved),
             "phases": [phase.to_dict() for phase in self.phases],
             "assumptions": list(self.assumptions),
             "not_modeled": list(self.not_modeled),
@@ -317,7 +321,7 @@ def plan(model: ModelSpec, recipe: Recipe, machine: Machine, *, risk: float = TA
     model = task_model(model, planned_task(recipe))
     resolved = resolve(model, recipe, machine)
     refuse_degrees(model, resolved, machine.num_gpus)
-    return plan_resolved(model, resolved, machine, risk=risk)
+    return replace(plan_resolved(model, resolved, machine, risk=risk), asked=recipe)
 
 
 def plan_resolved(

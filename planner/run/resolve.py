@@ -101,6 +101,12 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
                 f"{machine.num_gpus} GPUs without --shard: a whole copy on each, nothing is divided; "
                 "--shard fsdp2 divides weights, gradients and states"
             )
+        if layout.pipeline > recipe.gradient_accumulation:
+            notes.append(
+                f"{layout.pipeline} pipeline stages wait for each other at {recipe.gradient_accumulation} "
+                "micro-batch(es) a step (--grad-accum); more of them are in flight at once, and held, up to "
+                f"{layout.pipeline} on the first stage"
+            )
         notes.extend(kernel_notes(model))
         if quantization in BITSANDBYTES and model.model_type in OWN_LINEAR:
             notes.append(

@@ -280,6 +280,8 @@ def _with_flags(
         _serve_experts(recipe, recipe.pop("expert_parallel"))
     if flags.get("framework_version") is not None:
         recipe["framework"] = _versioned(recipe.get("framework"), flags["framework_version"])
+    if not serves and "framework" not in recipe:
+        _framework_of_degrees(recipe, flags)
     if flags.get("context") is not None:  # a new context replaces the lengths it summed up
         for length in ("prompt_length", "completion_length"):
             if flags.get(length) is None:
@@ -298,6 +300,29 @@ def _versioned(framework: str | None, version: str) -> str:
     if asked.version != version:
         pick(name, version)  # raises when the two contradict, or no law covers the version
     return name if asked.version else f"{asked.name}=={version}"
+
+
+DEGREES = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
+
+
+def _framework_of_degrees(recipe: dict[str, Any], flags: dict[str, Any]) -> None:
+    """Choose who divides a layer, a pipeline or a sequence where nobody is named, and say so."""
+    asked = [name for name in DEGREES if (flags.get(name) or 1) > 1]
+    if not asked:
+        return
+    if recipe.get("method", "lora") != "full":
+        name = "hf-trainer"
+    elif recipe.get("sharding") == "fsdp2":
+        name = "torchtitan"
+    else:
+        name = "megatron"
+        recipe.setdefault("sharding", name)
+    recipe["framework"] = name
+    flag = "--" + asked[0].replace("_", "-")
+    shard = f" --shard {recipe['sharding']}" if "sharding" in recipe else ""
+    typer.echo(
+        f"planned with --framework {name}{shard}: vramwise's own trainer has no {flag}", err=True
+    )
 
 
 def _reshard(text: str) -> bool | int | str:
