@@ -4,8 +4,8 @@ PLANTED: tuple[tuple[str, str, str, str], ...] = (
     (
         "DDP has no buckets",
         "planner/run/placement.py",
-        "gradient_copies=2 if sharding",
-        "gradient_copies=1 if sharding",
+        "buckets=replicated and not by_fsdp2",
+        "buckets=False",
     ),
     (
         "Adafactor is free",
