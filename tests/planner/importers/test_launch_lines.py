@@ -190,7 +190,7 @@ def test_a_file_that_is_not_here_is_asked_for(line: str, name: str, tmp_path: Pa
 
 
 def test_files_that_a_script_writes_are_read() -> None:
-    text = "cat > /work/c.yaml <<'EOF'\nmodel_name_or_path: Qwen/Qwen3-4B\nstage: sft\nfinetuning_type: lora\ncutoff_len: 333\nEOF\nllamafactory-cli train /work/c.yaml\n"
+    text = "cat > /srv/c.yaml <<'EOF'\nmodel_name_or_path: Qwen/Qwen3-4B\nstage: sft\nfinetuning_type: lora\ncutoff_len: 333\nEOF\nllamafactory-cli train /srv/c.yaml\n"
     assert import_config(text).run.recipe.context == 333
 
 

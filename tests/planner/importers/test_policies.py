@@ -182,13 +182,13 @@ def test_roll() -> None:
     assert apart.run.recipe.engine.kind is EngineKind.VLLM_SERVER
 
 
-SLIME = "CKPT=(\n   --hf-checkpoint /root/Qwen3-4B\n   #--hf-checkpoint /root/Qwen3-8B\n)\nPERF=(\n   --tensor-model-parallel-size 2\n   --sequence-parallel\n   --recompute-granularity full\n   --use-dynamic-batch-size\n   --max-tokens-per-gpu 9216\n)\nray job submit --address=http://h:1 \\\n   --runtime-env-json='{}' \\\n   -- python3 train.py \\\n   --actor-num-nodes 1 \\\n   --actor-num-gpus-per-node 8 \\\n   --colocate \\\n   ${CKPT[@]} \\\n   ${PERF[@]} \\\n   --rm-type x --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 2048 --advantage-estimator grpo --sglang-mem-fraction-static 0.7\n"
+SLIME = "CKPT=(\n   --hf-checkpoint /models/Qwen3-4B\n   #--hf-checkpoint /models/Qwen3-8B\n)\nPERF=(\n   --tensor-model-parallel-size 2\n   --sequence-parallel\n   --recompute-granularity full\n   --use-dynamic-batch-size\n   --max-tokens-per-gpu 9216\n)\nray job submit --address=http://h:1 \\\n   --runtime-env-json='{}' \\\n   -- python3 train.py \\\n   --actor-num-nodes 1 \\\n   --actor-num-gpus-per-node 8 \\\n   --colocate \\\n   ${CKPT[@]} \\\n   ${PERF[@]} \\\n   --rm-type x --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 2048 --advantage-estimator grpo --sglang-mem-fraction-static 0.7\n"
 
 
 def test_slime() -> None:
     found = import_config(SLIME)
     recipe = found.run.recipe
-    assert (found.tool, found.run.model, found.run.machine.gpus) == ("slime", "/root/Qwen3-4B", 8)
+    assert (found.tool, found.run.model, found.run.machine.gpus) == ("slime", "/models/Qwen3-4B", 8)
     assert (recipe.completion_length, recipe.micro_batch_size, recipe.checkpointing) == (
         2048,
         3,
