@@ -71,6 +71,7 @@ FIELDS: dict[str, Case] = {
     "recipe.engine.block_size": no(32, "grpo"),
     "recipe.engine.sleep_level": no(1, "grpo"),
     "recipe.engine.cuda_graphs": no(True, "grpo"),
+    "recipe.engine.cpu_offload_gib": no(1.0, "grpo"),
     "recipe.engine.sync": no("model", "grpo"),
     "recipe.engine.data_parallel": no(2, "grpo"),
     "recipe.engine.tensor_parallel": no(2, "grpo"),
