@@ -15,7 +15,7 @@ export TOKENIZERS_PARALLELISM = false
 PYTEST_WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo app test slow lint format bench mutants coverage docs screenshots gpu-check gpu-check-vllm calibrate clean
+.PHONY: help venv demo demo-ranks app test slow lint format bench mutants coverage docs screenshots gpu-check gpu-check-vllm calibrate clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -30,6 +30,9 @@ demo: $(DEMO_SET) ## plan, trace and train a real small model, and compare the t
 	$(BIN)/vramwise published unsloth-grpo
 	$(BIN)/vramwise plan llama-3.1-8b --task grpo --method qlora --context 4096 --generations 8 --gpu rtx-3090
 	$(BIN)/vramwise demo
+
+demo-ranks: $(DEMO_SET) ## the demo on two ranks with FSDP2, its curve beside one rank's (MODEL=smollm2: a real one)
+	$(BIN)/vramwise demo --nproc 2 --model $(or $(MODEL),small) --steps $(or $(STEPS),60) --output runs/demo-ranks
 
 app: $(APP_SET) ## the "will it fit?" app on http://127.0.0.1:8501
 	$(BIN)/vramwise app
@@ -54,7 +57,7 @@ docs: $(TEST_SET) ## rewrite the generated pages (docs/accuracy.md, docs/cli.md)
 	$(BIN)/python -m benchmarks.write_docs
 
 bench: $(TEST_SET) ## the benchmarks that back the README's claims
-	@for script in plan_speed trace_speed logprob_head kv_tokens doctor profile_overhead app_load trainer_vs_trl sft_vs_hf grpo_table; do \
+	@for script in plan_speed trace_speed logprob_head kv_tokens doctor profile_overhead ranks_overhead app_load trainer_vs_trl sft_vs_hf grpo_table; do \
 	  echo "== $$script"; OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$script.py; done
 
 mutants: $(TEST_SET) ## plant 300 small errors in the memory model; lists those that no fast test notices

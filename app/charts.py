@@ -114,6 +114,48 @@ def phase_bars(plan: Plan) -> Spec:
     }
 
 
+def rank_bars(plan: Plan) -> Spec:
+    """Return one stacked bar per distinct rank at its own peak, with the capacity line."""
+    names = [kind.role for kind in plan.ranks]
+    y = {
+        "field": "rank",
+        "type": "nominal",
+        "sort": names,
+        "title": None,
+        "axis": {"labelLimit": 240},
+    }
+    rows = [
+        {
+            "rank": kind.role,
+            "term": name,
+            "gib": to_gib(size),
+            "size": format_bytes(size),
+            "phase": kind.peak_phase,
+            "order": TERM_NAMES.index(name) if name in TERM_NAMES else 99,
+        }
+        for kind in plan.ranks
+        for name, size in kind.terms.items()
+    ]
+    terms = {row["term"] for row in rows}
+    longest = 1.15 * to_gib(max(plan.peak_bytes, plan.capacity_bytes))
+    gib = {"field": "gib", "type": "quantitative", "stack": "zero", "axis": GIB_AXIS}
+    bars = {
+        "data": {"values": rows},
+        "mark": {"type": "bar"},
+        "encoding": {
+            "y": y,
+            "x": {**gib, "scale": {"domain": [0, longest], "nice": False}},
+            "color": term_scale(terms),
+            "order": {"field": "order", "type": "ordinal"},
+            "tooltip": tips("rank", "phase", "term", "size"),
+        },
+    }
+    return {
+        "height": tall(len(names), ROW_HEIGHT, legend_rows=-(-len(terms) // 3)),
+        "layer": [bars, *limit_line(plan.capacity_bytes, axis="x")],
+    }
+
+
 def limit_line(capacity_bytes: int, *, axis: str, label: str = "capacity") -> list[Spec]:
     """Return the dashed capacity line and its label as layers."""
     values = [{"limit": to_gib(capacity_bytes), "label": f"{label} {format_bytes(capacity_bytes)}"}]

@@ -5,8 +5,6 @@ Exit codes: 0 ok, 1 failure, 2 usage, 3 does not fit (only with --check), 4 no G
 """
 
 import importlib
-import json
-import os
 import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -17,8 +15,9 @@ import typer
 
 import planner.families
 import planner.verbs.accuracy
-from planner.errors import MissingExtraError, VramwiseError
+from planner.errors import MissingExtraError
 from planner.models.spec import ModelSpec
+from planner.verbs.edge import at_the_edge
 
 if TYPE_CHECKING:
     from planner.accuracy.score import Accuracy
@@ -106,48 +105,17 @@ _register_verbs()
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code; every failure is one line and a hint."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    as_json = "--json" in arguments
-    try:
-        code = app(args=arguments, prog_name="vramwise", standalone_mode=False)
-        return code if isinstance(code, int) else 0
-    except VramwiseError as error:
-        return _fail(error.message, error.hint, error.exit_code, as_json=as_json)
-    except typer.TyperException as error:
-        message = " ".join(error.format_message().split()) or "no command given"
-        hint = f"vramwise {_verb(arguments)}--help"
-        return _fail(message, hint, error.exit_code, as_json=as_json)
-    except (KeyboardInterrupt, typer.Abort):
-        return _fail("interrupted", None, 130, as_json=as_json)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except Exception as error:  # the edge of the program: a user never sees a traceback
-        if os.environ.get("VRAMWISE_DEBUG"):
-            raise
-        text = " ".join(str(error).split())[:300]
-        return _fail(
-            f"{type(error).__name__}: {text}",
-            "this is a bug or a broken installation; VRAMWISE_DEBUG=1 shows where",
-            1,
-            as_json=as_json,
-        )
+    return at_the_edge(
+        lambda: app(args=arguments, prog_name="vramwise", standalone_mode=False),
+        as_json="--json" in arguments,
+        help_line=f"vramwise {_verb(arguments)}--help",
+    )
 
 
 def _verb(arguments: list[str]) -> str:
     names = {command.name for command in app.registered_commands}
     names |= {group.name for group in app.registered_groups}
     return f"{arguments[0]} " if arguments and arguments[0] in names else ""
-
-
-def _fail(message: str, hint: str | None, code: int, *, as_json: bool) -> int:
-    """Print one failure: JSON to stdout when asked for, always a line to stderr."""
-    if as_json:
-        error = {"code": code, "message": message, "hint": hint}
-        print(json.dumps({"schema_version": 1, "error": error}))
-    print(f"error: {message}", file=sys.stderr)
-    if hint:
-        print(f"hint: {hint}", file=sys.stderr)
-    return code
 
 
 def run() -> None:

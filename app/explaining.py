@@ -92,14 +92,14 @@ def _failure(number: int, failure: Failure, *, many: bool) -> None:
         if many:
             st.caption(f"Error {number + 1}")
         colour = CERTAINTY.get(lead.certainty.value, "gray")
-        st.subheader(f"{lead.category.replace('_', ' ').capitalize()}", anchor=False)
+        st.subheader(lead.title, anchor=False)
         st.badge(lead.certainty.value, color=colour)  # type: ignore[arg-type]
         st.markdown(escape(lead.explanation[:1].upper() + lead.explanation[1:]))
         if lead.formula:
             st.code(lead.formula, language=None, wrap_lines=True)
         for cause in others[:2]:
             st.caption(
-                escape(f"Also possible: {cause.category} ({cause.certainty}): {cause.explanation}")
+                escape(f"Also possible: {cause.title} ({cause.certainty}): {cause.explanation}")
             )
         if failure.event is not None:
             st.code(failure.event.text[:2000], language=None, wrap_lines=True)

@@ -68,6 +68,7 @@ def command_line(run: Run) -> tuple[str, list[str]]:
     machine = run.section
     given = {"gpu": machine.gpu, "vram": machine.vram, "host_ram": machine.host_ram}
     given["gpus"] = str(machine.gpus) if machine.gpus > 1 else None
+    given["nodes"] = str(machine.nodes) if machine.nodes else None
     for name, value in given.items():
         if value is not None:
             words += [_flag(name), value]

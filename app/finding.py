@@ -5,7 +5,7 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from app import finder, inputs, maps, sidebar
+from app import finder, inputs, maps, sidebar, spread
 from app.answer import escape
 from app.draw import draw
 from app.inputs import state
@@ -137,7 +137,7 @@ def _open_row() -> None:
 
 def open_run(**chosen: Any) -> None:
     """Fill in page 1 and ask the page to switch to it."""
-    kept = {key: state(key) for key in ("gpu", "gpus", "vram", "ram", "framework", "task")}
+    kept = {key: state(key) for key in ("gpu", "gpus", "nodes", "vram", "ram", "framework", "task")}
     for knob in BY_KEY.values():  # what was set for another run does not belong to this one
         st.session_state[knob.key] = knob.default
     if chosen.get("method") not in BY_KEY["method"].options:  # serving has no method
@@ -195,6 +195,12 @@ def gpus() -> None:
         selection_mode="single-row",
         alt="GPUs with memory, method, verdict, peak and headroom.",
     )
+
+
+def layouts() -> None:
+    """Show how the chosen number of the chosen GPU could divide the model."""
+    if int(state("gpus") or 1) > 1:
+        spread.layout_table(inputs.run_from_state())
 
 
 def _open_gpu_cell() -> None:

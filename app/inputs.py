@@ -103,6 +103,7 @@ def set_machine(section: MachineSection) -> None:
     if section.host_ram:
         st.session_state["ram"] = round(to_gib(parse_bytes(section.host_ram)), 2)
     st.session_state["gpus"] = section.gpus
+    st.session_state["nodes"] = section.nodes
 
 
 def widget(knob: Knob, *, place: Any = st, defaults: Mapping[str, Any]) -> Any:

@@ -153,7 +153,18 @@ KNOBS: tuple[Knob, ...] = (
     _count("sleep", "engine.sleep_level", "Sleep level", Group.ENGINE, 2, low=0, tasks=(Task.GRPO,)),
     _switch("graphs", "engine.cuda_graphs", "CUDA graphs", Group.ENGINE, tasks=_GENERATES),
     _count("tensor_parallel", "engine.tensor_parallel", "Tensor parallel", Group.SPREAD, MAX_COUNT, tasks=_GENERATES),
-    _choice("sharding", "sharding", "Sharding", Group.SPREAD, _values(Sharding), tasks=_TRAINS),
+    _choice("sharding", "sharding", "Sharding", Group.SPREAD, _values(Sharding), tasks=_TRAINS,
+            help="What the GPUs divide: nothing (ddp), states (zero1), gradients too (zero2), weights too (zero3, fsdp, fsdp2)."),
+    _count("replicas", "parallel.data_replicate", "Groups with the same shards", Group.SPREAD, MAX_COUNT, tasks=_TRAINS,
+           help="HSDP: each group of GPUs divides the weights, and the groups add up their gradients."),
+    _switch("reshard", "reshard_after_forward", "Divide layers again after their forward", Group.SPREAD, tasks=_TRAINS),
+    _count("train_tensor", "parallel.tensor", "GPUs that share a layer", Group.SPREAD, MAX_COUNT, tasks=_TRAINS, help="Tensor parallel, in training."),
+    _switch("sequence", "parallel.sequence", "They share a sequence's tokens between layers too", Group.SPREAD, tasks=_TRAINS),
+    _count("stages", "parallel.pipeline", "Pipeline stages", Group.SPREAD, MAX_COUNT, tasks=_TRAINS),
+    _count("context_ranks", "parallel.context", "GPUs that share a sequence", Group.SPREAD, MAX_COUNT, tasks=_TRAINS, help="Context parallel."),
+    _choice("context_kind", "parallel.context_kind", "How they share it", Group.SPREAD, ("ring", "ulysses"), tasks=_TRAINS),
+    _count("expert_ranks", "parallel.expert", "GPUs that share a layer's experts", Group.SPREAD, MAX_COUNT, tasks=_TRAINS),
+    _switch("offload_weights", "offload.parameters", "Weights in host RAM", Group.SPREAD, tasks=_TRAINS, help="FSDP's cpu_offload, DeepSpeed's offload_param."),
 )  # fmt: skip
 BY_KEY = {knob.key: knob for knob in KNOBS}
 BY_PATH = {knob.path: knob for knob in KNOBS}

@@ -44,11 +44,12 @@ def read_link(parameters: Mapping[str, str]) -> dict[str, Any]:
     return values
 
 
-_CONVERT: dict[str, Callable[[str], Any]] = {"gpus": int, "vram": float, "ram": float}
+_CONVERT: dict[str, Callable[[str], Any]] = {"gpus": int, "nodes": int, "vram": float, "ram": float}
 _CHECKS: dict[str, tuple[Callable[[str], bool], str]] = {
     "gpu": (lambda text: text in gpu_options(), "a GPU of the list"),
     "framework": (lambda text: text in frameworks(), "a framework of the list"),
     "gpus": (lambda text: text.isdigit() and 1 <= int(text[:9]) <= MAX_GPUS, f"1 to {MAX_GPUS:,}"),
+    "nodes": (lambda text: text.isdigit() and 1 <= int(text[:9]) <= MAX_GPUS, f"1 to {MAX_GPUS:,}"),
     "vram": (lambda text: _is_size(text), "GiB, more than 0"),
     "ram": (lambda text: _is_size(text), "GiB, more than 0"),
     "model": (

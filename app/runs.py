@@ -29,6 +29,7 @@ RUN_DEFAULTS: dict[str, Any] = {
     "model": DEFAULT_MODEL,
     "gpu": DEFAULT_GPU,
     "gpus": 1,
+    "nodes": None,
     "vram": 24.0,
     "ram": None,
     "framework": "vramwise",
@@ -101,10 +102,11 @@ def _put(fields: dict[str, Any], path: str, value: Any) -> None:
 
 def machine_section(values: Values) -> MachineSection:
     """Return the machine of some values, as a run file names it."""
-    own, ram = values["gpu"] == OWN_SIZE, values["ram"]
+    own, ram, gpus = values["gpu"] == OWN_SIZE, values["ram"], values["gpus"] or 1
     return MachineSection(
         gpu=None if own else values["gpu"],
-        gpus=values["gpus"] or 1,
+        gpus=gpus,
+        nodes=values.get("nodes") if gpus > 1 else None,
         vram=f"{values['vram'] or 0:g}GiB" if own else None,
         host_ram=f"{ram:g}GiB" if ram else None,
     )

@@ -44,10 +44,15 @@ def machine_widgets() -> None:
         "Host RAM (GiB)", 0.1, MAX_GIB, None, 8.0, key="ram", bind="query-params",
         placeholder="not judged",
     )  # fmt: skip
+    if int(state("gpus") or 1) > 1:
+        st.number_input(
+            "Nodes", 1, MAX_GPUS, None, 1, key="nodes", bind="query-params",
+            placeholder="as few as hold eight each", help="Hosts that the GPUs are in.",
+        )  # fmt: skip
 
 
 def _gpu_help() -> str:
-    return "124 cards, MIG slices and unified memories; the last entry takes plain GiB."
+    return "Every card, MIG slices and unified memories; the last entry takes plain GiB."
 
 
 def framework_widget() -> None:

@@ -157,6 +157,7 @@ def _apply_run(run: RunFile) -> None:
         inputs.set_machine(run.machine)
     else:
         st.session_state["gpus"] = run.machine.gpus
+        st.session_state["nodes"] = run.machine.nodes
     try:
         inputs.set_recipe(run.recipe, inputs.run_from_state(run.recipe))
     except VramwiseError:

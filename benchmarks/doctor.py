@@ -1,4 +1,4 @@
-"""How good the doctor and the importers are: parsed, cause_right, confident_wrong, imports_right, claims.
+"""How good the doctor and the importers are: parsed, cause_right, precision by certainty, imports_right, claims.
 
     python -m benchmarks.doctor [--json] [--verbose]
 
@@ -11,8 +11,10 @@ import json
 import statistics
 from typing import Any
 
+from benchmarks.doctor_messages import score_messages
 from benchmarks.foreign_examples import DATA, Example, load_examples, render
 from benchmarks.import_checks import import_faults
+from planner.doctor.cause import Certainty
 from planner.doctor.diagnose import Diagnosis, diagnose
 from planner.errors import VramwiseError
 from planner.importers import import_config
@@ -78,6 +80,7 @@ def score_cases(verbose: bool = False) -> dict[str, Any]:
     """Return shares over data/doctor/oom_cases.jsonl."""
     cases = load("oom_cases.jsonl")
     with_numbers = parsed = sure = right = wrong = 0
+    sure_of: dict[Certainty, list[bool]] = {certainty: [] for certainty in Certainty}
     for case in cases:
         found = diagnose(case_text(case))
         if case["message_template"] or "tried" in case["printed"]:
@@ -88,6 +91,7 @@ def score_cases(verbose: bool = False) -> dict[str, Any]:
                 print(f"  {case['id']}: numbers {found.parsed} instead of {case['message_facts']}")
         lead = found.failures[0].causes[0]
         good = lead.category == case["category"]
+        sure_of[lead.certainty].append(good)
         if case["certainty"] in SURE:
             sure += 1
             right += good
@@ -104,7 +108,19 @@ def score_cases(verbose: bool = False) -> dict[str, Any]:
         "sure_cases": sure,
         "cause_right": right / sure,
         "confident_wrong": wrong / len(cases),
+        "certainty": {key.value: values for key, values in sure_of.items()},
     }
+
+
+def score_explain(verbose: bool = False) -> dict[str, Any]:
+    """Return the cases, the messages and, over both, how often a certainty was right."""
+    cases, messages = score_cases(verbose), score_messages(verbose)
+    certain = [cases.pop("certainty"), messages.pop("certainty")]
+    precision = {}
+    for certainty in (Certainty.PROVEN, Certainty.CONSISTENT):
+        values = [good for found in certain for good in found[certainty.value]]
+        precision[f"precision_{certainty.name.lower()}"] = sum(values) / len(values)
+    return {**cases, **messages, **precision}
 
 
 def score_imports(verbose: bool = False) -> dict[str, Any]:
@@ -178,7 +194,7 @@ def measure(verbose: bool = False) -> dict[str, Any]:
     """Return the whole document."""
     return {
         "schema_version": 1,
-        **score_cases(verbose),
+        **score_explain(verbose),
         **score_imports(verbose),
         **score_claims(verbose),
     }

@@ -4,8 +4,8 @@ PLANTED: tuple[tuple[str, str, str, str], ...] = (
     (
         "DDP has no buckets",
         "planner/run/placement.py",
-        "gradient_copies=2 if sharding",
-        "gradient_copies=1 if sharding",
+        "buckets=replicated and not by_fsdp2",
+        "buckets=False",
     ),
     (
         "Adafactor is free",
@@ -15,7 +15,7 @@ PLANTED: tuple[tuple[str, str, str, str], ...] = (
     ),
     (
         "no scratch in the embedding's backward",
-        "planner/phases.py",
+        "planner/terms/backward.py",
         "scratch = sum(backward_blocks(r.tokens, model.vocab, model.hidden))",
         "scratch = 0",
     ),

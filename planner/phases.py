@@ -1,38 +1,42 @@
 """Which terms live in which phase, and how large each is there."""
 
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from planner.dtypes import element_bytes
 from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
-from planner.quant.table import BITSANDBYTES
-from planner.run.recipe import VLLM, EngineKind, Method
-from planner.run.resolve import Resolved
+from planner.run.recipe import VLLM, EngineKind
+from planner.run.resolved import Resolved
 from planner.run.tasks import TASKS
-from planner.terms.activations import Activations, dequantized
-from planner.terms.adapters import lora, pissa_work, trains_embedding, trains_head, trains_tied
+from planner.terms.activations import Activations
+from planner.terms.adapters import lora
+from planner.terms.backward import backward
 from planner.terms.columns import micro_batch
-from planner.terms.communication import Buffers, buffers, term
+from planner.terms.communication import Buffers, buckets, buffers, term
 from planner.terms.companions import offloaded
 from planner.terms.critic import Critic, critic, rollout_logits
-from planner.terms.embedding import backward_blocks
 from planner.terms.engine import EngineCosts, Serving, engine_costs
-from planner.terms.generation import generating, rolling
-from planner.terms.gradients import accumulated, gradient_width, gradients, whole_width
+from planner.terms.generation import gathered_to_generate, generating, rolling
+from planner.terms.gradients import accumulated, gradients
 from planner.terms.host import host
 from planner.terms.lifecycle import lifecycle, lifecycle_host
-from planner.terms.logits import Logits, head_gradient_width, held_outputs, kept_rows, logits
+from planner.terms.loading import loading
+from planner.terms.logits import Logits, held_outputs, kept_rows, logits
 from planner.terms.optimizer import optimizer
-from planner.terms.overhead import workspace
+from planner.terms.overhead import engine_workspace, gather_buffer, scores_buffer, workspace
 from planner.terms.passes import passes
-from planner.terms.term import Term, merged
-from planner.terms.vision import Vision, vision
+from planner.terms.pipeline import passed_on, under_way
+from planner.terms.running import running_term
+from planner.terms.sync import synced
+from planner.terms.term import Term, merged, plus
+from planner.terms.vision import vision
 from planner.terms.vllm_weights import vllm_weights_term
-from planner.terms.weights import flat_units, gathered, weights
+from planner.terms.weights import gathered, kept_between, weights
+from planner.terms.zero import standing_gradients, step_gradients
 
 PHASES = (
-    "load", "rollout", "score", "reference", "teacher", "reward", "critic",
+    "load", "sync", "rollout", "score", "reference", "teacher", "reward", "critic",
     "forward", "loss", "backward", "step", "evaluate", "save", "resume",
 )  # fmt: skip
 
@@ -66,35 +70,56 @@ class Budget:
     """vLLM's own figures, where it runs on this GPU."""
 
 
+def _workspaces(model: ModelSpec, r: Resolved, machine: Machine) -> Term:
+    """Return the workspaces of torch's matrix products, and of a framework's own library."""
+    own, switches = workspace(machine, trains=r.trains), r.switches
+    routed = any(layer.mlp.num_experts for layer in model.layers)
+    more = switches.library_workspaces + (switches.grouped_workspaces if routed else 0)
+    if not r.trains:
+        return own
+    if more:
+        own = plus(own, engine_workspace(machine, more))
+    for kept in (scores_buffer(model, r), gather_buffer(model, r)):
+        own = plus(own, kept) if kept.bytes else own
+    return own
+
+
 def _phase(name: str, *terms: Term) -> Phase:
-    alive = tuple(term for term in terms if term.bytes)
+    alive = merged(*terms)
     return Phase(name, alive, sum(term.bytes for term in alive))
 
 
 def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     """Return every phase of the run with its terms."""
-    base, space = weights(model, r), workspace(machine, trains=r.trains)
+    base, space = weights(model, r), _workspaces(model, r, machine)
     if not r.trains:
         return _serve(model, r, machine, base, space)
     adapter, grads, states = lora(model, r), gradients(model, r), optimizer(model, r)
     acts, head = micro_batch(model, r), logits(model, r)
-    fixed = (base, adapter, states.states, space)
-    held = accumulated(model, r, grads)
+    reducer, kept = buckets(model, r), standing_gradients(r, grads)
+    fixed = (base, adapter, states.states, space, reducer, kept)
+    held = Term("gradients", 0) if kept.bytes else accumulated(model, r, grads)
     outputs = held_outputs(model, r)
     whole, root = gathered(model, r, r.placement.gathered_layers), gathered(model, r, 0)
     flat = buffers(model, r)
     running = engine_costs(model, r, machine, base.bytes)
     resident = running.resident
-    seen = vision(model, r, acts.forward)
-    phases = [_phase("load", base, adapter, _load(model, r, base))]
+    seen, passing = vision(model, r, acts.forward), under_way(model, r)
+    phases = [_phase("load", base, adapter, *loading(model, r, base))]
+    if r.pushes:
+        woken = running.woken if r.engine is EngineKind.VLLM_PUSH else resident
+        phases.append(_phase("sync", *_resting(r, fixed, SCORE_LEAVES), synced(model, r), woken))
     if TASKS[r.task].generates:
-        phases.append(_rollout(model, r, running, _resting(r, fixed, ROLLOUT_LEAVES)))
+        resting = _resting(r, fixed, ROLLOUT_LEAVES)
+        phases.append(_rollout(model, r, running, resting, whole, flat))
         phases.append(
             _phase(
                 "score",
                 *_resting(r, fixed, SCORE_LEAVES),
+                whole,
+                term(r, flat.forward, "the running layer's"),
                 seen.no_grad,
-                _acts("score", acts.no_grad, acts),
+                running_term("score", acts.no_grad, acts),
                 head.score,
                 resident,
             )
@@ -103,21 +128,23 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         alive = (base, adapter, space) if side.before_training else fixed
         phases.append(_phase(side.name, *merged(*alive, seen.no_grad, *side.terms, resident)))
     # what outlives is of the step before
-    acting, flown = _forward(model, r, flat, acts.forward + acts.outliving)
+    acting, flown, stays = _forward(model, r, flat, acts)
     phases.append(
         _phase(
             "forward",
             *fixed,
             held,
             whole,
-            term(flown, "the running layer's, and before it the root's"),
+            term(r, flown, "the running layer's, and before it the root's"),
+            stays,
             seen.forward,
-            _acts("forward", acting, acts),
+            running_term("forward", acting, acts),
             outputs,
             resident,
+            *passing,
         )
     )
-    kept, logit, made = _loss(model, r, acts, head)
+    saved, logit, made, asked = _loss(model, r, acts, head, flat)
     if not held.bytes and made:
         held = Term("gradients", made, "the head's {0:,} B", (made,), grads.source)
     phases.append(
@@ -126,16 +153,21 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
             *fixed,
             held,
             root,
-            term(flat.loss, "the last layer's, asked for by the root"),
+            kept_between(model, r, model.num_layers),
+            term(r, asked, "the last layer's, asked for by the root"),
             seen.loss,
-            _acts("loss", kept, acts),
+            running_term("loss", saved, acts),
             logit,
             resident,
+            *passing,
         )
     )
-    running_back = _backward(model, r, acts, grads, held, flat, seen)
-    phases.append(_phase("backward", *fixed, whole, *running_back, outputs, resident))
-    left = _acts("step", acts.outliving, acts)
+    running_back = backward(model, r, acts, grads, held, flat, seen)
+    phases.append(_phase("backward", *fixed, *running_back, outputs, resident, *passing))
+    left = running_term("step", acts.outliving, acts)
+    offloaded_fsdp2 = r.placement.flat_buffers and r.placement.offload.gradients
+    elsewhere = r.placement.bucket_views or offloaded_fsdp2
+    made_whole = Term("gradients", 0) if elsewhere else step_gradients(r, grads)
     step = Term(
         "optimizer",
         states.states.bytes + states.step.bytes,
@@ -143,8 +175,12 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         (states.states.bytes, states.step.bytes),
         states.step.source or states.states.source,
     )
+    passed = passed_on(model, r)
     phases.append(
-        _phase("step", base, adapter, grads, step, outputs, seen.after, left, space, resident)
+        _phase(
+            *("step", base, adapter, made_whole, step, outputs),
+            *(seen.after, left, space, reducer, resident, passed),
+        )
     )
     second = critic(r)
     if second is not None:
@@ -155,8 +191,8 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     )
     staying = _resting(r, fixed, ROLLOUT_LEAVES)
     waiting = tuple(term for term in fixed if term not in staying)  # at its most, in the rollout
-    others = (inputs, running.host, *waiting, offloaded(r), *lifecycle_host(model, r))
-    held_there = host(model, r, states.host, others)
+    others = (inputs, running.host, *waiting, offloaded(r))
+    held_there = host(model, r, states.host, others, lifecycle_host(model, r))
     return Budget(tuple(phases), held_there, running.problem, running.serving)
 
 
@@ -174,222 +210,56 @@ def _with_critic(
             more = (*more, second.held)
         elif phase.name == "step":
             own = (second.spec, second.r)
-            held = accumulated(*own, second.gradients)
+            held = second.kept if second.kept.bytes else accumulated(*own, second.gradients)
             seen = vision(*own, second.acts.forward)
-            back = _backward(*own, second.acts, second.gradients, held, buffers(*own), seen)
-            together = grads if second.held.bytes else Term("gradients", 0)
+            back = backward(*own, second.acts, second.gradients, held, buffers(*own), seen)[1:]
+            counted = second.kept.bytes or not second.held.bytes
+            together = Term("gradients", 0) if counted else grads
             found.append(_phase("critic", *merged(*fixed, *second.standing, together, *back)))
-            more = (*more, second.step, second.gradients)
+            more = (*more, second.step, *(() if second.kept.bytes else (second.gradients,)))
         found.append(_phase(phase.name, *merged(*phase.terms, *more)))
     return found
 
 
-def _loss(model: ModelSpec, r: Resolved, acts: Activations, head: Logits) -> tuple[int, Term, int]:
-    """Return activations, logits and the head's gradient where the loss is largest.
+def _loss(
+    model: ModelSpec, r: Resolved, acts: Activations, head: Logits, flat: Buffers
+) -> tuple[int, Term, int, int]:
+    """Return activations, logits, the head's gradient and flat buffers where the loss is largest.
 
     That is in its forward, in its backward, or where the head's own backward has made a gradient.
     """
     if r.law.drops_hidden:
         # largest in its backward: autocast's cache is gone
-        return acts.loss_copied, head.forward, head.weight_grad
+        return acts.loss_copied, head.forward, head.weight_grad, flat.loss
     moments = [
-        (acts.loss_forward + acts.autocast_cache, head.forward, 0),
-        (acts.loss_backward, head.backward, 0),
+        (acts.loss_forward + acts.autocast_cache, head.forward, 0, flat.loss),
+        (acts.loss_backward, head.backward, 0, flat.gather),
     ]
     if acts.balance:
-        moments.append((acts.loss_forward + acts.balance, kept_rows(model, r), 0))
+        moments.append((acts.loss_forward + acts.balance, kept_rows(model, r), 0, flat.loss))
     if head.ending.bytes:
-        moments.append((acts.loss_backward, head.ending, head.weight_grad))
-    return max(moments, key=lambda moment: moment[0] + moment[1].bytes + moment[2])
+        moments.append((acts.loss_backward, head.ending, head.weight_grad, flat.gather))
+    return max(moments, key=lambda moment: moment[0] + moment[1].bytes + moment[2] + moment[3])
 
 
-class _Parts(NamedTuple):
-    """What activations consist of, put into words only when printed."""
+def _forward(
+    model: ModelSpec, r: Resolved, flat: Buffers, acts: Activations
+) -> tuple[int, int, Term]:
+    """Return activations, flat buffers and what earlier layers leave whole, where the forward is largest.
 
-    acts: Activations
-    size: int
-    rest: str
-
-    def __format__(self, spec: str) -> str:
-        more = self.size - self.acts.kept
-        if more < 0:  # scoring, or near the first layer where little of what was kept is left
-            return f"{self.rest} {self.size:,} B"
-        known = [
-            f"{name} {count:,} x {each:,.10g} B"
-            for name, count, each in self.acts.parts
-            if count * each
-        ]
-        return " + ".join([*known, f"{self.rest} {more:,} B"])
-
-
-RUNNING = {
-    "score": "one layer without a graph",
-    "forward": "the running layer",
-    "loss": "the final norm and its output",
-    "backward": "one layer recomputed and run backward",
-    "step": "the embeddings' output and its gradient, in the graph of the held outputs",
-}
-
-
-def _acts(phase: str, size: int, acts: Activations) -> Term:
-    parts = _Parts(acts, size, RUNNING[phase])
-    source = "operation by operation: planner/layer/blocks.py"
-    return Term("activations", size, "{0}", (parts,), source)
-
-
-def _forward(model: ModelSpec, r: Resolved, flat: Buffers, running: int) -> tuple[int, int]:
-    """Return activations and flat buffers of the forward: at its largest layer, or at its first.
-
-    There the root's buffer is still beside the layer's, and only the embeddings' output exists.
+    At the first layer's the root's buffer is still beside it, and only the embeddings' output exists;
+    at the last layer's the one before it, and what the earlier layers keep.
     """
-    later = (running, flat.forward)
+    stays = kept_between(model, r, model.num_layers - 1)
+    later = (acts.forward + acts.outliving, flat.forward, stays)
+    if not flat.start:
+        return later
     embedded = r.tokens * model.hidden * element_bytes(r.dtype)
-    return max(later, (embedded, flat.start), key=sum) if flat.start else later
-
-
-def _backward(
-    model: ModelSpec,
-    r: Resolved,
-    acts: Activations,
-    grads: Term,
-    held: Term,
-    flat: Buffers,
-    seen: Vision,
-) -> tuple[Term, ...]:
-    """Return gradients, flat buffers, activations and the towers' share where the backward is largest.
-
-    With accumulation all gradients exist; without, they appear from the last layer to the first.
-    The order is the forward's, reversed: the text, the towers, the embedding.
-    """
-    whole = r.accumulates_whole
-    most = held.bytes if whole else grads.bytes
-    waiting = 0 if whole else flat.root_gradients
-    moments: list[_Moment] = []
-    for moment in acts.backward:
-        running, left = moment.layer_grads, moment.layers_left
-        if flat.reduced:  # whole ones, in the dtype that is gathered
-            running = running * whole_width(r) // gradient_width(r)
-        done = _earlier_grads(model, r, grads.bytes, left)
-        if whole:  # reduced layer by layer, in the last micro-batch
-            done += most - _earlier_grads(model, r, most, left)
-        alive = running + (most if r.grad_accum > 1 and not whole else done)
-        if not flat.reduced:  # a unit's whole gradients are beside the shards, else among them
-            alive = min(alive, most)
-        alive += waiting
-        flown = flat.in_backward(left, model.num_layers)
-        moments.append(_Moment(alive, moment.activations, flown, seen.backward))
-        if flat.reduced and left == model.num_layers > 1:
-            # the next layer down meets the first reduction
-            shard = _earlier_grads(model, r, grads.bytes, left - 1)
-            shard -= _earlier_grads(model, r, most, left - 1) if whole else 0
-            kept, flown = moment.activations - acts.kept // left, flat.in_backward(left - 1, left)
-            moments.append(_Moment(alive + shard, kept, flown, seen.backward))
-    for own in seen.own:
-        alive = min(_text_grads(model, r, grads.bytes) + own.grads, grads.bytes)
-        moments.append(_Moment(alive, 0, flat.gather, replace(seen.backward, bytes=own.bytes)))
-    moments.append(_Moment(*_embedding_moment(model, r, grads.bytes), flat.end, seen.after))
-    largest = max(moments, key=lambda each: each.total)
-    template = "{0:,} B that exist by then, of {1:,} B at the step"
-    return (
-        Term("gradients", largest.grads, template, (largest.grads, grads.bytes), grads.source),
-        term(largest.flown, "the next layer's, and gradients on their way"),
-        _acts("backward", largest.activations, acts),
-        largest.seen,
-    )
-
-
-class _Moment(NamedTuple):
-    """What is alive at one moment of the backward."""
-
-    grads: int
-    activations: int
-    flown: int
-    """Flat buffers."""
-    seen: Term
-    """The towers' share."""
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.grads + self.activations + self.flown + self.seen.bytes
-
-
-def _text_grads(model: ModelSpec, r: Resolved, total: int) -> int:
-    """Return the gradients that exist when the text's layers are done, its embedding's apart."""
-    if r.grad_accum > 1 or r.method is not Method.FULL:
-        return total
-    later = sum(module.parameters for module in model.towers)
-    if not model.tied:
-        later += sum(module.parameters for module in model.embeddings)
-    return total * (model.parameters - later) // max(1, model.parameters)
-
-
-def _earlier_grads(model: ModelSpec, r: Resolved, total: int, layers_left: int) -> int:
-    """Return gradients that exist before a layer runs backward, `layers_left` still to come."""
-    done = model.num_layers - layers_left
-    if r.method is not Method.FULL:
-        head, embedding = _outside_grads(model, r)
-        return head + (total - head - embedding) * done // model.num_layers
-    above = 0
-    if not r.placement.flat_buffers:  # there the root unit is reduced last
-        above = sum(module.parameters for module in model.final)
-        above += model.head.parameters if model.head is not None else 0
-    above += sum(model.layers[index].parameters for index in model.layer_order[layers_left:])
-    return min(total, total * above // max(1, model.parameters))
-
-
-def _outside_grads(model: ModelSpec, r: Resolved) -> tuple[int, int]:
-    """Return gradients of a head and an embedding that modules_to_save trains: first and last ones."""
-    shards, one = r.placement.gradient_shards, model.vocab * model.hidden * head_gradient_width(r)
-    head = one // shards if trains_head(model, r) else 0
-    own = trains_embedding(model, r) and not trains_tied(model, r)
-    return head, one // shards if own else 0
-
-
-def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, int]:
-    """Return gradients and activations while a trained embedding gets its gradient."""
-    if not trains_embedding(model, r):
-        return 0, 0
-    scratch = sum(backward_blocks(r.tokens, model.vocab, model.hidden))
-    grads = total
-    if r.placement.flat_buffers and r.method is Method.FULL:  # the root unit's are reduced last
-        root = flat_units(model)[0]
-        grads += root * whole_width(r) - root * gradient_width(r) // r.placement.gradient_shards
-    if trains_tied(model, r):
-        # the embedding's gradient comes on top of the head's; that one is a view when a linear made
-        # it, and then torch adds them into a third buffer
-        copies = 2 if r.law.kind == "full" and r.law.chunk_count < 2 else 1
-        grads += copies * model.vocab * model.hidden * head_gradient_width(r)
-    elif r.columns:
-        # another text's gradient of the embedding is there when this one's is made
-        grads += model.vocab * model.hidden * head_gradient_width(r)
-    return grads, r.tokens * model.hidden * element_bytes(r.dtype) + scratch
-
-
-def _load(model: ModelSpec, r: Resolved, base: Term) -> Term:
-    """Return what loading needs beside the model; BLAS workspaces come with the first product."""
-    here = r.placement
-    if here.loads_whole:
-        size = base.bytes * here.weight_shards + gathered(model, r, here.gathered_layers).bytes
-        return Term(
-            "overhead",
-            size,
-            "the whole model on each GPU until it is sharded {0:,} B",
-            (size,),
-            "litgpt finetune/lora.py: load_checkpoint before FSDP frees the full weights",
-        )
-    if r.lora_init.startswith("pissa") and r.method is not Method.FULL:
-        return pissa_work(model, r)
-    if r.quantization not in BITSANDBYTES:
-        return Term("overhead", 0)
-    size = dequantized(model, r)
-    return Term(
-        "overhead",
-        size,
-        "one 16-bit weight while it is quantised {0:,} B",
-        (size,),
-        "bitsandbytes quantize_4bit",
-    )
+    last = embedded + acts.outliving + acts.kept * (model.num_layers - 1) // model.num_layers
+    moments = [later, (embedded, flat.start, Term("weights", 0))]
+    if model.num_layers > 1:
+        moments.append((last, 2 * flat.forward, stays))
+    return max(moments, key=lambda moment: moment[0] + moment[1] + moment[2].bytes)
 
 
 ROLLOUT_LEAVES = frozenset({"weights", "adapters", "optimizer"})
@@ -409,10 +279,25 @@ def _resting(r: Resolved, fixed: tuple[Term, ...], leaves: frozenset[str]) -> tu
     return tuple(term for term in fixed if term.name not in away)
 
 
-def _rollout(model: ModelSpec, r: Resolved, running: EngineCosts, fixed: tuple[Term, ...]) -> Phase:
+def _rollout(
+    model: ModelSpec,
+    r: Resolved,
+    running: EngineCosts,
+    fixed: tuple[Term, ...],
+    whole: Term,
+    flat: Buffers,
+) -> Phase:
+    """Return the rollout; the training model generates through its own units, gathered for every token."""
     if r.engine in (EngineKind.NONE, EngineKind.VLLM_SERVER):
         return _phase("rollout", *fixed)
-    return _phase("rollout", *fixed, running.kv, running.work, rolling(model, r))
+    generating = (running.kv, running.work, rolling(model, r))
+    if r.engine is not EngineKind.TRANSFORMERS:
+        return _phase("rollout", *fixed, *generating)
+    whole = gathered_to_generate(model, r, whole)
+    begins = _phase("rollout", *fixed, whole, term(r, flat.start, "the root's and a layer's"))
+    goes_on = term(r, flat.forward, "the running layer's")
+    goes = _phase("rollout", *fixed, whole, goes_on, *generating)
+    return max(goes, begins, key=lambda phase: phase.total_bytes)
 
 
 def _serve(model: ModelSpec, r: Resolved, machine: Machine, base: Term, space: Term) -> Budget:
@@ -420,12 +305,32 @@ def _serve(model: ModelSpec, r: Resolved, machine: Machine, base: Term, space: T
         base = vllm_weights_term(model, r)
     elif r.tensor_parallel > 1:
         base = _share(base, r.tensor_parallel)
+    base, away = _offloaded_weights(base, r)
     running = engine_costs(model, r, machine, base.bytes + space.bytes)
     phases = (
         _phase("load", base),
         _phase("rollout", base, running.kv, running.work, generating(model, r), space),
     )
-    return Budget(phases, (), running.problem, running.serving)
+    return Budget(phases, away, running.problem, running.serving)
+
+
+def _offloaded_weights(base: Term, r: Resolved) -> tuple[Term, tuple[Term, ...]]:
+    """Return the weights on the GPU, and the part that vLLM's offloader keeps in host memory."""
+    moved = min(r.engine_offload_bytes, base.bytes)
+    if not moved:
+        return base, ()
+    source = (
+        "vllm model_executor/offloader: layers' parameters in pinned host memory, up to the budget"
+    )
+    rest = Term(
+        base.name,
+        base.bytes - moved,
+        "{0:,} B - {1:,} B in host memory",
+        (base.bytes, moved),
+        source,
+    )
+    held = moved * r.tensor_parallel * r.pipeline_parallel
+    return rest, (Term("weights", held, "{0:,} B of each GPU's", (moved,), source),)
 
 
 def _share(term: Term, ranks: int) -> Term:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import starmap
 from typing import Any
 
 from planner.errors import UsageError
@@ -10,15 +11,20 @@ from planner.models.spec import ModelSpec
 from planner.phases import Phase, budget
 from planner.reserved import Reserved, outside_bytes, reserved
 from planner.risk import EVEN, TAIL, Distribution, Risk, distribution, kind_of
+from planner.run.engine_degrees import idle_note, refuse_degrees
 from planner.run.experts import LOOPS, uneven_notes
 from planner.run.framework import planned_as, spelled
+from planner.run.made import made
+from planner.run.ranks import RankPeak, RankRun, rank_runs
 from planner.run.recipe import VLLM, Recipe, Task
-from planner.run.resolve import Resolved, resolve
+from planner.run.resolve import resolve
+from planner.run.resolved import Resolved
 from planner.run.task_model import task_model
 from planner.run.tasks import planned_task
 from planner.terms.engine import Serving
 from planner.terms.free_chunks import with_chunks
-from planner.terms.term import Term
+from planner.terms.groups import NO_GROUPS, Communicators, communicators
+from planner.terms.term import Term, merged
 from planner.terms.vision import left_out
 from planner.units import format_bytes
 
@@ -43,7 +49,7 @@ class Plan:
     peak_bytes: int
     """Tensors alive in the largest phase (what torch calls peak allocated)."""
     capacity_bytes: int
-    """What torch sees on one GPU, less the CUDA context."""
+    """What torch sees on one GPU, less the CUDA context and the communicators of the run's groups."""
     host_peak_bytes: int
     host_terms: tuple[Term, ...] = ()
     assumptions: tuple[str, ...] = ()
@@ -54,6 +60,12 @@ class Plan:
     """`fits` means at most this risk of ending out of memory."""
     imbalance_bytes: int = 0
     """What the peak gains where a router sends every token to the same experts of a loop."""
+    communicators: Communicators = NO_GROUPS
+    """Groups of ranks it talks in."""
+    ranks: tuple[RankPeak, ...] = ()
+    """The distinct ranks, of which this plan is the fullest one's."""
+    asked: Recipe = field(default=Recipe(), repr=False, compare=False)
+    """The recipe, before the framework's defaults."""
     problem: str = ""
     """Why the run cannot start whatever the memory (an engine that refuses); "" = it can."""
 
@@ -116,7 +128,7 @@ class Plan:
 
     def risk_over(self, spread: Distribution) -> Risk:
         """Return the same by another distribution of measured runs."""
-        if self.problem or self.peak_bytes > self.capacity_bytes or not self.host_fits:
+        if not self.tensors_fit:
             return Risk(1.0, "more than there is, by the plan itself")
         if not self.resolved.trains and self.serving is not None:
             return Risk(self.serving.refusal_risk, "vLLM refuses a pool under one request")
@@ -189,7 +201,18 @@ class Plan:
     @property
     def tensors_fit(self) -> bool:
         """What is alive is no more than there is, on the GPU and on the host. No replay needed."""
-        return not self.problem and self.peak_bytes <= self.capacity_bytes and self.host_fits
+        return not self.problem and self.peak_bytes <= self.most_bytes and self.host_fits
+
+    @property
+    def most_bytes(self) -> int:
+        """The capacity where communicators take the least that was ever read of them."""
+        held = self.communicators.held
+        return self.capacity_bytes + held.typical - held.low
+
+    @property
+    def sees_nothing(self) -> bool:
+        """A model with towers is trained, and the recipe gives it no image, video or sound."""
+        return bool(left_out(self.spec, self.resolved))
 
     @property
     def why(self) -> str:
@@ -226,6 +249,28 @@ class Plan:
             "source": law.source,
         }
 
+    def _engine(self) -> dict[str, Any]:
+        """Return the engine's settings with every default filled in, {} where none runs."""
+        r = self.resolved
+        if r.engine not in VLLM:
+            return {}
+        return {
+            "resolved": {
+                "engine": {
+                    "kind": r.engine.value,
+                    "gpu_memory_utilization": r.utilization,
+                    "max_num_seqs": r.max_num_seqs,
+                    "max_num_batched_tokens": r.max_num_batched_tokens,
+                    "kv_dtype": r.kv_dtype,
+                    "tensor_parallel": r.tensor_parallel,
+                    "pipeline_parallel": r.pipeline_parallel,
+                    "expert_parallel": r.expert_parallel,
+                    "sleep_level": r.sleep_level,
+                    "cuda_graphs": r.cuda_graphs,
+                }
+            }
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON document of `vramwise plan --json`."""
         return {
@@ -254,9 +299,13 @@ class Plan:
             "headroom_bytes": self.headroom_bytes,
             "host_peak_bytes": self.host_peak_bytes,
             "host_terms": [term.to_dict() for term in self.host_terms],
+            "ranks": [rank.to_dict() for rank in self.ranks],
+            "groups": self.communicators.to_list(),
+            "recipe": made(self.asked, self.resolved),
             "phases": [phase.to_dict() for phase in self.phases],
             "assumptions": list(self.assumptions),
             "not_modeled": list(self.not_modeled),
+            **self._engine(),
             **({"serving": self.serving.to_dict()} if self.serving else {}),
         }
 
@@ -271,25 +320,52 @@ def plan(model: ModelSpec, recipe: Recipe, machine: Machine, *, risk: float = TA
         raise UsageError(f"risk: {risk:g} is not allowed", hint=f"between 0 and {EVEN:g}, as 0.01")
     model = task_model(model, planned_task(recipe))
     resolved = resolve(model, recipe, machine)
-    return plan_resolved(model, resolved, machine, risk=risk)
+    refuse_degrees(model, resolved, machine.num_gpus)
+    return replace(plan_resolved(model, resolved, machine, risk=risk), asked=recipe)
 
 
 def plan_resolved(
     model: ModelSpec, resolved: Resolved, machine: Machine, *, risk: float = TAIL
 ) -> Plan:
     """Return the plan of a recipe whose choices are all made."""
+    kinds = rank_runs(model, resolved)
+    plans = plans_of_ranks(model, resolved, machine, risk=risk)
+    ranks = tuple(starmap(_rank_peak, zip(kinds, plans, strict=True)))
+    return replace(max(plans, key=lambda found: found.peak_bytes), ranks=ranks)
+
+
+def _rank_peak(kind: RankRun, found: Plan) -> RankPeak:
+    return RankPeak(
+        kind.number, kind.count, kind.role, found.peak_bytes, found.peak_phase,
+        {term.name: term.bytes for term in merged(*found.phase(found.peak_phase).terms)},
+    )  # fmt: skip
+
+
+def plans_of_ranks(
+    model: ModelSpec, resolved: Resolved, machine: Machine, *, risk: float = TAIL
+) -> list[Plan]:
+    """Return the plan of every distinct rank, the first pipeline stage's first."""
+    kinds = rank_runs(model, resolved)
+    return [_of_rank(kind.model, kind.resolved, machine, risk) for kind in kinds]
+
+
+def _of_rank(model: ModelSpec, resolved: Resolved, machine: Machine, risk: float) -> Plan:
+    """Return the plan of one rank."""
     resolved = with_chunks(model, resolved, machine)
     result = budget(model, resolved, machine)
     peak = max(result.phases, key=lambda phase: phase.total_bytes)
     uneven = 0
-    if resolved.experts in LOOPS and not resolved.imbalance:
+    divided = resolved.layout.expert > 1
+    if (resolved.experts in LOOPS or divided) and not resolved.imbalance:
         worst = budget(model, replace(resolved, imbalance=True), machine)
         uneven = max(0, max(phase.total_bytes for phase in worst.phases) - peak.total_bytes)
     host_bytes = sum(term.bytes for term in result.host)
     unified = machine.gpu is not None and machine.gpu.unified
     # unified memory: what is "offloaded" to the host stays in the same memory
     shared = host_bytes if unified else 0
-    capacity = max(0, machine.vram_bytes - machine.context_bytes - shared)
+    talk = communicators(resolved, machine)
+    outside = machine.context_bytes + talk.held.typical
+    capacity = max(0, machine.vram_bytes - outside - shared)
     return Plan(
         model=model.name,
         spec=model,
@@ -310,11 +386,15 @@ def plan_resolved(
         risk_allowed=risk,
         imbalance_bytes=uneven,
         problem=result.problem,
+        communicators=talk,
     )
 
 
 def _assumptions(resolved: Resolved, machine: Machine, shared: int) -> tuple[str, ...]:
-    notes = list(resolved.assumptions)
+    notes = [
+        *resolved.assumptions,
+        *filter(None, [idle_note(resolved, machine.num_gpus)]),
+    ]
     gpu = machine.gpu
     guessed = gpu is not None and gpu.torch_total_basis == "derived"
     if gpu is not None and guessed and machine.vram_bytes == gpu.torch_total_bytes:
@@ -340,6 +420,4 @@ def _not_modeled(model: ModelSpec, r: Resolved) -> tuple[str, ...]:
         )
     if missing := left_out(model, r):
         notes.append(missing)
-    if r.placement.reduces and r.placement.ranks > 1:
-        notes.append("NCCL buffers beyond one communicator's: a group more takes 0.5 to 1 GiB more")
     return tuple(notes)

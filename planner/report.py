@@ -1,7 +1,7 @@
 """Plan -> text for people: a verdict, a bar for every phase, the peak's terms, the best levers."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from planner.run.framework import planned_as
 from planner.terms.host import node_ranks
@@ -9,6 +9,7 @@ from planner.units import format_bytes
 
 if TYPE_CHECKING:
     from planner.plan import Plan
+    from planner.run.ranks import RankPeak
 
 
 class Change(Protocol):
@@ -46,8 +47,20 @@ def verdict_line(plan: "Plan") -> str:
         f"{plan.verdict.upper()}: peak {format_bytes(plan.peak_bytes)} in {plan.peak_phase} "
         f"(likely {format_bytes(plan.low_bytes)} to {format_bytes(plan.high_bytes)}), "
         f"capacity {format_bytes(plan.capacity_bytes)} on {plan.machine.label}{_risk(plan)}"
-        + ("" if plan.host_fits else f"; {plan.why}")
+        + ("" if plan.host_fits and not plan.problem else f"; {plan.why}")
+        + _seen(plan)
     )
+
+
+def _seen(plan: "Plan") -> str:
+    """Return what a training sample of a model with towers holds beside text."""
+    if plan.sees_nothing:
+        return "; without images or sounds, which come on top"
+    r = plan.resolved
+    if not (r.trains and r.images):
+        return ""
+    size = f" of {r.image_size[0]} x {r.image_size[1]}" if r.image_size else ""
+    return f"; with {r.images} image{'s' if r.images > 1 else ''}{size} in each sample"
 
 
 def _risk(plan: "Plan") -> str:
@@ -65,10 +78,10 @@ def bar(size: int, full: int) -> str:
     return BLOCK * filled + REST * (BAR_WIDTH - filled) + "!" * max(over, int(size > full))
 
 
-def text(plan: "Plan", levers: Sequence[Lever] = ()) -> str:
-    """Return the whole answer as plain text."""
+def text(plan: "Plan", levers: Sequence[Lever] = (), others: Sequence[str] = ()) -> str:
+    """Return the whole answer as plain text; `others` are levers in the engine's own words."""
     r = plan.resolved
-    lines = [verdict_line(plan), summary(plan), ""]
+    lines = [verdict_line(plan), summary(plan), *_ranks(plan), ""]
     for phase in plan.phases:
         mark = " <- peak" if phase.name == plan.peak_phase else ""
         lines.append(
@@ -91,12 +104,50 @@ def text(plan: "Plan", levers: Sequence[Lever] = ()) -> str:
                 f"  {advice.change.name:<34} saves {format_bytes(advice.saved_bytes):>10}"
                 f"  {advice.change.price}"
             )
+    if others:
+        lines += ["", "What makes the engine start:", *(f"  {line}" for line in others)]
     notes = [f"  assumed: {note}" for note in plan.assumptions]
     notes += [f"  not modelled: {note}" for note in plan.not_modeled]
     if notes:
         lines += ["", *notes]
     lines.append(f"  planned as {planned_as(r.framework, r.framework_asked)}")
     return "\n".join(lines)
+
+
+def _ranks(plan: "Plan") -> list[str]:
+    """Return whose memory this is: one line where all ranks are alike, else a bar for each kind."""
+    gpus = plan.resolved.layout.gpus
+    if gpus == 1 or not plan.ranks:
+        return []
+    talks = ", ".join(f"{group.name} {group.size}" for group, _ in plan.communicators.groups)
+    held = plan.communicators.held.typical
+    outside = f"; groups: {talks}, their communicators {format_bytes(held)} outside torch"
+    if len(plan.ranks) == 1:
+        return [f"rank 0 of {gpus} (all alike), {plan.resolved.layout}{outside}"]
+    fullest, why = fullest_rank(plan)
+    lines = [
+        f"rank {fullest.rank} of {gpus} is shown, the fullest: {fullest.role}{why}",
+        f"{plan.resolved.layout}{outside}",
+        "",
+    ]
+    for kind in plan.ranks:
+        mark = " <- fullest" if kind is fullest else ""
+        lines.append(
+            f"  rank {kind.rank:<6}{bar(kind.peak_bytes, plan.capacity_bytes)} "
+            f"{format_bytes(kind.peak_bytes):>11}  {kind.role}{mark}"
+        )
+    return lines
+
+
+def fullest_rank(plan: "Plan") -> tuple["RankPeak", str]:
+    """Return the fullest kind of rank, and what it has more of than the least full one."""
+    fullest = max(plan.ranks, key=lambda kind: kind.peak_bytes)
+    least = min(plan.ranks, key=lambda kind: kind.peak_bytes)
+    more = {name: size - least.terms.get(name, 0) for name, size in fullest.terms.items()}
+    name = max(more, key=lambda name: more[name])
+    if fullest.peak_bytes == least.peak_bytes:
+        return fullest, ""
+    return fullest, f"; {name} {format_bytes(more[name])} more than on rank {least.rank}"
 
 
 def summary(plan: "Plan") -> str:
@@ -132,6 +183,60 @@ def markdown(plan: "Plan") -> str:
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     totals = " | ".join(format_bytes(phase.total_bytes) for phase in plan.phases)
     return "\n".join([*lines, f"| **total** | {totals} |"])
+
+
+class Laid(Protocol):
+    """A layout as planner.answers.layouts found it."""
+
+    @property
+    def words(self) -> str:
+        """Its degrees."""
+
+    @property
+    def flags(self) -> str:
+        """The same for the command line."""
+
+    @property
+    def plan(self) -> "Plan | None":
+        """None when it is refused."""
+
+
+def layout_line(found: Sequence[Laid]) -> str:
+    """Return the first layout that fits, or how near the nearest comes."""
+    planned = [(tried.plan, tried) for tried in found if tried.plan is not None]
+    fitting = [(made, tried) for made, tried in planned if made.fits]
+    if fitting:
+        made, tried = fitting[0]
+        return (
+            f"Best layout: {tried.words}: peak {format_bytes(made.peak_bytes)} in {made.peak_phase}\n"
+            f"  {tried.flags}"
+        )
+    if not planned:
+        return "No layout of these GPUs can be planned for this run"
+    made, tried = min(planned, key=lambda each: each[0].peak_bytes)
+    need, room = format_bytes(made.peak_bytes), format_bytes(made.capacity_bytes)
+    return f"No layout fits; the nearest, {tried.words}, needs {need} of {room}: {tried.flags}"
+
+
+def layout_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return layouts as a table: those that fit, the best first, then why the others do not."""
+    cells = [
+        [
+            row["framework"],
+            row["layout"],
+            format_bytes(row.get("peak_bytes", row["standing_bytes"])),
+            row["verdict"],
+            format_bytes(row["network_bytes"] + row["host_link_bytes"]),
+            format_bytes(row["node_bytes"]),
+            row["why"] or "the first",
+        ]
+        for row in rows
+    ]
+    headers = ["framework", "layout", "peak", "verdict", "slow links", "in the node", "why"]
+    head = "Layouts; bytes a rank receives in a step from other nodes and the host, and inside its node:"
+    best = next((row for row in rows if row["fits"]), None)
+    tail = f"\nthe first: {best['flags']}" if best else "\nNo layout fits."
+    return f"{head}\n{table(headers, cells)}{tail}"
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

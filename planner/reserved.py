@@ -8,12 +8,12 @@ the card's limit it gives unused blocks back first.
 from dataclasses import replace
 from typing import NamedTuple
 
-from planner.machines.communicators import communicator
 from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
 from planner.phases import Phase
 from planner.replay.steps import Replayed, replay_run
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
+from planner.terms.groups import communicators
 
 
 class Reserved(NamedTuple):
@@ -41,6 +41,10 @@ def reserved(
     if not r.trains:  # vLLM stays inside its utilisation
         return Reserved(peak, peak, peak)
     workspace, resident = _bytes(phases, "loss", "overhead"), _bytes(phases, "forward", "engine")
+    if r.stage.stages > 1 or r.switches.gradient_buffers:
+        # graphs of other micro-batches and buffers, which the replay does not play, only stand there
+        alone = _replayed(model, r, workspace, resident, lengths, None, capacity_bytes)
+        resident += max(0, peak - alone.allocated_bytes)
     free = _replayed(model, r, workspace, resident, lengths, None, capacity_bytes)
     with_room = on_card = max(peak, free.reserved_bytes)
     if with_room > capacity_bytes:
@@ -83,15 +87,15 @@ def _replayed(
 
 
 def outside_bytes(r: Resolved, machine: Machine) -> int:
-    """Return what the GPU holds of the run outside torch's pool: contexts and a communicator.
+    """Return what the GPU holds of the run outside torch's pool: contexts and communicators.
 
     auto-gptq and gptqmodel load by device_map "auto": accelerate's get_max_memory puts a tensor on
     every GPU, and with it each process a CUDA context (accelerate 1.0 utils/modeling.py).
     """
-    ranks = r.placement.ranks
+    ranks = r.gpus
     everywhere = r.switches.gptq_touches_every_gpu and r.quantization.startswith("gptq")
     contexts = (ranks if everywhere else 1) * machine.context_bytes
-    return contexts + communicator(machine, ranks).typical
+    return contexts + communicators(r, machine).held.typical
 
 
 def _bytes(phases: tuple[Phase, ...], phase: str, term: str) -> int:

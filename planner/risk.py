@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from planner.datafiles import data_dir
 from planner.run.recipe import Task
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 
 MIN_ROWS, MIN_SOURCES = 30, 3
 """Below either a group is not judged by its own rows."""

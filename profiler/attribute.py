@@ -105,6 +105,7 @@ def to_events(events: Sequence[BlockEvent]) -> tuple[Event, ...]:
             op=event.op,
             module=event.module,
             term=event.block.term,
+            stream=event.block.stream,
         )
         for event in events
         if event.block.place == DEVICE
@@ -120,8 +121,8 @@ def _find_peaks(events: Sequence[BlockEvent]) -> dict[str, _Peak]:
         if event.block.place == HOST:
             host += change
             peak.host = max(peak.host, host)
-            continue
-        total += change
+        else:
+            total += change
         if total > peak.total:
             peak.total, peak.index = total, index
     return {name: peak for name, peak in peaks.items() if peak.index >= 0}

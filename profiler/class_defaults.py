@@ -19,7 +19,14 @@ _LEFT_OUT = re.compile(
     r"|time_step_(min|max|floor|limit|init|scale)|ep_size|_std$|_factor$|multiplier|dtype"
 )
 """Fields that move no byte."""
-_KEPT = {"logits_scaling", "embedding_multiplier", "mamba_ssm_cache_dtype", "tie_word_embeddings"}
+_KEPT = {
+    "logits_scaling",
+    "embedding_multiplier",
+    "mamba_ssm_cache_dtype",
+    "tie_word_embeddings",
+    "router_aux_loss_coef",
+    "output_router_logits",
+}
 _REMOTE: dict[str, dict[str, Any]] = {
     "internlm2": {
         "config_class": "",

@@ -144,7 +144,9 @@ class CudaBehaviour(TorchFunctionMode):
 
     def _to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         target = kwargs.get("device", args[0] if args else None)
-        if isinstance(target, torch.Tensor):
+        if isinstance(target, torch.device) and self._tracker.moves_to_host is not None:
+            target = HOST if self._tracker.moves_to_host else torch.device("cuda")
+        elif isinstance(target, torch.Tensor):
             target = self._place(target)
         elif target in _CPU_DEVICES:
             # Modules that ask for "their" device say cpu here; only a literal copy asks for a string.

@@ -164,6 +164,8 @@ class Follower:
     def _take(self, summary: Summary, events: list[BlockEvent]) -> None:
         self.host_peak_bytes = max(self.host_peak_bytes, summary.host_peak_bytes)
         for phase in summary.phases:
+            if not phase.peak_bytes:  # host memory alone, before anything was on the device
+                continue
             known = self.phases.get(phase.name)
             if phase.name != STANDING and (known is None or phase.peak_bytes > known.peak_bytes):
                 self.phases[phase.name] = phase

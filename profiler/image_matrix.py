@@ -12,6 +12,7 @@ from planner.machines.machine import Machine
 from planner.models.catalogue import load_catalogue
 from planner.models.images import cut_image
 from planner.models.spec import ModelSpec
+from planner.models.tiles import fitted
 from planner.models.vision_spec import Cut
 from planner.plan import plan
 from planner.run.recipe import (
@@ -37,6 +38,7 @@ TOWERS = (
     "llama-3.2-11b-vision",
     "llava-1.5-7b",
     "internvl3-8b",
+    "ministral-3-3b",
 )
 RUNS: dict[str, tuple[Method, Checkpointing, str]] = {
     "full": (Method.FULL, Checkpointing.NONE, ""),
@@ -92,6 +94,12 @@ def pictures(model: ModelSpec, width: int, height: int) -> Pictures:
                 "aspect_ratio_mask": (1, 1, tiles),
                 "cross_attention_mask": (1, LENGTH, 1, tiles),
             },
+        )
+    if vision.cut is Cut.EDGE:
+        wide, high = fitted(vision, width, height)
+        return Pictures(
+            floats={"pixel_values": (1, vision.channels, high, wide)},
+            grids={"image_sizes": [[high, wide]]},
         )
     masks = ("full_attention", "sliding_attention") if vision.masks_text else ()
     return Pictures(floats={"pixel_values": pixels}, masks=masks)

@@ -38,16 +38,21 @@ def _allocate(tensor: torch.Tensor, path: str, tracker: StorageTracker) -> torch
     parameter = torch.nn.Parameter(data, requires_grad=tensor.requires_grad)
     state = getattr(tensor, "quant_state", None)
     if state is not None:
-        for part in (state, state.state2):
-            if part is not None:
-                part.absmax = _empty(part.absmax, path, tracker)
-                part.code = _empty(part.code, path, tracker)
-        if getattr(state, "offset", None) is not None:
-            state.offset = _empty(state.offset, path, tracker)
+        allocate_state(state, path, tracker)
         _copy_attributes(tensor, parameter, state)
         # transformers moves the 16-bit weight to the device, then quantises it there.
         tracker.temporary([state.shape.numel() * state.dtype.itemsize], op="quantize_4bit")
     return parameter
+
+
+def allocate_state(state: Any, path: str, tracker: StorageTracker) -> None:
+    """Allocate a 4-bit weight's constants: block maxima and codes, of both levels when nested."""
+    for part in (state, state.state2):
+        if part is not None:
+            part.absmax = _empty(part.absmax, path, tracker)
+            part.code = _empty(part.code, path, tracker)
+    if getattr(state, "offset", None) is not None:
+        state.offset = _empty(state.offset, path, tracker)
 
 
 def _copy_attributes(source: Any, target: Any, state: Any) -> None:

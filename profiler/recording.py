@@ -25,7 +25,7 @@ TERMS = (
     "communication",
 )
 PHASES = (
-    "load", "rollout", "score", "reference", "teacher", "reward", "critic",
+    "load", "sync", "rollout", "score", "reference", "teacher", "reward", "critic",
     "forward", "loss", "backward", "step", "evaluation", "evaluate", "save", "resume",
 )  # fmt: skip
 

@@ -49,3 +49,5 @@ class Event:
     op: str = ""
     module: str = ""
     term: str = ""
+    stream: int = 0
+    """Whose pool it is from: 0 = the stream that computes."""

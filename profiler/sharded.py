@@ -13,7 +13,7 @@ import torch
 
 from planner.errors import UnsupportedError
 from profiler.dtensors import local
-from profiler.materialise import term_of_parameter
+from profiler.materialise import allocate_state, term_of_parameter
 from profiler.storages import StorageTracker
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -24,7 +24,10 @@ class Shard:
     """How a model is divided, and which of the ranks is traced."""
 
     ranks: int
+    """Processes of the run."""
     rank: int = 0
+    replicate: int = 0
+    """Groups that hold the same shards and add up their gradients (HSDP); 0 = the mesh has no such side."""
     param_dtype: str = ""
     """MixedPrecisionPolicy.param_dtype: what gathered parameters are cast to; "" = as stored."""
     reduce_dtype: str = ""
@@ -33,6 +36,8 @@ class Shard:
     """Layers are divided again after their forward; the root unit stays whole, as in torch."""
     syncs_each: bool = True
     """Gradients are reduced after every micro-batch, not only after the last."""
+    offload: bool = False
+    """Shards, their gradients and the optimizer's states are in host memory (CPUOffloadPolicy)."""
 
 
 @contextmanager
@@ -60,28 +65,55 @@ def process_group(shard: Shard) -> Iterator[None]:
 def divide(model: torch.nn.Module, layers: list[torch.nn.Module], shard: Shard) -> None:
     """Make every layer a unit of FSDP2 and what is left the root unit, on the meta device."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh("cpu", (shard.ranks,))
-    policy = MixedPrecisionPolicy(
-        param_dtype=DTYPES[shard.param_dtype] if shard.param_dtype else None,
-        reduce_dtype=DTYPES[shard.reduce_dtype] if shard.reduce_dtype else None,
-    )
+    if shard.replicate:
+        sizes, names = (shard.replicate, shard.ranks // shard.replicate), ("replicate", "shard")
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    else:
+        mesh = init_device_mesh("cpu", (shard.ranks,))
+    common: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=DTYPES[shard.param_dtype] if shard.param_dtype else None,
+            reduce_dtype=DTYPES[shard.reduce_dtype] if shard.reduce_dtype else None,
+        ),
+    }
+    if shard.offload:  # a build without CUDA cannot pin; the place is the same
+        common["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     for layer in layers:
-        fully_shard(
-            layer, mesh=mesh, mp_policy=policy, reshard_after_forward=shard.reshard_after_forward
-        )
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, reshard_after_forward=shard.reshard_after_forward, **common)
+    fully_shard(model, **common)
 
 
-def allocate(model: torch.nn.Module, tracker: StorageTracker) -> None:
+def allocate(model: torch.nn.Module, tracker: StorageTracker, shard: Shard) -> None:
     """Give every parameter's shard and every buffer memory under the caller's modes."""
     with tracker.unseen():
         model.to_empty(device="cpu")
-    named: dict[str, Any] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for path, tensor in named.items():
+
+    def adopt(path: str, tensor: torch.Tensor) -> None:
         module = path.rpartition(".")[0]
         tracker.adopt(local(tensor), term=term_of_parameter(path), module=module, op="load")
+
+    with on_host(tracker, shard):
+        for path, parameter in model.named_parameters():
+            adopt(path, parameter)
+    for path, buffer in model.named_buffers():
+        adopt(path, buffer)
+    for path, part in model.named_modules():
+        state = getattr(part, "quant_state", None)
+        if state is not None:  # a 4-bit weight is divided, its constants are whole on every rank
+            allocate_state(state, f"{path}.weight", tracker)
+
+
+@contextmanager
+def on_host(tracker: StorageTracker, shard: Shard | None) -> Iterator[None]:
+    """Where the shard and its optimizer step are: in host memory when it is offloaded."""
+    if shard is None or not shard.offload:
+        yield
+        return
+    with tracker.on_host():
+        yield
 
 
 def synced(model: Any, shard: Shard | None, *, last: bool) -> None:

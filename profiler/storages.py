@@ -41,6 +41,8 @@ class Block:
     place: str = DEVICE
     term: str = ""
     """Set when its role is known for sure (parameter, gradient, optimizer state)."""
+    stream: int = 0
+    """0: the stream that computes; 1 and on: FSDP2's own, whose blocks serve no other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,10 @@ class StorageTracker(TorchDispatchMode):
         self._stopped = False
         self._host_next = 0
         self._unseen = 0
+        self._streams = [torch.cpu.current_stream()]
         self._purpose = ""
+        self.moves_to_host: bool | None = None
+        """Where a `.to(device)` leads, if it is FSDP2's: see `moving`."""
 
     def __torch_dispatch__(
         self,
@@ -186,6 +191,15 @@ class StorageTracker(TorchDispatchMode):
         finally:
             self._purpose = before
 
+    @contextmanager
+    def moving(self, *, to_host: bool) -> Iterator[None]:
+        """Inside, `.to(device)` is FSDP2's: it leaves a gradient on the host, or fetches a shard from it."""
+        before, self.moves_to_host = self.moves_to_host, to_host
+        try:
+            yield
+        finally:
+            self.moves_to_host = before
+
     def resized(self, storage: Any, size: int, *, term: str) -> None:
         """Record a storage that was given `size` bytes in place; 0 gives its memory back."""
         key = storage._cdata
@@ -240,6 +254,11 @@ class StorageTracker(TorchDispatchMode):
         """Return the block behind `tensor`, if it was seen."""
         entry = self._live.get(local(tensor).untyped_storage()._cdata)
         return entry[0] if entry else None
+
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        """Return whether `tensor` was seen in host memory."""
+        block = self.block_of(tensor)
+        return block is not None and block.place == HOST
 
     def temporary(self, sizes: Sequence[int], *, op: str) -> None:
         """Record memory that a kernel takes and gives back before it returns."""
@@ -349,9 +368,19 @@ class StorageTracker(TorchDispatchMode):
             self.phase,
             HOST if self._host_next else DEVICE,
             self._purpose,
+            self._stream(),
         )
         self._hold(storage, block)
         return block
+
+    def _stream(self) -> int:
+        """Return the number of the stream that is current: a CPU's streams only have names for the code."""
+        current = torch.cpu.current_stream()
+        if current is self._streams[0]:
+            return 0
+        if current not in self._streams:
+            self._streams.append(current)
+        return self._streams.index(current)
 
     def _hold(self, storage: Any, block: Block) -> None:
         key = storage._cdata

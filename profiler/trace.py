@@ -19,10 +19,9 @@ from planner.allocator.caching import AllocatorConfig, replay
 from planner.errors import UnsupportedError, VramwiseError
 from profiler.attribute import assign_terms, summarise, to_events
 from profiler.cuda_behaviour import CudaBehaviour, workspaces
-from profiler.dtensors import visible
-from profiler.materialise import materialise
+from profiler.dtensors import states_found, visible
 from profiler.recording import Recording
-from profiler.sharded import Shard, allocate, divide, process_group
+from profiler.sharded import Shard, process_group
 from profiler.storages import StorageTracker
 
 DEFAULT_TIME_LIMIT_S = 600.0
@@ -48,8 +47,12 @@ class Subject(Protocol):
         """Return the model on the meta device."""
         ...
 
-    def units(self, model: torch.nn.Module) -> list[torch.nn.Module]:
-        """Return the modules that are gathered one at a time: the decoder's layers."""
+    def divide(self, model: torch.nn.Module) -> None:
+        """Divide the model on the meta device over the ranks, if there are several."""
+        ...
+
+    def allocate(self, model: torch.nn.Module, tracker: StorageTracker) -> None:
+        """Give the model memory, and do what else belongs to loading."""
         ...
 
     def run(self, model: torch.nn.Module, tracker: StorageTracker) -> None:
@@ -114,18 +117,16 @@ def run_subject(
             stack.enter_context(process_group(shard))
         model = subject.build()
         if shard is not None:
-            divide(model, subject.units(model), shard)
+            subject.divide(model)
             stack.enter_context(visible(tracker))
         if fake:  # FSDP2 holds meta tensors until they get memory
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=shard is not None))
+            stack.enter_context(states_found())
         stack.enter_context(tracker)
         stack.enter_context(CudaBehaviour(tracker, padded=subject.padded))
         stack.enter_context(_collected_by_hand())
         try:
-            if shard is None:
-                materialise(model, tracker)
-            else:
-                allocate(model, tracker)
+            subject.allocate(model, tracker)
             with tracker.in_phase("forward"):  # the first product comes after loading
                 for size in subject.standing_bytes:
                     tracker.standing(size, op="cublasSetWorkspace", term="overhead")

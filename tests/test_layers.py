@@ -134,6 +134,7 @@ ROOMS = (
     ("planner.layer", "planner.machines", "planner.allocator"),
     ("planner.run",),
     ("planner.terms",),
+    ("planner.speed",),
     ("planner.phases",),
     ("planner.replay",),
     ("planner.reserved", "planner.risk"),

@@ -31,7 +31,9 @@ def check_apart(policy: Any, *, asked: str) -> None:
 
     def hidden(sequences: list[ScoredSequence], batch: MicroBatch | None = None) -> Tensor:
         made = batch or collate(sequences, range(len(sequences)), layout=Layout.SORTED)
-        return hidden_rows(policy, made.to(policy.device)).float()
+        made = made.to(policy.device)
+        found: Tensor = policy.whole(lambda: hidden_rows(policy, made))
+        return found.float()
 
     both = [first, second]
     row = collate(both, range(2), layout=Layout.PACKED)

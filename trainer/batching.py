@@ -152,8 +152,13 @@ class MicroBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the model computes, padding included."""
-        return self.input_ids.numel()
+        """Tokens that the model computes, padding included; a blank one has none that count."""
+        return 0 if self.blank else self.input_ids.numel()
+
+    @property
+    def blank(self) -> bool:
+        """Whether no sequence is in it: it only keeps this rank in step with the others."""
+        return not self.indices
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return it on `device`."""

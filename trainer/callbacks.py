@@ -127,6 +127,11 @@ class Callbacks:
                     else None,
                 ) from None
 
+    @property
+    def evaluation_asked(self) -> bool:
+        """Whether a callback has asked for an evaluation."""
+        return self.run is not None and self.run.wants_evaluation
+
     def take(self) -> tuple[bool, str | None]:
         """Return what was asked for since the last call: (whether to save, why to stop or None)."""
         if self.run is None:

@@ -5,6 +5,7 @@ looked through, with the model's tokenizer where that is here too; nothing is fe
 """
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from planner.machines.machine import Machine
 from planner.models.hub import find_model
 from planner.plan import Plan
 from planner.run.lora_fields import with_start
+from planner.run.parallel import layout_of
 from planner.run.recipe import Recipe, RunFile, Task
 from planner.run.runfile import machine_of
 from planner.run.train_bytes import with_train
@@ -24,13 +26,13 @@ from trainer.evaluation_phase import check_evaluation_fits, evaluation_phase
 from trainer.fields import unread_notes
 from trainer.foreign import Given, read_given
 from trainer.model import load_tokenizer
+from trainer.parallel.sharding import refuse_over_ranks
 from trainer.preflight import (
     choose_layout,
     longest_prompt,
     longest_sequence,
     settled,
     solve,
-    step_prompts,
 )
 from trainer.prompt_data import read_prompts
 from trainer.rewards import check_reward_columns, load_rewards
@@ -39,6 +41,7 @@ from trainer.schedule import check_steps
 from trainer.session import check_output
 from trainer.sft import make_order
 from trainer.sft_data import read_examples
+from trainer.step_size import step_prompts
 from trainer.validation import load_validation, read_held_out
 
 
@@ -54,7 +57,8 @@ def check_run(path: Path, *, say: Say = silent) -> dict[str, Any]:
         say(note)
     rows, held_out = _data(given, say)
     if rows is not None and train.epochs is not None:
-        train = with_epochs(train, per_epoch=rows, per_step=step_prompts(recipe, train))
+        per_step = step_prompts(recipe, train, run.machine.gpus)
+        train = with_epochs(train, per_epoch=rows, per_step=per_step)
     if train.epochs is None:
         check_steps(train)
     phases = list(planned.phases)
@@ -89,11 +93,14 @@ def vars_of(difference: Any) -> dict[str, str]:
 def _planned(run: RunFile, train: TrainSection) -> tuple[Recipe, Plan]:
     spec = find_model(run.model, revision=run.revision)
     started, _ = with_start(spec, with_train(run).recipe)
-    wanted = settled(started)
+    ranks = run.machine.gpus
+    refuse_over_ranks(started, layout_of(spec, started, ranks))
+    wanted = settled(started, ranks)
     _, asked = choose_layout(spec, wanted, train)
     if asked:
         wanted = wanted.model_copy(update={"packing": True})
-    return solve(spec, wanted, _machine(run, train), train)
+    machine = replace(_machine(run, train), num_gpus=ranks)
+    return solve(spec, wanted, machine, train, ranks=ranks)
 
 
 def _machine(run: RunFile, train: TrainSection) -> Machine:

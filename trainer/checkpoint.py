@@ -3,7 +3,8 @@
 OUTPUT/checkpoints/step-00000100/
   adapter_model.safetensors adapter_config.json   PEFT's format (LoRA, QLoRA)
   model*.safetensors config.json tokenizer*       full training
-  training.pt                                     optimizer and RNG state (tensors only)
+  training.pt                                     optimizer and RNG state (tensors only), of one process
+  training/                                       the same of several ranks, and what they train: any number reads it
   state.json                                      step, data order, counters
 """
 
@@ -11,24 +12,37 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from planner.errors import UsageError, VramwiseError
 from planner.run.recipe import Method
 from planner.units import MiB, format_bytes
 from trainer.adapters import pissa_as_lora, split_pissa
 from trainer.model import Policy
+from trainer.parallel.ranks import ALONE, Ranks
+from trainer.parallel.saving import FOLDER as TRAINING
+from trainer.parallel.saving import (
+    gathered,
+    load_alone,
+    load_training,
+    save_training,
+    training_bytes,
+    whole_bytes,
+)
 
 FOLDER = "checkpoints"
 RUN_FILE = "run.yaml"
 """The run as it was resolved, beside its checkpoints."""
 PARTIAL = ".partial-"
+RANK_STRIDE = 7_368_787
+"""Between the seeds of two ranks; a prime, so that runs of near seeds don't share them."""
 SMALL_FILES_BYTES = 16 * MiB
 """Tokenizer, configs and slack on top of the tensors, for the check of free space."""
 
@@ -71,12 +85,19 @@ def save(
     optimizer: Any,
     state: Mapping[str, Any],
     keep: int = 2,
+    ranks: Ranks = ALONE,
 ) -> Checkpoint:
-    """Write the checkpoint of `step` and drop all but the newest `keep`.
+    """Write the checkpoint of `step` and drop all but the newest `keep`; every rank of `ranks` calls it.
 
     `state` must be JSON: data order, counters. Raises VramwiseError when it cannot be written; the
     checkpoints before it are untouched then.
     """
+    if ranks.several:
+        final = save_together(output, step, policy, optimizer, state, ranks)
+        if ranks.first:
+            for old in checkpoints(output)[:-keep]:
+                drop(old.path)
+        return Checkpoint(path=final, step=step)
     folder = output / FOLDER
     partial = folder / f"{PARTIAL}{step}-{os.getpid()}"
     final = folder / f"step-{step:08d}"
@@ -104,8 +125,70 @@ def save(
     return Checkpoint(path=final, step=step)
 
 
-def restore(checkpoint: Checkpoint, *, policy: Policy, optimizer: Any) -> dict[str, Any]:
-    """Put weights, optimizer and RNG back as they were; return the state that `save` was given."""
+def save_together(
+    output: Path, step: int, policy: Policy, optimizer: Any, state: Mapping[str, Any], ranks: Ranks
+) -> Path:
+    """Write the checkpoint of several ranks, each its part, the first one the rest; return its folder.
+
+    It has its name when every rank has written: nothing before that counts.
+    """
+    folder = output / FOLDER
+    partial = folder / ranks.broadcast_object(f"{PARTIAL}{step}-{os.getpid()}")
+    final = folder / f"step-{step:08d}"
+
+    needed = whole_bytes(policy) + int(ranks.sum(float(training_bytes(policy, optimizer))))
+
+    def begin() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        _sweep(folder)
+        _check_room(folder, needed)
+        partial.mkdir()
+
+    def end() -> None:
+        document = json.dumps({"step": step, "ranks": ranks.size, **state}, indent=1)
+        (partial / "state.json").write_text(document, encoding="utf-8")
+        _flush(partial)
+        drop(final)
+        partial.rename(final)
+        _flush_folder(folder)
+
+    try:
+        first_does(ranks, begin)
+        write_weights(policy, partial, ranks=ranks)
+        save_training(policy, optimizer, ranks, partial / TRAINING)
+        first_does(ranks, end)
+    except Exception as error:
+        if ranks.first:
+            shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError) or _is_write_error(error):
+            raise _not_written(output, step, error) from None
+        raise
+    return final
+
+
+def first_does(ranks: Ranks, work: Callable[[], None]) -> None:
+    """Let the first rank do `work` while the others wait; raises OSError on all of them where it fails."""
+    failed = ""
+    if ranks.first:
+        try:
+            work()
+        except Exception as error:
+            if not isinstance(error, OSError) and not _is_write_error(error):
+                raise
+            failed = str(error) or type(error).__name__
+    if failed := ranks.broadcast_object(failed):
+        raise OSError(failed)
+
+
+def restore(
+    checkpoint: Checkpoint, *, policy: Policy, optimizer: Any, ranks: Ranks = ALONE, seed: int = 0
+) -> dict[str, Any]:
+    """Put weights, optimizer and RNG back as they were; return the state that `save` was given.
+
+    Any number of ranks may have saved it; where it was another number, each rank draws anew from `seed`.
+    """
+    if ranks.several or (checkpoint.path / TRAINING).is_dir():
+        return _restore_together(checkpoint, policy, optimizer, ranks, seed)
     try:
         read_weights(policy, checkpoint.path)
         training = torch.load(
@@ -113,34 +196,72 @@ def restore(checkpoint: Checkpoint, *, policy: Policy, optimizer: Any) -> dict[s
         )
         optimizer.load_state_dict(training["optimizer"])
     except (OSError, KeyError, ValueError, RuntimeError) as error:
-        raise UsageError(
-            f"cannot resume from {checkpoint.path}: {str(error).splitlines()[0][:200]}",
-            hint="was the recipe changed since?",
-        ) from None
+        raise _cannot_resume(checkpoint, error) from None
     set_rng_state(training["rng"])
     return checkpoint.state()
 
 
-def write_weights(policy: Policy, folder: Path) -> None:
-    """Write adapters in PEFT's format, or the whole model in safetensors, and the tokenizer."""
+def _restore_together(
+    checkpoint: Checkpoint, policy: Policy, optimizer: Any, ranks: Ranks, seed: int
+) -> dict[str, Any]:
+    state = checkpoint.state()
+    try:
+        if (checkpoint.path / TRAINING).is_dir():
+            drawn = load_training(policy, optimizer, ranks, checkpoint.path / TRAINING)
+        else:
+            load_alone(policy, optimizer, checkpoint.path)
+            drawn = False
+    except (OSError, KeyError, ValueError, RuntimeError) as error:
+        raise _cannot_resume(checkpoint, error) from None
+    if not drawn:
+        torch.manual_seed(rank_seed(seed + state["step"], ranks.rank))
+    return state
+
+
+def _cannot_resume(checkpoint: Checkpoint, error: Exception) -> UsageError:
+    return UsageError(
+        f"cannot resume from {checkpoint.path}: {str(error).splitlines()[0][:200]}",
+        hint="was the recipe changed since?",
+    )
+
+
+def rank_seed(seed: int, rank: int) -> int:
+    """Return the seed of a rank's own draws, such as dropout's; the first one's is the run's."""
+    return seed + RANK_STRIDE * rank
+
+
+def write_weights(policy: Policy, folder: Path, *, ranks: Ranks = ALONE) -> None:
+    """Write adapters in PEFT's format, or the whole model in safetensors, and the tokenizer.
+
+    Every rank of `ranks` calls it, the first writes what it gathers of all.
+    """
+    tensors = gathered(policy) if ranks.several else None
+    if not ranks.several:
+        _write(policy, folder, None)
+    else:
+        first_does(ranks, lambda: _write(policy, folder, tensors))
+
+
+def _write(policy: Policy, folder: Path, tensors: dict[str, Tensor] | None) -> None:
+    """Write `tensors`, or the policy's own."""
     if policy.method is Method.FULL:
-        policy.model.save_pretrained(folder)
+        policy.model.save_pretrained(folder, state_dict=tensors)
         policy.tokenizer.save_pretrained(folder)
         return
     if policy.pissa is not None:
-        _write_pissa(policy, folder)
+        _write_pissa(policy, folder, tensors)
         return
     # save_embedding_layers="auto" would ask the hub whether the vocabulary was resized
-    policy.model.save_pretrained(folder, save_embedding_layers=False)
+    policy.model.save_pretrained(folder, save_embedding_layers=False, state_dict=tensors)
     (folder / "README.md").unlink(missing_ok=True)
 
 
-def _write_pissa(policy: Policy, folder: Path) -> None:
+def _write_pissa(policy: Policy, folder: Path, given: dict[str, Tensor] | None) -> None:
     """Write a plain LoRA of twice the rank on the untouched base, which any tool loads."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
-    tensors = get_peft_model_state_dict(policy.model, save_embedding_layers=False)
+    tensors = get_peft_model_state_dict(policy.model, state_dict=given, save_embedding_layers=False)
     config, made = pissa_as_lora(policy.model, tensors, policy.pissa or {})
     config.inference_mode = True
     config.save_pretrained(str(folder))
@@ -189,10 +310,15 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 
 class StopSignal:
-    """Notes SIGTERM and SIGINT, so that the loop can save at the end of the step under way."""
+    """Notes SIGTERM and SIGINT, so that the loop can save at the end of the step under way.
 
-    def __init__(self) -> None:
+    `repeats`: the same request comes several times: a scheduler sends it to every process of a job, and
+    torchrun passes it on to its ranks once more.
+    """
+
+    def __init__(self, *, repeats: bool = False) -> None:
         self.received: int | None = None
+        self._repeats = repeats
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignal":
@@ -205,7 +331,7 @@ class StopSignal:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
+        if self.received is not None and not self._repeats:
             # asked twice: the user doesn't want to wait for the step
             raise KeyboardInterrupt
         self.received = number
@@ -226,8 +352,10 @@ def _sweep(folder: Path) -> None:
 
 
 def _check_space(folder: Path, policy: Policy, training: Mapping[str, Any]) -> None:
-    parameters = [parameter for _, parameter in policy.trainable()]
-    needed = sum(parameter.nbytes for parameter in parameters) + _tensor_bytes(training)
+    _check_room(folder, whole_bytes(policy) + _tensor_bytes(training))
+
+
+def _check_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed + SMALL_FILES_BYTES:
         raise OSError(f"needs {format_bytes(needed)}, the disk has {format_bytes(free)} free")

@@ -29,6 +29,22 @@ def train(
         bool,
         typer.Option("--dry-run", help="check and plan it, for the card it names; load nothing"),
     ] = False,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="ranks on this node, one a GPU: starts torchrun")
+    ] = None,
+    nodes: Annotated[
+        int, typer.Option("--nodes", "--nnodes", min=1, help="nodes; the same command on each")
+    ] = 1,
+    node_rank: Annotated[
+        int | None,
+        typer.Option(min=0, help="number of this node; numbered as they come unless said"),
+    ] = None,
+    rdzv_endpoint: Annotated[
+        str | None, typer.Option(help="HOST:PORT of one node, where all meet")
+    ] = None,
+    rdzv_id: Annotated[
+        str | None, typer.Option(help="name of the run, where several meet at one place")
+    ] = None,
     token: Annotated[
         str | None, typer.Option(help="of the hub, for train.push_to_hub; HF_TOKEN unless said")
     ] = None,
@@ -38,26 +54,52 @@ def train(
 
     A TRL 1.16 config (YAML of `trl sft|grpo --config`, a shell line, an SFT script) trains as well: a line
     says what becomes of each of its fields. Reward functions named as FILE.py:FUNCTION are imported: this
-    runs that file's code.
+    runs that file's code. On several GPUs: --nproc, or torchrun --nproc-per-node N -m trainer RUN.yaml.
     """
     if dry_run:
         from trainer.check_run import check_run
 
         _print(check_run(run_file, say=_say), as_json=json_output)
         return
-    from trainer.run import report, train_run
-
     if token is not None:
         os.environ["HF_TOKEN"] = token
-    result = train_run(run_file, resume=resume, say=_say)
-    _print(report(result), as_json=json_output)
-    if result.stopped_by is not None:
+    if (nproc or 1) > 1 or nodes > 1:
+        from trainer.parallel.launch import Launch, launch
+
+        how = Launch(
+            nproc=nproc or 1,
+            nodes=nodes,
+            node_rank=node_rank,
+            rdzv_endpoint=rdzv_endpoint,
+            rdzv_id=rdzv_id,
+        )
+        options = [*(["--resume"] if resume else []), *(["--json"] if json_output else [])]
+        raise typer.Exit(launch(how, run_file, options))
+    _train_here(run_file, resume=resume, as_json=json_output)
+
+
+def _train_here(run_file: Path, *, resume: bool, as_json: bool) -> None:
+    """Train in this process: the whole run, or one rank of it."""
+    from trainer.parallel.worker import joined
+    from trainer.run import report, train_run
+    from trainer.say import silent
+
+    with joined(run_file, as_json=as_json) as ranks:
+        result = train_run(
+            run_file, resume=resume, say=_say if ranks.first else silent, ranks=ranks
+        )
+    if ranks.first:
+        _print(report(result), as_json=as_json)
+    if result.stopped_by is None:
+        return
+    if ranks.first:
+        several = f" --nproc {ranks.size}" if ranks.several else ""
         typer.echo(
             f"stopped by {signal.Signals(result.stopped_by).name} after step {result.steps}; "
-            f"go on with: vramwise train {run_file} --resume",
+            f"go on with: vramwise train {run_file}{several} --resume",
             err=True,
         )
-        raise typer.Exit(128 + result.stopped_by)
+    raise typer.Exit(128 + result.stopped_by)
 
 
 def init(
@@ -107,9 +149,22 @@ def demo(
         str,
         typer.Option(help="smollm2, small (made on the spot), or auto: smollm2 if it is to be had"),
     ] = "auto",
+    nproc: Annotated[
+        int | None,
+        typer.Option(min=2, help="train on so many ranks too, beside three seeds on one rank"),
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
 ) -> None:
     """Plan, trace and train a small model by GRPO on this machine; minutes, no GPU needed."""
+    if nproc is not None:
+        from planner.errors import UsageError
+        from trainer.demo_ranks import run_demo_ranks
+
+        if seed:
+            raise UsageError(f"--seed: {seed} has no effect with --nproc, which runs seeds 0 to 2")
+        document = run_demo_ranks(output=output, steps=steps, model=model, nproc=nproc, say=_say)
+        _print(document, as_json=json_output)
+        return
     from trainer.demo import run_demo
 
     _print(

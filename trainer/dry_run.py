@@ -5,6 +5,8 @@ and `trainer.optim` on a policy of fake tensors. Generation is not traced.
 """
 
 import gc
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +15,8 @@ from planner.errors import UnsupportedError
 from planner.machines.machine import GpuSpec
 from planner.run.framework import frameworks
 from planner.run.recipe import Checkpointing, Loss, Method, Recipe, Task
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
+from profiler.materialise import materialise, term_of_parameter
 from profiler.storages import StorageTracker
 from profiler.subjects.from_recipe import step_options
 from profiler.subjects.hf_sft import HfSft, loss_phase
@@ -21,7 +24,8 @@ from profiler.subjects.options import StepOptions
 from profiler.subjects.tasks import task_subject
 from profiler.subjects.trl_grpo import Temperature, TrlGrpo
 from profiler.subjects.trl_sft import TrlSft
-from profiler.trace import Subject
+from profiler.trace import Subject, watch_gradients
+from trainer.parallel.ranks import Ranks
 
 
 def subject_for(
@@ -32,17 +36,18 @@ def subject_for(
     gpu: GpuSpec | None = None,
     layers: int | None = None,
     steps: int = 2,
+    rank: int = 0,
 ) -> Subject:
-    """Return the step to trace for a recipe on `gpu`. Raises UnsupportedError when none expresses it."""
-    options = step_options(resolved, config, gpu=gpu, layers=layers, steps=steps)
+    """Return rank `rank`'s step of a recipe on `gpu`. Raises UnsupportedError when none expresses it."""
+    options = step_options(resolved, config, gpu=gpu, layers=layers, steps=steps, rank=rank)
     step = resolved.switches.trace_step
     if resolved.task not in (Task.SFT, Task.GRPO):
         return task_subject(resolved, options, config)
     grpo = resolved.task is Task.GRPO
-    if options.shard is not None and step not in ("hf", "hf-full"):
+    if options.shard is not None and step not in ("own", "hf", "hf-full"):
         raise UnsupportedError(
             f"framework {resolved.framework.name}: its step cannot be traced on {resolved.gpus} GPUs",
-            hint="--framework hf-trainer can, with --shard fsdp2",
+            hint="vramwise and hf-trainer can, with --shard fsdp2",
         )
     if step == "own":
         return VramwiseStep(options, resolved=resolved, recipe=recipe)
@@ -63,7 +68,7 @@ def subject_for(
 
 
 class VramwiseStep(HfSft):
-    """This project's own step."""
+    """This project's own step; on several ranks the trainer's own division of the policy."""
 
     def __init__(self, options: StepOptions, *, resolved: Resolved, recipe: Recipe) -> None:
         super().__init__(options)
@@ -72,6 +77,7 @@ class VramwiseStep(HfSft):
         self.notes = ("generation and its engine are not traced",) if self._grpo else ()
         self.resolved = resolved
         self.recipe = recipe
+        self.policy: Any = None
 
     @property
     def _grpo(self) -> bool:
@@ -81,22 +87,29 @@ class VramwiseStep(HfSft):
         """Return the model on the meta device; the trainer checkpoints layers itself."""
         from dataclasses import replace
 
+        if self.shard is not None:  # the mesh reads its own numbers: not on fake tensors
+            ranks = RanksApart(rank=self.shard.rank, size=self.shard.ranks)
+            shards = self.resolved.layout.data_shard
+            self.ranks = ranks.laid_out(shard=shards, device_type="cpu")
         mode = self.options.checkpointing
         self.options = replace(self.options, checkpointing=Checkpointing.NONE, prepare_kbit=False)
         model = super().build()
         self.options = replace(self.options, checkpointing=mode)
         return model.eval()
 
-    def run(self, model: Any, tracker: StorageTracker) -> None:
-        """Run the optimizer steps with the trainer's own pieces."""
-        from trainer.batching import Layout, ScoredSequence, collate
-        from trainer.config import TrainSection
+    def divide(self, model: torch.nn.Module) -> None:
+        """Leave it whole: the trainer divides what is loaded."""
+
+    def allocate(self, model: Any, tracker: StorageTracker) -> None:
+        """Make the policy: its choices of memory, and its part of the model on several ranks."""
         from trainer.model import Policy, keep_differentiable
         from trainer.neftune import EmbeddingNoise
-        from trainer.optim import NO_SCALE, apply_step
-        from trainer.stepping import make_run_optimizer
 
-        if self.options.method is Method.QLORA:
+        qlora = self.options.method is Method.QLORA
+        # quantised on the GPU; else ranks fetch a unit at a time from their hosts
+        with tracker.on_host() if self.shard is not None and not qlora else nullcontext():
+            materialise(model, tracker)
+        if qlora:
             keep_differentiable(model)
         policy = Policy(
             model=model,
@@ -108,13 +121,23 @@ class VramwiseStep(HfSft):
             device=torch.device("cpu"),
             noise=EmbeddingNoise(model, alpha=5.0) if self.resolved.neftune else None,
         )
+        self._memory_choices(policy, tracker)
+        self.policy = policy if self.shard is None else self._divided(policy, tracker)
+
+    def run(self, model: Any, tracker: StorageTracker) -> None:
+        """Run the optimizer steps with the trainer's own pieces."""
+        from trainer.batching import Layout, ScoredSequence, collate
+        from trainer.config import TrainSection
+        from trainer.optim import NO_SCALE, apply_step
+        from trainer.stepping import make_run_optimizer
+
+        policy = self.policy
         recipe = self.recipe.model_copy(
             update={
                 "optimizer": self.resolved.optimizer,
                 "master_weights": self.resolved.master_weights or None,
             }
         )
-        self._memory_choices(policy, tracker)
         settings: Any = TrainSection.model_construct()  # type: ignore[call-arg]
         optimizer = make_run_optimizer(policy, recipe, settings)
         length = self.options.length
@@ -123,18 +146,39 @@ class VramwiseStep(HfSft):
             token_ids=(0,) * length, scored=(False,) * (length - scored) + (True,) * scored
         )
         rows = self.options.micro_batch
-        trained = [parameter for _, parameter in policy.trainable()]
+        trained = [parameter for _, parameter in policy.stepped()]
         with loss_phase(model, tracker):
             for _ in range(self.options.steps):
                 for _ in range(self.options.gradient_accumulation):
                     tracker.phase = "forward"
                     batch = collate([sequence] * rows, range(rows), layout=Layout.SORTED)
-                    self._loss(policy, batch).backward()
+                    policy.one_pass(partial(self._learn, policy, batch))
+                policy.take_gradients()
                 with tracker.in_phase("step"):
-                    apply_step(optimizer, trained, scale=NO_SCALE, max_norm=1.0)
+                    for parameter in trained if self.shard is not None else ():
+                        if parameter.grad is not None:  # a view of what the reduction left
+                            tracker.adopt(parameter.grad, term="gradients", module="")
+                    apply_step(optimizer, trained, scale=NO_SCALE, max_norm=1.0, ranks=policy.ranks)
                     _tag(optimizer, tracker)
                     optimizer.zero_grad(set_to_none=True)
+                    policy.clear_gradients()
                     gc.collect()
+
+    def _learn(self, policy: Any, batch: Any) -> tuple[()]:
+        policy.whole(lambda: self._loss(policy, batch)).backward()
+        return ()
+
+    def _divided(self, policy: Any, tracker: StorageTracker) -> Any:
+        """Return the policy as the trainer cuts it over this rank and those that are not there."""
+        from trainer.parallel.sharding import over_ranks, shard_policy
+
+        assert self.shard is not None
+        recipe = over_ranks(self.recipe, self.shard.ranks)
+        policy = shard_policy(policy, recipe, self.resolved.layout, self.ranks)
+        for path, parameter in policy.model.named_parameters():
+            tracker.adopt(parameter, term=term_of_parameter(path), module=path.rpartition(".")[0])
+        watch_gradients(policy.model, tracker)
+        return policy
 
     def _memory_choices(self, policy: Any, tracker: StorageTracker) -> None:
         """Do what trainer.preflight.apply_memory_choices does, with a host the tracker knows."""
@@ -176,6 +220,21 @@ class VramwiseStep(HfSft):
             entropy=scored.entropy,
         )
         return share
+
+
+class RanksApart(Ranks):
+    """Ranks that hear nothing from the others: fake tensors have no figures to tell."""
+
+    def laid_out(self, *, shard: int, device_type: str) -> Ranks:
+        """Return these ranks with their mesh; it is made once."""
+        return (
+            self
+            if self.mesh is not None
+            else super().laid_out(shard=shard, device_type=device_type)
+        )
+
+    def _reduced(self, value: Any, op: Any) -> Any:
+        return value
 
 
 class TracedCopies:

@@ -121,7 +121,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
     def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
-            state.update(self._new_state(parameter))
+            state.update(self.new_state(parameter))
         state["step"] += 1
         weights, grads = parameter.view(-1), parameter.grad.reshape(-1)  # type: ignore[union-attr]
         for start in range(0, parameter.numel(), CHUNK_ELEMENTS):
@@ -140,7 +140,8 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         source = state.get("master", weights)
         return source[chunk].to(weights.device, torch.float32)
 
-    def _new_state(self, parameter: Tensor) -> dict[str, Any]:
+    def new_state(self, parameter: Tensor) -> dict[str, Any]:
+        """Return a parameter's state before its first step."""
         settings = self.settings
         device = torch.device("cpu") if settings.offload else parameter.device
         pin = settings.offload and parameter.is_cuda
@@ -195,6 +196,39 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             self._generators[device] = generator
         return self._generators[device]
 
+    @torch.no_grad()
+    def moment(self, parameter: Tensor, number: int) -> Tensor:
+        """Return what the codes of an 8-bit moment mean, in fp32."""
+        whole = slice(0, parameter.numel())
+        return _widen(self.state[parameter], number, whole, parameter.device)
+
+    @torch.no_grad()
+    def set_moment(
+        self, parameter: Tensor, number: int, values: Tensor, *, keep_scales: bool
+    ) -> None:
+        """Make an 8-bit moment mean `values`; `keep_scales`: by the codes that meant it with the scales it has.
+
+        Scales that are found anew can be others: of the signed codes none means minus the scale.
+        """
+        state = self.state[parameter]
+        for start in range(0, parameter.numel(), CHUNK_ELEMENTS):
+            chunk = slice(start, min(start + CHUNK_ELEMENTS, parameter.numel()))
+            part = values[chunk].to(parameter.device)
+            if not keep_scales:
+                _quantise(state, number, chunk, part)
+                continue
+            scales = state[f"absmax{number}"][_blocks(chunk)].to(part.device)
+            codes = _nearest_codes(part, scales, signed=number == 1)
+            state[f"moment{number}"][chunk].copy_(codes)
+
+    def rounding_state(self, device: torch.device) -> Tensor:
+        """Return the random state of stochastic rounding on `device`."""
+        return self._generator(device).get_state()
+
+    def set_rounding_state(self, device: torch.device, state: Tensor) -> None:
+        """Go on rounding where `state` was taken."""
+        self._generator(device).set_state(state)
+
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state dict plus the rounding's random state, by device."""
         document = super().state_dict()
@@ -222,7 +256,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         self.state.clear()
         for index, parameter in zip(saved, parameters, strict=True):
             if index in state_dict["state"]:
-                template = self._new_state(parameter)
+                template = self.new_state(parameter)
                 self.state[parameter] = _restored(template, state_dict["state"][index])
         self._generators.clear()
         here = {parameter.device.type: parameter.device for parameter in parameters}
@@ -249,6 +283,13 @@ def _restored(template: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]
         key: value.copy_(saved[key]) if isinstance(value, Tensor) else saved[key]
         for key, value in template.items()
     }
+
+
+def saved_values(saved: dict[str, Any], key: str, number: int) -> Tensor:
+    """Return one tensor of a parameter's saved state as numbers, whatever its format."""
+    if saved[key].dtype != torch.uint8:
+        return saved[key]  # type: ignore[no-any-return]
+    return _widen(saved, number, slice(0, saved[key].numel()), torch.device("cpu"))
 
 
 def copy_stochastic_(target: Tensor, source: Tensor, *, generator: torch.Generator) -> None:
@@ -352,6 +393,14 @@ def _quantise(state: dict[str, Any], number: int, chunk: slice, moment: Tensor) 
     stored, made = _bitsandbytes().quantize_blockwise(moment, code=code, blocksize=BLOCK)
     state[f"moment{number}"][chunk].copy_(stored)
     state[f"absmax{number}"][_blocks(chunk)].copy_(made.absmax)
+
+
+def _nearest_codes(values: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
+    """Return the codes [n] whose meaning times their block's scale is nearest to `values`."""
+    meanings, order = _int8_map(signed, values.device).sort()
+    scale = scales.repeat_interleave(BLOCK)[: values.numel()]
+    share = torch.where(scale > 0, values / scale.clamp(min=torch.finfo(torch.float32).tiny), 0.0)
+    return order[torch.bucketize(share, (meanings[1:] + meanings[:-1]) / 2)].to(torch.uint8)
 
 
 def _blocks(chunk: slice) -> slice:

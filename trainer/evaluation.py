@@ -10,12 +10,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from planner.errors import UsageError
-from trainer.batching import Layout, ScoredSequence, collate, micro_batches
+from trainer.batching import Layout, MicroBatch, ScoredSequence, collate, micro_batches
 from trainer.config import DatasetSection, EvaluationSection
 from trainer.data import Prompt, Sample, Samples
 from trainer.engines.protocol import Engine, SamplingSettings
@@ -125,13 +127,17 @@ def _losses(
     for pick in micro_batches(lengths, budget_tokens=budget_tokens, layout=layout, row_tokens=row):
         batch = collate(sequences, pick, layout=layout, pad_id=pad, row_tokens=row)
         batch = batch.to(policy.device)
-        hidden = hidden_rows(policy, batch)
-        logp = log_probs(policy, batch, hidden, chunk_rows=chunk_rows).logp.double()
+        logp = policy.whole(partial(_scored, policy, batch, chunk_rows)).double()
         for owner, value in zip(batch.sequence_ids.tolist(), logp.tolist(), strict=True):
             sums[batch.indices[owner]] -= value
             counts[batch.indices[owner]] += 1
-        del batch, hidden, logp  # before the next one is made
+        del batch, logp  # before the next one is made
     return sums, counts
+
+
+def _scored(policy: Policy, batch: MicroBatch, chunk_rows: int | None) -> Tensor:
+    hidden = hidden_rows(policy, batch)
+    return log_probs(policy, batch, hidden, chunk_rows=chunk_rows).logp
 
 
 def refuse_overlap(

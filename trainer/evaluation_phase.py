@@ -38,8 +38,12 @@ def rehearse_evaluation(ready: "Preflight", batch: MicroBatch) -> None:
     """Hold what the largest evaluation holds: a full cache, or a forward of the worst micro-batch."""
     engine, train = ready.engine, ready.train
     if engine is None:
-        hidden = hidden_rows(ready.policy, batch)
-        log_probs(ready.policy, batch, hidden, chunk_rows=ready.recipe.loss_chunk_rows)
+
+        def score() -> object:
+            hidden = hidden_rows(ready.policy, batch)
+            return log_probs(ready.policy, batch, hidden, chunk_rows=ready.recipe.loss_chunk_rows)
+
+        ready.policy.whole(score)
     elif isinstance(engine, TransformersEngine):  # vLLM has its whole pool since it started
         generations = train.evaluation.generations
         rows = engine.max_rows(ready.held_out * generations)

@@ -6,6 +6,7 @@ all fields, so that a new one without an effect or a refusal fails.
 """
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 from pydantic import BaseModel
@@ -15,18 +16,21 @@ from planner.models.spec import ModelSpec
 from planner.run.compiling import SELECTIVE
 from planner.run.recipe import (
     VLLM,
+    BucketsSection,
     EngineKind,
     Loss,
     Method,
     OffloadSection,
     Optimizer,
+    ParallelSection,
     Recipe,
     Reference,
     RunFile,
     Sharding,
     Task,
 )
-from planner.run.resolve import Resolved, resolve
+from planner.run.resolve import resolve
+from planner.run.resolved import Resolved
 
 LOSSES = ("grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo")
 MATRIX = (Optimizer.ADAFACTOR, Optimizer.MUON)
@@ -47,12 +51,16 @@ ENGINE_HINTS = {
     "kv_dtype": "leave it out: the cache has the policy's dtype (fp8: engine kinds vllm-shared, vllm-push)",
     "tensor_parallel": "1: the trainer generates on its own device",
     "pipeline_parallel": "1: the trainer generates on its own device",
+    "data_parallel": "1: the trainer generates on its own device",
+    "sync": "nothing: weights go to the engine a layer at a time",
 }
 ONLY_GRPO = (
     "rewards", "sampling", "loss", "updates_per_rollout", "num_iterations", "share_prefix"
 )  # fmt: skip
 ONLY_SFT = ("loss_on", "padding_free", "neftune_alpha", "router_aux_loss_coef")
 SFT_COLUMNS = ("completion_column", "messages_column", "text_column")
+OTHER_DEGREES = ("tensor", "sequence", "pipeline", "schedule", "virtual_stages", "context", "context_kind", "expert", "expert_tensor")  # fmt: skip
+SHARDED = (Sharding.NONE, Sharding.DDP, Sharding.FSDP2)
 OTHER_TASKS = (
     "teacher", "teacher_placement", "teacher_top_k", "value_model", "reward_model", "negatives",
     "mini_batch",
@@ -69,7 +77,7 @@ DIFFERENCES = (
 def refuse_unhonoured(run: RunFile, train: BaseModel) -> None:
     """Raise UnsupportedError or UsageError for the first field that the trainer would not act on."""
     recipe = run.recipe
-    for name, value, allowed in (*_recipe(recipe), *_machine(run)):
+    for name, value, allowed in _recipe(recipe):
         raise UnsupportedError(f"{name}: {value} cannot be trained", hint=f"use {allowed}")
     if recipe.task is Task.GRPO or recipe.engine != type(recipe.engine)():
         _refuse_engine(recipe)
@@ -137,7 +145,12 @@ def _recipe(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
         ("video_frames", recipe.video_frames is not None, "nothing: the trainer trains on text alone"),
         ("audio", recipe.audio > 0, "0: the trainer trains on text alone"),
         ("audio_seconds", recipe.audio_seconds is not None, "nothing: the trainer trains on text alone"),
-        ("sharding", recipe.sharding is not Sharding.NONE, "none: the trainer uses one device"),
+        ("loads", recipe.loads is not None, "nothing: how ranks read weights is the trainer's own"),
+        ("sharding", recipe.sharding not in SHARDED, "none, ddp or fsdp2: several GPUs are FSDP2's, each with all of the weights or a part"),
+        *((f"parallel.{name}", getattr(recipe.parallel, name) != ParallelSection.model_fields[name].default, "nothing: the trainer divides samples, weights and states over its ranks, by data_shard and data_replicate") for name in OTHER_DEGREES),
+        ("accumulate_sync", recipe.accumulate_sync is False, "true: gradients are summed over ranks after every micro-batch"),
+        ("bucket_views", recipe.bucket_views, "false: replicas are FSDP2's, without buckets"),
+        ("buckets", recipe.buckets != BucketsSection(), "nothing: the trainer does not run DeepSpeed"),
         ("mixed_precision", recipe.mixed_precision not in (None, "none"), "none: set dtype instead"),
         ("gradient_dtype", recipe.gradient_dtype not in (None, trained), f"{trained}: a gradient has its weight's dtype"),
         ("optimizer_in_backward", recipe.optimizer_in_backward, "false: the norm of all gradients is clipped before the step"),
@@ -161,7 +174,7 @@ def _recipe(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
     )  # fmt: skip
     for name, wrong, allowed in rules:
         if wrong:
-            yield f"recipe.{name}", getattr(recipe, name), allowed
+            yield f"recipe.{name}", attrgetter(name)(recipe), allowed
     if recipe.method is not Method.FULL:
         yield from _lora(recipe)
 
@@ -189,11 +202,6 @@ def _lora(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
                 ", ".join(value) if isinstance(value, tuple) else value,
                 allowed,
             )
-
-
-def _machine(run: RunFile) -> Iterator[tuple[str, Any, str]]:
-    if run.machine.gpus > 1:
-        yield "machine.gpus", run.machine.gpus, "1: the trainer uses one device"
 
 
 def _refuse_engine(recipe: Recipe) -> None:
@@ -230,9 +238,10 @@ def _refuse_engine(recipe: Recipe) -> None:
 def _refuse_train(recipe: Recipe, train: Any) -> None:
     task = recipe.task
     for name, said in (("neftune", "neftune_alpha"), ("router_loss", "router_aux_loss_coef")):
-        if getattr(recipe, name) and not getattr(train, said):
+        wanted, value = getattr(recipe, name), getattr(train, said)
+        if name in recipe.model_fields_set and wanted is not None and wanted != bool(value):
             raise UsageError(
-                f"recipe.{name}: true, but train.{said} is {getattr(train, said)}",
+                f"recipe.{name}: {str(wanted).lower()}, but train.{said} is {value}",
                 hint=f"set train.{said} and leave recipe.{name} out",
             )
     useless = ONLY_GRPO if task is Task.SFT else ONLY_SFT

@@ -25,11 +25,13 @@ from trainer.engines.protocol import Engine, SamplingSettings
 from trainer.evaluation import check_evaluation
 from trainer.grpo_report import rollout_metrics, show_completions, step_line
 from trainer.model import load_tokenizer
+from trainer.parallel.ranks import ALONE, Ranks
+from trainer.parallel.together import largest, together
 from trainer.policy_update import learn
 from trainer.preflight import Preflight, longest_prompt, prepare
 from trainer.prompt_data import Prompts, read_prompts
 from trainer.reward_pool import Interrupted
-from trainer.rewards import Rewards, check_reward_columns, load_rewards, score
+from trainer.rewards import Rewards, Scores, check_reward_columns, load_rewards, score
 from trainer.rollout import Rollout, sample, sampling_settings
 from trainer.say import Say, silent
 from trainer.session import REWARDS_LOG, Result, Session, check_output, run_folder
@@ -38,6 +40,8 @@ from trainer.validation import Validation, load_validation, reward_measure
 
 SEED_STRIDE = 1_000_003
 """Between the sampling seeds of two steps; a prime, so that runs of near seeds don't share them."""
+RANK_STRIDE = 15_485_863
+"""Between those of two ranks."""
 
 
 def train_grpo(
@@ -48,10 +52,11 @@ def train_grpo(
     resume: bool = False,
     say: Say = silent,
     on_ready: Callable[[Preflight], None] = lambda ready: None,
+    ranks: Ranks = ALONE,
 ) -> Result:
     """Train by GRPO as the run file says; return how it ended. Raises VramwiseError.
 
-    `on_ready` is given the prepared run before its first step.
+    `on_ready` is given the prepared run before its first step. Every rank of `ranks` calls it.
     """
     # everything that can be wrong without a model, first
     callbacks = load_callbacks(train.callbacks, root=root)
@@ -72,8 +77,15 @@ def train_grpo(
         say("gspo clips at {:g} and {:g}, as its paper does".format(*train.loss.clip))
     with closing(load_rewards(train.rewards, root=root)) as rewards:
         check_evaluation(train.evaluation, rewards)
-        ready = prepare(run, train, say=say, per_epoch=len(samples), held_out=len(held_out or ()))
-        with run_folder(run, train, resume=resume) as output:
+        ready = prepare(
+            run,
+            train,
+            say=say,
+            per_epoch=len(samples),
+            held_out=len(held_out or ()),
+            ranks=ranks,
+        )
+        with run_folder(run, train, resume=resume, ranks=ranks) as output:
             ready.save(output)
             rewards.pool.output.to(output / REWARDS_LOG)
             on_ready(ready)
@@ -103,7 +115,14 @@ def _train(
     policy, engine = ready.policy, ready.engine
     assert engine is not None
     order = Order(size=len(prompts), seed=train.seed, shuffle=train.dataset.shuffle)
-    session = Session(train, output=output, policy=policy, stepper=ready.stepper, order=order)
+    session = Session(
+        train,
+        output=output,
+        policy=policy,
+        stepper=ready.stepper,
+        order=order,
+        ranks=ready.ranks,
+    )
     if held_out is not None:
         session.validation = Validation(
             ready,
@@ -147,28 +166,23 @@ class Grpo:
     def step(self, step: int) -> None:
         """Sample completions, reward them, compare each with its group, learn; log all of it."""
         started = time.perf_counter()
+        ranks = self.ready.ranks
         rollout = self.roll_out(step)
-        try:
-            scores = score(
-                self.rewards,
-                prompts=rollout.prompts,
-                texts=rollout.texts,
-                completion_ids=[completion.token_ids for completion in rollout.completions],
-                state=self.state(step),
-                stopping=lambda: self.session.stop_asked,
-            )
-        except Interrupted:
+        scores = together(ranks, lambda: self.judge(step, rollout))
+        if ranks.any(scores is None) or scores is None:
             self.session.abandon()
             return
-        logged = rollout_metrics(rollout, scores)
-        if scores.bad:
-            self.session.skip(step, scores.bad, logged)
+        logged = rollout_metrics(rollout, scores, ranks)
+        if bad := next(filter(None, ranks.gather_objects(scores.bad)), ""):
+            self.session.skip(step, bad, logged)
             return
+        every = ranks.gather_objects(scores.totals)
         advantages = group_advantages(
-            torch.tensor(scores.totals),
+            torch.tensor([total for own in every for total in own]),
             num_generations=self.ready.num_generations,
             scale=Scale(self.train.loss.scale_rewards),
         )
+        values = advantages.values.split([len(own) for own in every])[ranks.rank]
         logged |= {
             "reward": advantages.reward_mean,
             "reward_std": advantages.reward_std,
@@ -177,22 +191,37 @@ class Grpo:
         updates, stats = learn(
             step,
             rollout,
-            advantages.values,
+            values,
             ready=self.ready,
             train=self.train,
             engine=self.engine,
         )
         logged |= stats
-        logged |= self.ready.memory.take(self.ready.planned_bytes)
+        logged |= largest(ranks, self.ready.memory.take(self.ready.planned_bytes))
         logged["seconds"] = time.perf_counter() - started
-        logged["tokens_per_second"] = sum(rollout.lengths) / logged["seconds"]
+        sampled = ranks.sum(float(sum(rollout.lengths)))
+        logged["tokens_per_second"] = sampled / logged["seconds"]
         if self.train.print_completions:
             rows = self.train.print_completions
-            show_completions(self.session, step, rollout, scores, advantages.values, rows)
+            show_completions(self.session, step, rollout, scores, values, rows)
         if updates == 0:
             self.session.skip(step, "the loss or a gradient is NaN or infinite", logged)
         else:
             self.session.log(step, logged, line=step_line(logged))
+
+    def judge(self, step: int, rollout: Rollout) -> Scores | None:
+        """Return what the rewards say about this rank's completions; None where a signal cut them short."""
+        try:
+            return score(
+                self.rewards,
+                prompts=rollout.prompts,
+                texts=rollout.texts,
+                completion_ids=[completion.token_ids for completion in rollout.completions],
+                state=self.state(step),
+                stopping=lambda: self.session.stop_asked,
+            )
+        except Interrupted:
+            return None
 
     def state(self, step: int) -> dict[str, Any]:
         """Return what reward functions see as trainer_state."""
@@ -204,12 +233,17 @@ class Grpo:
         prompts = self.prompts.take(self.order, self.ready.prompts_per_step)
         tokenizer = self.ready.policy.tokenizer
         # seeded by the step: a resumed run draws what the first one would have drawn
-        seeded = replace(self.settings, seed=self.train.seed + SEED_STRIDE * (step + 1))
+        ranks = self.ready.ranks
+        seed = self.train.seed + SEED_STRIDE * (step + 1) + RANK_STRIDE * ranks.rank
+        seeded = replace(self.settings, seed=seed)
         with self.ready.memory("rollout"):
             self.engine.resume()
             self.engine.update_weights()
             try:
-                rollout = sample(self.engine, prompts, seeded, tokenizer=tokenizer)
+                rollout = together(
+                    ranks,
+                    lambda: sample(self.engine, prompts, seeded, tokenizer=tokenizer, ranks=ranks),
+                )
             except VramwiseError:
                 # an engine that stopped: nothing of this step happened, and a resume repeats it
                 self.order.restore(place)

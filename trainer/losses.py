@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from planner.errors import UsageError
+from trainer.parallel.ranks import Ranks
 
 CISPO_CAP = 5.0
 """Largest importance ratio in CISPO when epsilon_high isn't given."""
@@ -153,6 +154,37 @@ class LossStats:
             ratio_min=torch.minimum(self.ratio_min, other.ratio_min),
             ratio_max=torch.maximum(self.ratio_max, other.ratio_max),
             extra={key: self.extra[key] + other.extra[key] for key in self.extra},
+        )
+
+    @classmethod
+    def none(cls, like: Tensor) -> "LossStats":
+        """Return those of no token, on the device of `like`, as `policy_loss` gives them with an entropy."""
+        zero, most = like.detach().new_zeros(()), like.detach().new_full((), float("inf"))
+        return cls(
+            tokens=zero,
+            loss=zero,
+            kl=zero,
+            ratio=zero,
+            low_clipped=zero,
+            high_clipped=zero,
+            ratio_min=most,
+            ratio_max=zero,
+            extra={"entropy": zero},
+        )
+
+    def over(self, ranks: Ranks) -> "LossStats":
+        """Return those of all ranks' tokens."""
+        if not ranks.several:
+            return self
+        names = ("tokens", "loss", "kl", "ratio", "low_clipped", "high_clipped")
+        sums = [getattr(self, name).double() for name in names]
+        sums += [value.double() for value in self.extra.values()]
+        totals = ranks.sum(torch.stack(sums)).unbind()
+        return LossStats(
+            **dict(zip(names, totals, strict=False)),
+            ratio_min=ranks.min(self.ratio_min),
+            ratio_max=ranks.max(self.ratio_max),
+            extra=dict(zip(self.extra, totals[len(names) :], strict=True)),
         )
 
     def summary(self) -> dict[str, float]:

@@ -132,14 +132,14 @@ def completions_table(columns: Mapping[str, Sequence[Any]], *, rows: int) -> Any
 
 
 class Progress:
-    """A progress bar with the step's figures, on stderr; silent where stderr is no terminal."""
+    """A progress bar with the step's figures, on stderr; lines where stderr is no terminal."""
 
-    def __init__(self, total: int, *, done: int = 0) -> None:
+    def __init__(self, total: int, *, done: int = 0, quiet: bool = False) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
 
-        self.console = Console(stderr=True)
+        self.console = Console(stderr=True, quiet=quiet)
         self._bar = Bar(
             MofNCompleteColumn(),
             BarColumn(),

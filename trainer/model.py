@@ -4,10 +4,10 @@ Shapes: B rows, T tokens, H hidden, V vocabulary.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,12 @@ from planner.run.recipe import Attention, EngineKind, Method, Recipe
 from trainer.adapters import add_adapters, factors, is_pissa
 from trainer.devices import run_device
 from trainer.neftune import EmbeddingNoise
+from trainer.parallel.ranks import ALONE, Ranks
 
+if TYPE_CHECKING:
+    from trainer.parallel.sharding import Sharded
+
+R = TypeVar("R")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ATTENTION = {
     Attention.EAGER: "eager",
@@ -56,6 +61,8 @@ class Policy:
     """What is trained, as it was when the run began: the reference; None: adapters off."""
     pissa: dict[str, Tensor] | None = None
     """The factors that PiSSA took out of the base, on the host."""
+    sharded: "Sharded | None" = None
+    """How the model is cut over ranks; None: all of it is here."""
 
     @property
     def base(self) -> Any:
@@ -96,6 +103,47 @@ class Policy:
             if self.method is Method.QLORA:
                 keep_differentiable(self.model)
 
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that train this policy together."""
+        return ALONE if self.sharded is None else self.sharded.ranks
+
+    def one_pass(self, work: Callable[[], R]) -> R:
+        """Return `work()`, a forward and its backward; out of memory on one rank is so on all."""
+        return work() if self.sharded is None else self.sharded.one_pass(work)
+
+    def agreed(self, work: Callable[[], R]) -> R:
+        """Return `work()`, which waits for no other rank; out of memory on one rank is so on all."""
+        return work() if self.sharded is None else self.sharded.agreed(work)
+
+    def whole(self, work: Callable[[], R], *, keep: bool = False) -> R:
+        """Return `work()`, which may read any weight: on several ranks they are gathered for it.
+
+        Without gradients what is outside the layers is cut again behind it, unless `keep`: until `settle`.
+        """
+        return work() if self.sharded is None else self.sharded.run(work, keep=keep)
+
+    def settle(self) -> None:
+        """End what `whole(..., keep=True)` kept."""
+        if self.sharded is not None:
+            self.sharded.settle()
+
+    def stepped(self) -> list[tuple[str, Tensor]]:
+        """Return what the optimizer steps: the trained parameters, or this rank's parts of them."""
+        if self.sharded is None:
+            return list(self.trainable())
+        return [(shard.name, shard.local) for shard in self.sharded.shards]
+
+    def take_gradients(self) -> None:
+        """Give what is stepped its gradients; one process has them there already."""
+        if self.sharded is not None:
+            self.sharded.take_gradients()
+
+    def clear_gradients(self) -> None:
+        """Drop gradients that the optimizer cannot: those of parameters in parts."""
+        if self.sharded is not None:
+            self.sharded.clear_gradients()
+
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
         """Return the named parameters that the optimizer steps."""
         return [item for item in self.model.named_parameters() if item[1].requires_grad]
@@ -112,7 +160,13 @@ class Policy:
             with self.model.disable_adapter():
                 yield
             return
-        trained = dict(self.trainable())
+        trained = dict(self.stepped())
+        if self.sharded is not None:
+            # what ranks gather is the shards' own memory: values move, not tensors
+            kept = {name: local.detach().clone() for name, local in trained.items()}
+            with _holding(trained, self.start, kept):
+                yield
+            return
         now = {name: parameter.data for name, parameter in trained.items()}
         try:
             for name, parameter in trained.items():
@@ -121,6 +175,22 @@ class Policy:
         finally:
             for name, parameter in trained.items():
                 parameter.data = now[name]
+
+
+@contextmanager
+def _holding(
+    trained: dict[str, Tensor], inside: dict[str, Tensor], outside: dict[str, Tensor]
+) -> Iterator[None]:
+    """Let `trained` have the values `inside`, and `outside` again afterwards."""
+    with torch.no_grad():
+        for name, tensor in trained.items():
+            tensor.copy_(inside[name])
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, tensor in trained.items():
+                tensor.copy_(outside[name])
 
 
 def load_policy(
@@ -132,9 +202,12 @@ def load_policy(
     seed: int = 0,
     lora_alpha: float | None = None,
     neftune_alpha: float | None = None,
+    on_host: bool = False,
 ) -> Policy:
     """Return the policy of `recipe` over the base model at `source` (folder or hub id).
 
+    `on_host`: the model stays in host memory, from where `shard_policy` fetches a unit at a time; a base that
+    is quantised on the GPU does not.
     Weights have exactly the recipe's dtype (bf16 when it says none), never silently fp32.
     """
     place = run_device(device)
@@ -144,11 +217,12 @@ def load_policy(
             f"recipe.dtype: {recipe.dtype!r} cannot be trained", hint=f"one of {', '.join(DTYPES)}"
         )
     tokenizer = load_tokenizer(source, revision=revision)
-    model = _load_base(source, recipe=recipe, revision=revision, dtype=dtype, device=place)
+    there = torch.device("cpu") if on_host and recipe.method is not Method.QLORA else place
+    model = _load_base(source, recipe=recipe, revision=revision, dtype=dtype, device=there)
     if recipe.method is not Method.FULL:
         adapter_dtype = DTYPES[recipe.lora.dtype] if recipe.lora.dtype else dtype
         model = add_adapters(
-            model, recipe.lora, dtype=adapter_dtype, device=place, seed=seed, alpha=lora_alpha
+            model, recipe.lora, dtype=adapter_dtype, device=there, seed=seed, alpha=lora_alpha
         )
     # `Policy.training` is where dropout drops: what samples and scores is the model without it
     model.eval()

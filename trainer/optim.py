@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from planner.errors import UnsupportedError, UsageError
 from planner.run.recipe import Optimizer
@@ -20,6 +20,7 @@ from trainer.elementwise_optimizer import (
     Rule,
     StateFormat,
 )
+from trainer.parallel.ranks import ALONE, Ranks
 
 _RULE = {
     Optimizer.ADAMW: Rule.ADAMW,
@@ -37,7 +38,7 @@ _PAGED = (Optimizer.PAGED_ADAMW, Optimizer.PAGED_ADAMW_8BIT)
 
 
 def make_optimizer(
-    parameters: Iterable[tuple[str, nn.Parameter]],
+    parameters: Iterable[tuple[str, Tensor]],
     *,
     kind: Optimizer,
     lr: float,
@@ -77,9 +78,7 @@ def make_optimizer(
     return ElementwiseOptimizer(groups, settings)
 
 
-def _groups(
-    parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float
-) -> list[dict[str, Any]]:
+def _groups(parameters: Iterable[tuple[str, Tensor]], weight_decay: float) -> list[dict[str, Any]]:
     """Split into decayed (matrices) and not decayed (norms, biases), in the order given."""
     trained = [parameter for _, parameter in parameters if parameter.requires_grad]
     if not trained:
@@ -113,9 +112,12 @@ def _matrix_optimizer(
 
 
 @torch.no_grad()
-def gradient_norm(parameters: Sequence[Tensor], *, scale: float = 1.0) -> float:
+def gradient_norm(
+    parameters: Sequence[Tensor], *, scale: float = 1.0, ranks: Ranks = ALONE
+) -> float:
     """Return the L2 norm of all gradients in fp32, divided by the loss scale `scale`.
 
+    On several ranks `parameters` are each one's shards, and the norm is that of the whole, the same for all.
     inf or nan if any gradient is: the step must be left out then.
     """
     norms = [
@@ -123,9 +125,10 @@ def gradient_norm(parameters: Sequence[Tensor], *, scale: float = 1.0) -> float:
         for parameter in parameters
         if parameter.grad is not None
     ]
-    if not norms:
-        return 0.0
-    return torch.linalg.vector_norm(torch.stack(norms)).item() / scale
+    norm = torch.linalg.vector_norm(torch.stack(norms)).item() if norms else 0.0
+    if ranks.several:
+        norm = math.sqrt(ranks.sum(norm * norm) / ranks.copies)
+    return norm / scale
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
@@ -166,12 +169,13 @@ def apply_step(
     *,
     scale: LossScale,
     max_norm: float | None,
+    ranks: Ranks = ALONE,
 ) -> tuple[float, bool, LossScale]:
     """Step with clipped, unscaled gradients; return (gradient norm, stepped, next scale).
 
     The step is left out if the norm isn't finite. Gradients are not cleared.
     """
-    norm = gradient_norm(parameters, scale=scale.value)
+    norm = gradient_norm(parameters, scale=scale.value, ranks=ranks)
     finite = math.isfinite(norm)
     if finite:
         factor = clip_factor(norm, max_norm) / scale.value

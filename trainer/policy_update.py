@@ -23,6 +23,7 @@ from trainer.losses import (
     loss_normaliser,
     policy_loss,
 )
+from trainer.parallel.ranks import ALONE, Ranks
 from trainer.preflight import Preflight
 from trainer.rollout import Rollout, SamplerGap, importance_weights, sampler_log_probs, split
 from trainer.scoring import hidden_rows, log_probs
@@ -84,10 +85,15 @@ class PolicyUpdate:
 
     def loss(self, batch: MicroBatch, normaliser: float) -> tuple[Tensor, LossStats]:
         """Return a micro-batch's share of the loss, and its statistics."""
+        return self._ready.policy.whole(lambda: self._loss(batch, normaliser))
+
+    def _loss(self, batch: MicroBatch, normaliser: float) -> tuple[Tensor, LossStats]:
         with self._ready.memory("forward"):
             hidden = hidden_rows(self._ready.policy, batch)
         with self._ready.memory("loss"):
             scored = log_probs(self._ready.policy, batch, hidden, entropy=True, **self._ready.shape)
+            if batch.blank:
+                return 0.0 * scored.logp.sum(), LossStats.none(scored.logp)
             old = None if self._old is None else _gather(self._old, batch)
             return policy_loss(
                 scored.logp,
@@ -112,19 +118,23 @@ class PolicyUpdate:
     def _score_tokens(self) -> dict[int, Tensor]:
         """Return completion -> log-probabilities [tokens] under the policy as it is now."""
         lengths = [len(self.rollout.sequence(index).token_ids) for index in self.teaching]
-        return self._ready.stepper.in_memory(self._score_once, longest=max(lengths, default=1))
+        longest = self._ready.ranks.max(float(max(lengths, default=1)))
+        return self._ready.stepper.in_memory(self._score_once, longest=int(longest))
 
     @torch.no_grad()
     def _score_once(self, budget: int) -> dict[int, Tensor]:
         ready = self._ready
         scored: dict[int, Tensor] = {}
         for batch in self.micro_batches(self.teaching, budget):
-            hidden = hidden_rows(ready.policy, batch)
-            logp = log_probs(ready.policy, batch, hidden, **ready.shape).logp
+            logp = ready.policy.whole(partial(self._score_batch, batch))
             for place, index in enumerate(batch.indices):
                 scored[index] = logp[batch.sequence_ids == place]
-            del batch, hidden, logp  # before the next one is made
+            del batch, logp  # before the next one is made
         return scored
+
+    def _score_batch(self, batch: MicroBatch) -> Tensor:
+        hidden = hidden_rows(self._ready.policy, batch)
+        return log_probs(self._ready.policy, batch, hidden, **self._ready.shape).logp
 
 
 def learn(
@@ -148,19 +158,28 @@ def learn(
     made = 0
     last: Update[LossStats] | None = None
     total: LossStats | None = None
+    ranks = ready.ranks
     for _ in range(train.num_iterations):
-        for chosen in _parts(range(len(rollout.completions)), train.updates_per_rollout):
+        for places in _parts(range(rollout.step_completions), train.updates_per_rollout):
+            here = set(places)
+            chosen = [index for index, place in enumerate(rollout.places) if place in here]
             normaliser = step_normaliser(
-                update.settings, lengths=rollout.lengths, chosen=chosen, counted=counted
+                update.settings,
+                lengths=rollout.lengths,
+                chosen=chosen,
+                counted=counted,
+                ranks=ranks,
             )
             part = [index for index in chosen if index in teaching]
-            if not part:
+            longest = max((len(rollout.sequence(index).token_ids) for index in part), default=0)
+            longest = int(ranks.max(float(longest)))
+            if not longest:  # nobody learns
                 continue
             last = ready.stepper.run(
                 step,
                 micro_batches=partial(update.micro_batches, part),
                 loss=partial(update.loss, normaliser=normaliser),
-                longest=max(len(rollout.sequence(index).token_ids) for index in part),
+                longest=longest,
             )
             made += not last.skipped
             norms.append(last.grad_norm)
@@ -168,12 +187,12 @@ def learn(
                 total = stats if total is None else total + stats
     if last is None or total is None:
         return 1, {"loss": 0.0, "grad_norm": 0.0, "nothing_to_learn": True}
-    logged = total.summary() | {"grad_norm": sum(norms) / len(norms), "lr": last.lr}
+    logged = total.over(ranks).summary() | {"grad_norm": sum(norms) / len(norms), "lr": last.lr}
     if len(norms) > 1:
         logged |= {"grad_norm/max": max(norms), "updates": made}
     logged |= {"train_tokens": last.num_tokens, "micro_batches": len(last.stats)}
     logged |= {"budget_tokens": ready.stepper.budget.tokens}
-    return made, logged | update.gap.summary()
+    return made, logged | update.gap.over(ranks).summary()
 
 
 def step_normaliser(
@@ -182,6 +201,7 @@ def step_normaliser(
     lengths: Sequence[int],
     chosen: Sequence[int],
     counted: Collection[int],
+    ranks: Ranks = ALONE,
 ) -> float:
     """Return what the loss of one optimizer step over the completions `chosen` is divided by.
 
@@ -190,8 +210,10 @@ def step_normaliser(
     """
     return loss_normaliser(
         settings,
-        num_sequences=len(chosen),
-        num_tokens=sum(lengths[index] for index in chosen if index in counted),
+        num_sequences=int(ranks.sum(float(len(chosen)))),
+        num_tokens=int(
+            ranks.sum(float(sum(lengths[index] for index in chosen if index in counted)))
+        ),
     )
 
 

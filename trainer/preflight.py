@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from planner.errors import UsageError, VramwiseError
+from planner.errors import VramwiseError
 from planner.machines.machine import Machine
 from planner.models.hub import find_model
 from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
 from planner.run.lora_fields import with_start
+from planner.run.parallel import layout_of
 from planner.run.recipe import Attention, Checkpointing, Method, Recipe, RunFile, Task
 from planner.run.resolve import resolve
 from planner.terms.activations import MLP_TILE_TOKENS
@@ -32,11 +33,16 @@ from trainer.evaluation_phase import check_evaluation_fits, evaluation_phase
 from trainer.fields import machine_note, other_framework, unread_notes
 from trainer.model import Policy, load_policy
 from trainer.packing import keeps_apart, refuse_mixing
+from trainer.parallel.first_pass import learn_traffic
+from trainer.parallel.ranks import ALONE, Ranks
+from trainer.parallel.same_plan import check_prompts, fullest, smallest_machine
+from trainer.parallel.sharding import over_ranks, refuse_over_ranks, shard_policy
 from trainer.phase_memory import PhaseMemory
 from trainer.rehearsal import rehearse
 from trainer.say import Say, silent
 from trainer.shared_plan import Sharing, plan_sharing
 from trainer.shared_prefix import can_share
+from trainer.step_size import within_epoch
 from trainer.stepping import Stepper, TokenBudget, make_run_optimizer
 from trainer.tiled_mlp import tile_layers
 
@@ -72,6 +78,7 @@ class Preflight:
     """Samples of an evaluation; 0 = there is none."""
     measured: Recording | None = None
     """The rehearsal."""
+    ranks: Ranks = ALONE
 
     @property
     def planned_bytes(self) -> dict[str, int]:
@@ -86,8 +93,8 @@ class Preflight:
         return planned
 
     def save(self, output: Path) -> None:
-        """Write the rehearsal where `vramwise profile compare` finds it."""
-        if self.measured is not None:
+        """Write the rehearsal where `vramwise profile compare` finds it; of several ranks the fullest one's."""
+        if self.measured is not None and self.ranks.first:
             self.measured.save(output / PREFLIGHT_FILE)
 
     @property
@@ -117,6 +124,7 @@ def prepare(
     per_epoch: int | None = None,
     held_out: int = 0,
     router_loss: bool = False,
+    ranks: Ranks = ALONE,
 ) -> Preflight:
     """Plan, load and rehearse the run. Raises VramwiseError with advice when it cannot fit.
 
@@ -127,25 +135,31 @@ def prepare(
     spec = find_model(run.model, revision=run.revision)
     unused = check_driver()
     check_dtype(run.recipe, run_device())
-    machine = this_machine(run, train)
+    degrees = layout_of(spec, run.recipe, ranks.size)
+    started, _ = with_start(spec, run.recipe)
+    refuse_over_ranks(started, degrees)
+    on_cpu = run_device().type == "cpu" and not train.device_memory
+    nodes = run.machine.nodes or 0
+    found = replace(this_machine(run, train), num_gpus=ranks.size, nodes=nodes)
+    machine = smallest_machine(found, ranks, shared=on_cpu)
     held = "" if train.device_memory else occupied(machine)
     for note in filter(None, (unused, held)):
         say(note)
-    started, _ = with_start(spec, run.recipe)
-    wanted = settle_engine(settled(started))
-    if train.neftune_alpha or router_loss:
+    wanted = settle_engine(settled(started, ranks.size))
+    if wanted.task is Task.SFT:
         beside = {"neftune": bool(train.neftune_alpha), "router_loss": router_loss}
         wanted = wanted.model_copy(update=beside)
     layout, asked = choose_layout(spec, wanted, train)
     if asked:  # samples in one row: planned with the mask that keeps them apart
         wanted = wanted.model_copy(update={"packing": True})
-    recipe, planned = solve(spec, wanted, machine, train, held=held)
+    recipe, planned = solve(spec, wanted, machine, train, held=held, ranks=ranks.size)
     if asked == "train.padding_free" and layout is Layout.ROWS:
         say(_masked_rows(planned))
     other = other_framework(spec, run.recipe, recipe, machine)
     for note in filter(None, (other, *unread_notes(planned.resolved), _elsewhere(run, machine))):
         say(note)
-    per_step = _within_epoch(recipe, train, per_epoch, say=say)
+    per_step = within_epoch(recipe, train, per_epoch, say=say, ranks=ranks.size)
+    check_prompts(recipe, per_step, ranks)
     train = with_epochs(train, per_epoch=per_epoch or 1, per_step=per_step)
     policy = load_policy(
         run.model,
@@ -154,15 +168,30 @@ def prepare(
         seed=train.seed,
         lora_alpha=train.lora_alpha,
         neftune_alpha=train.neftune_alpha,
+        on_host=ranks.several,
     )
     # before anything else is allocated: vllm-shared brings the policy's weights with it
     engine = None
-    if recipe.task is Task.GRPO:
+    if recipe.task is Task.GRPO and not ranks.several:
         engine = make_engine(policy, recipe=recipe, plan=planned, guided=guides(train))
         engine.release()
     apply_memory_choices(policy, recipe, must_tile=bool(run.recipe.tiled_mlp), say=say)
+    if ranks.several:
+        policy = shard_policy(policy, recipe, degrees, ranks)
+        ranks = policy.ranks
+        if recipe.task is Task.GRPO:
+            engine = make_engine(policy, recipe=recipe, plan=planned)
     if asked:
         check_apart(policy, asked=asked)
+    shape = {
+        "temperature": train.sampling.temperature,
+        "top_k": train.sampling.top_k,
+        "top_p": train.sampling.top_p,
+        "min_p": train.sampling.min_p,
+        "chunk_rows": recipe.loss_chunk_rows,
+    }
+    if ranks.several:
+        learn_traffic(policy, shape)
     memory = PhaseMemory(policy.device)
     budget = _token_budget(recipe, planned, train)
     stepper = Stepper(
@@ -185,13 +214,7 @@ def prepare(
         stepper=stepper,
         memory=memory,
         layout=layout,
-        shape={
-            "temperature": train.sampling.temperature,
-            "top_k": train.sampling.top_k,
-            "top_p": train.sampling.top_p,
-            "min_p": train.sampling.min_p,
-            "chunk_rows": recipe.loss_chunk_rows,
-        },
+        shape=shape,
         prompt_tokens=planned.resolved.prompt_tokens,
         completion_tokens=planned.resolved.completion_tokens,
         num_generations=planned.resolved.num_generations,
@@ -200,13 +223,15 @@ def prepare(
         engine=engine,
         sharing=sharing,
         held_out=held_out,
+        ranks=ranks,
     )
     if held_out:
         check_evaluation_fits(planned, prompts=held_out)
     if train.preflight:
         with ready.device:
-            ready = replace(ready, measured=rehearse(ready, train))
-        say(table(ready))
+            measured, whose = fullest(rehearse(ready, train), ranks)
+        ready = replace(ready, measured=measured)
+        say("\n".join(filter(None, (whose, table(ready)))))
     return ready
 
 
@@ -223,8 +248,9 @@ def _elsewhere(run: RunFile, machine: Machine) -> str:
     return machine_note(run, f"{name} with {format_bytes(machine.vram_bytes)}")
 
 
-def settled(recipe: Recipe) -> Recipe:
+def settled(recipe: Recipe, ranks: int = 1) -> Recipe:
     """Return the recipe with what the trainer decides by itself written down, so that the plan sees it."""
+    recipe = over_ranks(recipe, ranks)
     dtype = recipe.dtype or "bf16"
     lora = recipe.lora.model_copy(update={"dtype": recipe.lora.dtype or dtype})
     master = recipe.master_weights
@@ -248,7 +274,13 @@ def settled(recipe: Recipe) -> Recipe:
 
 
 def solve(
-    spec: ModelSpec, recipe: Recipe, machine: Machine, train: TrainSection, *, held: str = ""
+    spec: ModelSpec,
+    recipe: Recipe,
+    machine: Machine,
+    train: TrainSection,
+    *,
+    held: str = "",
+    ranks: int = 1,
 ) -> tuple[Recipe, Plan]:
     """Return (recipe, plan) with the largest micro-batch that fits, unless the recipe names one.
 
@@ -267,7 +299,7 @@ def solve(
     low, best = 1, _with_sequences(spec, recipe, machine, 1)
     if not best[1].may_run:
         raise _refusal(best[1], held)
-    most = train.prompts_per_step or 1
+    most = -(-(train.prompts_per_step or 1) // ranks)
     if recipe.task is Task.GRPO:
         most *= best[1].resolved.num_generations
     while low < most:
@@ -333,32 +365,6 @@ def _token_budget(recipe: Recipe, planned: Plan, train: TrainSection) -> TokenBu
     longest = planned.resolved.seq_tokens
     tokens = train.micro_batch_tokens or (recipe.micro_batch_size or 1) * longest
     return TokenBudget(max(tokens, longest))
-
-
-def step_prompts(recipe: Recipe, train: TrainSection) -> int:
-    """Return the prompts of a step (SFT: samples, or packed rows) that the run file asks for."""
-    if train.prompts_per_step is not None:
-        return train.prompts_per_step
-    rows = (recipe.micro_batch_size or 1) * recipe.gradient_accumulation
-    return rows if recipe.task is Task.SFT else max(1, rows // (recipe.num_generations or 8))
-
-
-def _within_epoch(recipe: Recipe, train: TrainSection, per_epoch: int | None, *, say: Say) -> int:
-    """Return the prompts (SFT: samples) of a step: never more than the data set has.
-
-    Raises UsageError where the run file itself asks for more.
-    """
-    count = step_prompts(recipe, train)
-    if per_epoch is None or count <= per_epoch:
-        return count
-    if train.prompts_per_step is not None:
-        raise UsageError(
-            f"train.prompts_per_step: {count} is more than the {per_epoch} of the data set: one step "
-            f"would go through it {count / per_epoch:.3g} times",
-            hint=f"at most {per_epoch}; more data, or num_generations, for larger steps",
-        )
-    say(f"a step takes all {per_epoch} of the data set: the recipe's sizes would repeat them")
-    return per_epoch
 
 
 def choose_layout(spec: ModelSpec, recipe: Recipe, train: TrainSection) -> tuple[Layout, str]:

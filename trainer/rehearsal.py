@@ -1,15 +1,18 @@
 """The rehearsal: every phase of a run once, at the longest lengths that its recipe allows."""
 
 import gc
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from planner.errors import VramwiseError
 from planner.run.recipe import Task
 from planner.units import format_bytes
 from profiler.recording import Recording
-from profiler.torch_recorder import record
+from profiler.torch_recorder import LiveRecording, record
 from trainer.batching import MicroBatch, ScoredSequence, collate
 from trainer.config import TrainSection
 from trainer.engines.transformers import TransformersEngine
@@ -32,6 +35,7 @@ def rehearse(ready: "Preflight", train: TrainSection) -> Recording:
             return _rehearse_once(ready, train)
         except torch.OutOfMemoryError:
             pass
+        ready.policy.clear_gradients()
         ready.stepper.optimizer.zero_grad(set_to_none=True)
         gc.collect()
         try:
@@ -50,48 +54,62 @@ def _rehearse_once(ready: "Preflight", train: TrainSection) -> Recording:
     # its own optimizer: state is made for real, and thrown away with it
     optimizer = make_run_optimizer(policy, ready.recipe, train)
     with record(policy.model, optimizer, subject="vramwise preflight") as live:
+        if policy.sharded is not None:
+            with live.phase("load"):  # what the first pass held
+                policy.agreed(policy.sharded.gather_root)
         with live.phase("step"):
-            _step_without_change(policy, optimizer)
+            policy.agreed(lambda: _step_without_change(policy, optimizer))
         engine = ready.engine
         if isinstance(engine, TransformersEngine):  # vLLM has its whole pool since it started
             rows = engine.max_rows(ready.prompts_per_step * ready.num_generations)
             with live.phase("rollout"):
-                engine.rehearse(
-                    rows,
-                    num_prompts=-(-rows // ready.num_generations),
-                    prompt_tokens=ready.prompt_tokens,
-                    completion_tokens=ready.completion_tokens,
+                policy.agreed(
+                    lambda: engine.rehearse(
+                        rows,
+                        num_prompts=-(-rows // ready.num_generations),
+                        prompt_tokens=ready.prompt_tokens,
+                        completion_tokens=ready.completion_tokens,
+                    )
                 )
         if ready.held_out:
             with live.phase("evaluation"):
-                rehearse_evaluation(ready, _worst_batch(ready))
-        for make in (_worst_batch, _worst_shared_batch):
-            batch = make(ready)
-            if batch is None:
-                continue
+                policy.agreed(lambda: rehearse_evaluation(ready, _worst_batch(ready)))
+        for make in (_worst_batch, _worst_shared_batch)[: 1 if ready.sharing is None else 2]:
             with policy.training():
-                with live.phase("forward"):
-                    hidden, routers = hidden_and_routers(
-                        policy, batch, routers=ready.recipe.router_loss
-                    )
-                with live.phase("loss"):
-                    scored = log_probs(policy, batch, hidden, entropy=True, **ready.shape)
-                    share = sft_loss(scored.logp, num_tokens=len(batch.targets))
-                    if routers:
-                        share = share + balance_loss(routers, policy.base.config, batch)
-                del hidden, scored, routers
-                with live.phase("backward"):
-                    share.backward()
-            del share, batch
+                policy.one_pass(partial(_learn, ready, live, make))
+            policy.clear_gradients()
             optimizer.zero_grad(set_to_none=True)
     return live.recording
+
+
+def _learn(
+    ready: "Preflight", live: LiveRecording, make: Callable[["Preflight"], MicroBatch]
+) -> bool:
+    """Run a micro-batch forward and backward, each phase by its name."""
+    batch = make(ready)
+    share = ready.policy.whole(lambda: _loss(ready, live, batch))
+    with live.phase("backward"):
+        share.backward()
+    return True
+
+
+def _loss(ready: "Preflight", live: LiveRecording, batch: MicroBatch) -> Tensor:
+    policy = ready.policy
+    with live.phase("forward"):
+        hidden, routers = hidden_and_routers(policy, batch, routers=bool(ready.recipe.router_loss))
+    with live.phase("loss"):
+        scored = log_probs(policy, batch, hidden, entropy=True, **ready.shape)
+        share = sft_loss(scored.logp, num_tokens=len(batch.targets))
+        if routers:
+            share = share + balance_loss(routers, policy.base.config, batch)
+    return share
 
 
 def _step_without_change(policy: Policy, optimizer: torch.optim.Optimizer) -> None:
     """Step with gradients of 0 at a rate of 0: optimizer state exists, weights are as before."""
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    for _, parameter in policy.trainable():
+    for _, parameter in policy.stepped():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -110,10 +128,9 @@ def _worst_batch(ready: "Preflight") -> MicroBatch:
     return batch.to(ready.policy.device)
 
 
-def _worst_shared_batch(ready: "Preflight") -> MicroBatch | None:
-    """Return the largest micro-batch of shared prompts, mask and all; None where none is shared."""
-    if ready.sharing is None:
-        return None
+def _worst_shared_batch(ready: "Preflight") -> MicroBatch:
+    """Return the largest micro-batch of shared prompts, mask and all, of a run that shares them."""
+    assert ready.sharing is not None
     groups = ready.sharing.worst(
         ready.stepper.budget.tokens,
         prompt=ready.prompt_tokens,

@@ -15,6 +15,8 @@ from trainer.config import LossSection, SamplingSection
 from trainer.data import Prompt
 from trainer.engines.protocol import Completion, Engine, SamplingSettings
 from trainer.model import Policy
+from trainer.parallel.dealing import blank_batch, evened
+from trainer.parallel.ranks import ALONE, Ranks
 from trainer.sampling import StopStrings, stop_tokens
 from trainer.shared_plan import Sharing
 from trainer.shared_prefix import collate_shared, shared_tokens, worth_sharing
@@ -33,6 +35,10 @@ class Rollout:
     texts: list[str]
     """Without special tokens."""
     num_generations: int
+    places: tuple[int, ...] = ()
+    """Where each completion is among those of all ranks."""
+    step_completions: int = 0
+    """Of all ranks."""
 
     @property
     def lengths(self) -> list[int]:
@@ -77,9 +83,20 @@ def sampling_settings(
 
 
 def sample(
-    engine: Engine, prompts: Sequence[Prompt], settings: SamplingSettings, *, tokenizer: Any
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    settings: SamplingSettings,
+    *,
+    tokenizer: Any,
+    ranks: Ranks = ALONE,
 ) -> Rollout:
-    """Return the completions of `prompts` under the engine's current weights."""
+    """Return the completions of `prompts` under the engine's current weights.
+
+    On several ranks: of this one's share of them.
+    """
+    each, total = settings.num_generations, len(prompts) * settings.num_generations
+    owned = ranks.share(range(len(prompts)))
+    prompts = [prompts[index] for index in owned]
     completions = engine.generate([prompt.token_ids for prompt in prompts], settings)
     stops = StopStrings(tokenizer, settings.stop)
     completions = [_stopped(completion, stops) for completion in completions]
@@ -90,7 +107,9 @@ def sample(
         prompts=[prompts[completion.prompt_index] for completion in completions],
         completions=completions,
         texts=texts,
-        num_generations=settings.num_generations,
+        num_generations=each,
+        places=tuple(index * each + number for index in owned for number in range(each)),
+        step_completions=total,
     )
 
 
@@ -128,19 +147,30 @@ def split(
     rows_tokens = min(budget_tokens, sharing.budget_tokens) if sharing else 0
     shared, single = _shared_groups(rollout, sequences, sharing, rows_tokens)
     sizes = [shared_tokens([sequences[index] for index in group]) for group in shared]
-    for picks in micro_batches(sizes, budget_tokens=rows_tokens, layout=Layout.SORTED):
-        yield collate_shared(
-            [[sequences[index] for index in shared[pick]] for pick in picks],
-            [index for pick in picks for index in shared[pick]],
-            pad_id=pad,
-            dtype=policy.dtype,
-            device=policy.device,
-        )
     own = [sequences[index] for index in single]
     lengths = [len(sequence.token_ids) for sequence in own]
-    for picks in micro_batches(lengths, budget_tokens=budget_tokens, layout=layout):
-        batch = collate(own, picks, layout=layout, pad_id=pad)
-        yield replace(batch, indices=tuple(single[pick] for pick in picks)).to(policy.device)
+    shared_picks = micro_batches(sizes, budget_tokens=rows_tokens, layout=Layout.SORTED)
+    own_picks = micro_batches(lengths, budget_tokens=budget_tokens, layout=layout)
+
+    def made() -> Iterator[MicroBatch]:
+        for picks in shared_picks:
+            yield collate_shared(
+                [[sequences[index] for index in shared[pick]] for pick in picks],
+                [index for pick in picks for index in shared[pick]],
+                pad_id=pad,
+                dtype=policy.dtype,
+                device=policy.device,
+            )
+        for picks in own_picks:
+            batch = collate(own, picks, layout=layout, pad_id=pad)
+            yield replace(batch, indices=tuple(single[pick] for pick in picks)).to(policy.device)
+
+    yield from evened(
+        made(),
+        len(shared_picks) + len(own_picks),
+        policy.ranks,
+        blank=lambda: blank_batch(pad, policy.device),
+    )
 
 
 def importance_weights(
@@ -191,6 +221,19 @@ class SamplerGap:
         self.ratio_min = min(self.ratio_min, ratio.min().item())
         self.ratio_max = max(self.ratio_max, ratio.max().item())
         self.changed += int((ratio > cap).sum())
+
+    def over(self, ranks: Ranks) -> "SamplerGap":
+        """Return that of all ranks' tokens."""
+        total = SamplerGap()
+        for own in ranks.gather_objects(self):
+            total.tokens += own.tokens
+            total.difference_sum += own.difference_sum
+            total.difference_max = max(total.difference_max, own.difference_max)
+            total.ratio_sum += own.ratio_sum
+            total.ratio_min = min(total.ratio_min, own.ratio_min)
+            total.ratio_max = max(total.ratio_max, own.ratio_max)
+            total.changed += own.changed
+        return total
 
     def summary(self) -> dict[str, float]:
         """Return what to log; empty when the sampler is the scorer."""

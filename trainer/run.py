@@ -9,6 +9,8 @@ from planner.run.recipe import RunFile, Task
 from trainer.config import TrainSection
 from trainer.foreign import read_given
 from trainer.grpo import train_grpo
+from trainer.parallel.agree import check_alike, check_world
+from trainer.parallel.ranks import ALONE, Ranks
 from trainer.push import note_before, push_after
 from trainer.say import Say, silent
 from trainer.session import Result
@@ -17,26 +19,41 @@ from trainer.sft import train_sft
 SCHEMA_VERSION = 1
 
 
-def train_run(path: Path, *, resume: bool = False, say: Say = silent) -> Result:
-    """Run the file at `path`: a run.yaml, whose relative paths count from its folder, or a TRL config."""
+def train_run(
+    path: Path, *, resume: bool = False, say: Say = silent, ranks: Ranks = ALONE
+) -> Result:
+    """Run the file at `path`: a run.yaml, whose relative paths count from its folder, or a TRL config.
+
+    Every rank of `ranks` calls it.
+    """
     quiet()
     given = read_given(path)
+    check_alike(ranks, path, given)
     for line in given.lines:
         say(line)
-    return train_parsed(given.run, given.train, root=given.root, resume=resume, say=say)
+    return train_parsed(
+        given.run, given.train, root=given.root, resume=resume, say=say, ranks=ranks
+    )
 
 
 def train_parsed(
-    run: RunFile, train: TrainSection, *, root: Path, resume: bool = False, say: Say = silent
+    run: RunFile,
+    train: TrainSection,
+    *,
+    root: Path,
+    resume: bool = False,
+    say: Say = silent,
+    ranks: Ranks = ALONE,
 ) -> Result:
     """Run a validated run file."""
     quiet()
+    check_world(run, ranks)
     algorithm = train_grpo if run.recipe.task is Task.GRPO else train_sft
     push = train.push_to_hub
-    if push is not None and (note := note_before()):
+    if push is not None and ranks.first and (note := note_before()):
         say(note)
-    result = algorithm(run, train, root=root, resume=resume, say=say)
-    if push is not None:
+    result = algorithm(run, train, root=root, resume=resume, say=say, ranks=ranks)
+    if push is not None and ranks.first:
         push_after(result.output, push, stopped=result.stopped_by is not None, say=say)
     return result
 

@@ -19,6 +19,9 @@ from trainer.data import Order
 from trainer.evaluation import line_of
 from trainer.metrics import COMPLETIONS_FOLDER, METRICS_FILE, MetricsLog, Progress, read_metrics
 from trainer.model import Policy
+from trainer.parallel.agree import check_shared
+from trainer.parallel.ranks import ALONE, Ranks
+from trainer.parallel.watch import in_unison, is_broken_connection
 from trainer.preflight import Preflight
 from trainer.push import EverySave
 from trainer.reporters.reports import Reports
@@ -86,15 +89,23 @@ def check_output(train: TrainSection, *, resume: bool) -> None:
 
 
 @contextmanager
-def run_folder(run: RunFile, train: TrainSection, *, resume: bool) -> Iterator[Path]:
+def run_folder(
+    run: RunFile, train: TrainSection, *, resume: bool, ranks: Ranks = ALONE
+) -> Iterator[Path]:
     """Make the output folder, with run.yaml in it; a run that fails before its first step leaves no trace.
 
-    An earlier run that is to be replaced is put aside, and deleted when the new one has made a step.
+    An earlier run that is to be replaced is put aside, and deleted when the new one has made a step. The
+    first rank does all of it; the others see that they look at the same folder.
     """
     import yaml
 
-    check_output(train, resume=resume)
     output = Path(train.output)
+    ranks.barrier()  # all have checked the folder as it was
+    if not ranks.first:
+        check_shared(ranks, output)
+        yield output
+        return
+    check_output(train, resume=resume)
     aside = replaced(output)
     if not resume and output.exists():
         shutil.rmtree(aside, ignore_errors=True)
@@ -107,6 +118,7 @@ def run_folder(run: RunFile, train: TrainSection, *, resume: bool) -> Iterator[P
     text = yaml.safe_dump(document, sort_keys=False)
     (output / checkpoints.RUN_FILE).write_text(text, encoding="utf-8")
     try:
+        check_shared(ranks, output)
         yield output
     except BaseException:
         began = checkpoints.checkpoints(output) or read_metrics(output / METRICS_FILE)
@@ -125,13 +137,22 @@ def replaced(output: Path) -> Path:
 class Session:
     """Iterates over the run's steps; saves at the end of one when it is time, asked or over.
 
-    Use as a context manager. `steps()` yields the step to do; `log` or `skip` ends it.
+    Use as a context manager. `steps()` yields the step to do; `log` or `skip` ends it. Of several ranks
+    the first writes, reports and calls callbacks, and what it is asked for all of them do.
     """
 
     def __init__(
-        self, train: TrainSection, *, output: Path, policy: Policy, stepper: Stepper, order: Order
+        self,
+        train: TrainSection,
+        *,
+        output: Path,
+        policy: Policy,
+        stepper: Stepper,
+        order: Order,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.output = output
+        self.ranks = ranks
         self.first_step = 0
         self.bad_steps = 0
         self.metrics: list[dict[str, Any]] = []
@@ -145,8 +166,9 @@ class Session:
         self._abandoned = False
         self._place = order.state()
         self._saved_step = -1
+        self._stop_reason: str | None = None
         self._started = time.monotonic()
-        self._stop = checkpoints.StopSignal()
+        self._stop = checkpoints.StopSignal(repeats=ranks.several)
         self.validation: Validation | None = None
         """Evaluates held-out samples; set before the first step."""
         self.callbacks = Callbacks()
@@ -156,7 +178,10 @@ class Session:
 
     def equip(self, ready: Preflight, callbacks: Callbacks) -> None:
         """Report to the run's trackers and call its callbacks; before `resume`."""
-        self.reports, self.callbacks = Reports(ready, self.output), callbacks
+        self.reports = Reports(ready, self.output)
+        if not self.ranks.first:
+            return
+        self.callbacks = callbacks
         callbacks.run = Run(
             output=self.output,
             train=self._train,
@@ -174,7 +199,13 @@ class Session:
     def resume(self) -> None:
         """Restore the newest checkpoint in the output folder."""
         newest = checkpoints.latest(self.output)
-        state = checkpoints.restore(newest, policy=self._policy, optimizer=self._stepper.optimizer)
+        state = checkpoints.restore(
+            newest,
+            policy=self._policy,
+            optimizer=self._stepper.optimizer,
+            ranks=self.ranks,
+            seed=self._train.seed,
+        )
         self._order.restore(state["order"])
         self._stepper.restore(state["stepper"])
         self.bad_steps = state["bad_steps"]
@@ -187,10 +218,11 @@ class Session:
 
     def __enter__(self) -> "Session":
         if not self.first_step:  # a resumed run has its generators' state from the checkpoint
-            torch.manual_seed(self._train.seed)
-        self.log_file = MetricsLog(self.output, first_step=self.first_step)
-        self.progress = Progress(self._train.steps, done=self.first_step)
-        if self.validation is not None:
+            torch.manual_seed(checkpoints.rank_seed(self._train.seed, self.ranks.rank))
+        first = self.ranks.first
+        self.log_file = MetricsLog(self.output, first_step=self.first_step) if first else None
+        self.progress = Progress(self._train.steps, done=self.first_step, quiet=not first)
+        if self.validation is not None and first:
             self.validation.open(self.first_step)
         self.progress.__enter__()
         self._stop.__enter__()
@@ -207,14 +239,15 @@ class Session:
         finally:
             self._stop.__exit__(kind, error, trace)
             self.progress.__exit__(kind, error, trace)
-            self.log_file.close()
+            if self.log_file is not None:
+                self.log_file.close()
             if self.validation is not None:
                 self.validation.close()
 
     def _rescue(self, error: Exception) -> None:
         """Save the steps done before the one that failed, whatever ended it."""
         saved = ""
-        if self._done > 0:
+        if self._done > 0 and self._all_out(error):
             self._order.restore(self._place)
             try:
                 self.save(tell=False)
@@ -227,6 +260,16 @@ class Session:
                 hint="lower micro_batch_tokens or completion_length, or see: vramwise advise RUN.yaml; "
                 "then go on with: vramwise train RUN.yaml --resume",
             ) from None
+
+    def _all_out(self, error: Exception) -> bool:
+        """Return whether all ranks have left the step by an error, and can save what was before it.
+
+        After an error of one alone the others wait for it in the midst of the step, if they are there.
+        """
+        if self.ranks.several and is_broken_connection(error):
+            return False
+        kind = "told" if isinstance(error, VramwiseError) else type(error).__name__
+        return in_unison(self.ranks, f"{self._done} {kind}")
 
     def steps(self) -> Iterator[int]:
         """Yield the steps to do, from 0; ends early on a signal, with everything saved."""
@@ -246,17 +289,17 @@ class Session:
                 return
             self._done = step + 1
             self._place = self._order.state()  # what fails from here on has nothing to redo
-            if step == self.first_step:
+            if step == self.first_step and self.ranks.first:
                 shutil.rmtree(replaced(self.output), ignore_errors=True)
             self._tell("on_step_end", step, dict(self.metrics[-1]))
-            mine = self.callbacks.run
-            exhausted = self._evaluate(asked=mine is not None and mine.wants_evaluation)
+            exhausted = self._evaluate(asked=self.callbacks.evaluation_asked)
             due = self._train.save_every and self._done % self._train.save_every == 0
-            save, why = self.callbacks.take()
-            over = exhausted or why is not None or self._stop.received is not None
+            save, why = self.ranks.broadcast_object(self.callbacks.take())
+            over = exhausted or why is not None or self._stopped_all()
             if due or save or over or self._done == self._train.steps:
                 self.save()
             if why is not None:
+                self._stop_reason = why
                 self.progress.say(f"stopped after {self._done} steps: {why}")
             if over:
                 return
@@ -282,8 +325,14 @@ class Session:
 
     @property
     def stop_asked(self) -> bool:
-        """Whether SIGTERM or SIGINT came."""
+        """Whether SIGTERM or SIGINT came to this rank."""
         return self._stop.received is not None
+
+    def _stopped_all(self) -> bool:
+        """Return whether SIGTERM or SIGINT came to any rank: then it came to all."""
+        signal = int(self.ranks.max(float(self._stop.received or 0)))
+        self._stop.received = self._stop.received or signal or None
+        return signal > 0
 
     def abandon(self) -> None:
         """Leave the step under way undone: a resume does it again."""
@@ -310,6 +359,7 @@ class Session:
             optimizer=self._stepper.optimizer,
             state=state,
             keep=self._train.keep_checkpoints,
+            ranks=self.ranks,
         )
         self._saved_step = self._done
         if tell:
@@ -327,14 +377,17 @@ class Session:
             evaluations=self.validation.history if self.validation else [],
             best_step=self.validation.best_step if self.validation else None,
             exhausted=bool(self.validation and self.validation.exhausted),
-            stop_reason=self.callbacks.run.stop_reason if self.callbacks.run else None,
+            stop_reason=self._stop_reason
+            or (self.callbacks.run.stop_reason if self.callbacks.run else None),
         )
 
     def _evaluate(self, *, asked: bool = False) -> bool:
         """Evaluate if it is time; return whether the run has stopped getting better."""
-        if self.validation is None or not (asked or self.validation.due(self._done)):
+        if self.validation is None:
             return False
-        if self._stop.received is not None:
+        if not (self.ranks.broadcast_object(asked) or self.validation.due(self._done)):
+            return False
+        if self._stopped_all():
             return False
         figures = self.validation.run(self._done)
         self.progress.say(f"evaluation after {self._done} steps: {line_of(figures)}")
@@ -345,7 +398,8 @@ class Session:
 
     def _write(self, step: int, metrics: Mapping[str, Any], line: str) -> None:
         self.tokens_seen += metrics.get("train_tokens", 0)
-        self.log_file.write(step, metrics)
+        if self.log_file is not None:
+            self.log_file.write(step, metrics)
         if self.reports is not None:
             self.reports.step(step, metrics)
         self.metrics.append({"step": step, **metrics})

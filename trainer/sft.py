@@ -20,6 +20,9 @@ from trainer.data import Order, check_columns, load_samples
 from trainer.losses import sft_loss
 from trainer.model import load_tokenizer
 from trainer.packing import PackedOrder
+from trainer.parallel.dealing import blank_batch, deal, evened
+from trainer.parallel.ranks import ALONE, Ranks
+from trainer.parallel.together import largest
 from trainer.preflight import Preflight, longest_sequence, prepare
 from trainer.router_loss import balance_loss, router_coefficient
 from trainer.say import Say, silent
@@ -40,9 +43,18 @@ class Share:
 
 
 def train_sft(
-    run: RunFile, train: TrainSection, *, root: Path, resume: bool = False, say: Say = silent
+    run: RunFile,
+    train: TrainSection,
+    *,
+    root: Path,
+    resume: bool = False,
+    say: Say = silent,
+    ranks: Ranks = ALONE,
 ) -> Result:
-    """Fine-tune as the run file says; return how it ended. Raises VramwiseError."""
+    """Fine-tune as the run file says; return how it ended. Raises VramwiseError.
+
+    Every rank of `ranks` calls it.
+    """
     from transformers import AutoConfig
 
     callbacks = load_callbacks(train.callbacks, root=root)
@@ -76,8 +88,9 @@ def train_sft(
         per_epoch=per_epoch,
         held_out=len(held or ()),
         router_loss=bool(coefficient),
+        ranks=ranks,
     )
-    with run_folder(run, train, resume=resume) as output:
+    with run_folder(run, train, resume=resume, ranks=ranks) as output:
         ready.save(output)
         return _train(
             ready.train,
@@ -104,7 +117,14 @@ def _train(
     resume: bool,
     coefficient: float,
 ) -> Result:
-    session = Session(train, output=output, policy=ready.policy, stepper=ready.stepper, order=order)
+    session = Session(
+        train,
+        output=output,
+        policy=ready.policy,
+        stepper=ready.stepper,
+        order=order,
+        ranks=ready.ranks,
+    )
     if held_out is not None:
         session.validation = Validation(ready, output, loss_measure(held_out, ready))
     session.equip(ready, callbacks)
@@ -128,9 +148,11 @@ def _train(
                 longest=max(len(sequence.token_ids) for sequence in batch),
             )
             seconds = time.perf_counter() - started
+            ranks = ready.ranks
             logged = {
                 "loss": update.loss,
-                "mean_probability": sum(s.probability for s in update.stats) / max(1, num_tokens),
+                "mean_probability": ranks.sum(sum(s.probability for s in update.stats))
+                / max(1, num_tokens),
                 "grad_norm": update.grad_norm,
                 "lr": update.lr,
                 "epoch": order.epoch,
@@ -139,12 +161,12 @@ def _train(
                 "sequences": len(batch),
                 "micro_batches": len(update.stats),
                 "budget_tokens": ready.stepper.budget.tokens,
-                **ready.memory.take(ready.planned_bytes),
+                **largest(ranks, ready.memory.take(ready.planned_bytes)),
                 "seconds": seconds,
                 "tokens_per_second": update.num_tokens / seconds,
             }
             if coefficient:
-                logged["aux_loss"] = sum(share.balance for share in update.stats)
+                logged["aux_loss"] = ranks.sum(sum(share.balance for share in update.stats))
             if update.skipped:
                 session.skip(step, "the loss or a gradient is NaN or infinite", logged)
                 continue
@@ -174,14 +196,21 @@ def next_batch(examples: Examples, order: Order, *, ready: Preflight) -> list[Sc
 def split(
     batch: list[ScoredSequence], budget_tokens: int, *, ready: Preflight
 ) -> Iterator[MicroBatch]:
-    """Yield micro-batches of at most `budget_tokens` tokens, each on the device when it is asked for."""
-    lengths = [len(sequence.token_ids) for sequence in batch]
+    """Yield micro-batches of at most `budget_tokens` tokens, each on the device when it is asked for.
+
+    They are of this rank's part of `batch`, and as many as every rank's.
+    """
+    ranks, device = ready.policy.ranks, ready.policy.device
+    own = [batch[index] for index in deal([len(each.token_ids) for each in batch], ranks)]
+    lengths = [len(sequence.token_ids) for sequence in own]
     pad = ready.policy.tokenizer.pad_token_id or 0
     row = ready.prompt_tokens + ready.completion_tokens
     picks = micro_batches(lengths, budget_tokens=budget_tokens, layout=ready.layout, row_tokens=row)
-    for pick in picks:
-        made = collate(batch, pick, layout=ready.layout, pad_id=pad, row_tokens=row)
-        yield made.to(ready.policy.device)
+    made = (
+        collate(own, pick, layout=ready.layout, pad_id=pad, row_tokens=row).to(device)
+        for pick in picks
+    )
+    yield from evened(made, len(picks), ranks, blank=lambda: blank_batch(pad, device))
 
 
 def loss(
@@ -197,11 +226,32 @@ def loss(
     `num_tokens` are trained on in the whole step, `all_tokens` run. The experts' auxiliary loss is the
     mean over micro-batches, each weighted by its tokens.
     """
+    return ready.policy.whole(
+        lambda: _loss(
+            batch,
+            ready=ready,
+            num_tokens=num_tokens,
+            all_tokens=all_tokens,
+            coefficient=coefficient,
+        )
+    )
+
+
+def _loss(
+    batch: MicroBatch,
+    *,
+    ready: Preflight,
+    num_tokens: int,
+    all_tokens: int,
+    coefficient: float,
+) -> tuple[Tensor, Share]:
     with ready.memory("forward"):
         hidden, routers = hidden_and_routers(ready.policy, batch, routers=bool(coefficient))
     with ready.memory("loss"):
         # sampling settings don't apply: the loss is the model's own cross-entropy
         logp = log_probs(ready.policy, batch, hidden, chunk_rows=ready.recipe.loss_chunk_rows).logp
+        if batch.blank:
+            return 0.0 * logp.sum(), Share(0.0)
         share = sft_loss(logp, num_tokens=num_tokens)
         probability = logp.detach().exp().sum().item()
         if not coefficient:

@@ -15,7 +15,7 @@ from planner.models.spec import ModelSpec
 from planner.phases import Phase, budget
 from planner.plan import Plan
 from planner.run.recipe import Attention, Checkpointing, Method
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.term import Term
 from trainer.batching import ScoredSequence
 from trainer.devices import BF16_CAPABILITY

@@ -2,7 +2,8 @@
 
 import gc
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -15,9 +16,12 @@ from trainer.batching import MicroBatch
 from trainer.config import TrainSection
 from trainer.model import Policy
 from trainer.optim import NO_SCALE, LossScale, apply_step, make_optimizer
+from trainer.parallel.ranks import Ranks
 from trainer.phase_memory import PhaseMemory
 from trainer.schedule import learning_rate
 
+SHARD_STRIDE = 1_000_081
+"""Between the rounding seeds of two shards of a parameter; its copies round alike."""
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -33,8 +37,9 @@ def make_run_optimizer(
     policy: Policy, recipe: Recipe, train: TrainSection
 ) -> torch.optim.Optimizer:
     """Return the optimizer of a settled `recipe` over the policy's trained weights."""
+    shard = policy.sharded.ranks.shard_index if policy.sharded is not None else 0
     return make_optimizer(
-        policy.trainable(),
+        policy.stepped(),
         kind=recipe.optimizer or Optimizer.ADAMW,
         lr=train.lr,
         weight_decay=train.weight_decay,
@@ -42,7 +47,7 @@ def make_run_optimizer(
         eps=train.adam_eps,
         master_weights=bool(recipe.master_weights),
         offload=recipe.optimizer_offload,
-        seed=train.seed,
+        seed=train.seed + SHARD_STRIDE * shard,
     )
 
 
@@ -92,6 +97,20 @@ def _attempt(work: Callable[[int], R], tokens: int) -> R | None:
         return None
 
 
+@contextmanager
+def _no_step_again(ranks: Ranks) -> Iterator[None]:
+    """End the run where one of several ranks has no memory for its step: the others have stepped."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        if not ranks.several:
+            raise
+        raise VramwiseError(
+            "out of memory in the optimizer's step",
+            hint="optimizer_offload: true, or an 8-bit optimizer; --resume goes on at the last checkpoint",
+        ) from None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update(Generic[T]):
     """What one optimizer step did."""
@@ -125,7 +144,7 @@ class Stepper:
         self.budget = budget
         self.scale = LossScale() if policy.dtype == torch.float16 else NO_SCALE
         self._policy = policy
-        self._parameters = [parameter for _, parameter in policy.trainable()]
+        self._parameters = [parameter for _, parameter in policy.stepped()]
         self._train = train
         self._memory = memory
 
@@ -156,7 +175,7 @@ class Stepper:
             work,
             self.budget,
             longest=longest,
-            undo=lambda: self.optimizer.zero_grad(set_to_none=True),
+            undo=self._clear,
         )
 
     def _whole(
@@ -179,31 +198,44 @@ class Stepper:
         micro_batches: Callable[[int], Iterable[MicroBatch]],
         loss: Callable[[MicroBatch], tuple[Tensor, T]],
     ) -> Update[T]:
-        self.optimizer.zero_grad(set_to_none=True)
+        self._clear()
         stats: list[T] = []
         total: Tensor | float = 0.0
         num_tokens = 0
-        for batch in micro_batches(self.budget.tokens):
-            share, part = loss(batch)
-            with self._memory("backward"):
-                (share * self.scale.value).backward()
-            total = total + share.detach()
+        batches = iter(micro_batches(self.budget.tokens))
+
+        def learn() -> tuple[Tensor, T, int] | None:
+            for batch in batches:
+                share, part = loss(batch)
+                with self._memory("backward"):
+                    (share * self.scale.value).backward()
+                return share.detach(), part, batch.num_tokens
+            return None
+
+        while (learnt := self._policy.one_pass(learn)) is not None:
+            share, part, tokens = learnt
+            total = total + share
             stats.append(part)
-            num_tokens += batch.num_tokens
-            del share, batch  # before the next one is made
+            num_tokens += tokens
+            del learnt, share  # before the next one is made
+        ranks = self._policy.ranks
+        if ranks.several:
+            total, num_tokens = ranks.sum(float(total)), int(ranks.sum(float(num_tokens)))
+        self._policy.take_gradients()
         scale, lr = self.scale, learning_rate(step, self._train)
         norm, stepped = math.nan, False
         if math.isfinite(float(total)):
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            with self._memory("step"):
+            with self._memory("step"), _no_step_again(ranks):
                 norm, stepped, self.scale = apply_step(
                     self.optimizer,
                     self._parameters,
                     scale=scale,
                     max_norm=self._train.max_grad_norm,
+                    ranks=ranks,
                 )
-        self.optimizer.zero_grad(set_to_none=True)
+        self._clear()
         return Update(
             stats=stats,
             loss=float(total),
@@ -213,6 +245,10 @@ class Stepper:
             skipped=not stepped,
             scale=scale.value,
         )
+
+    def _clear(self) -> None:
+        self._policy.clear_gradients()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Any]:
         """Return what `restore` needs beside the optimizer."""

@@ -25,6 +25,9 @@ def _trace(
     layers: Annotated[
         int | None, typer.Option("--layers", min=1, help="Trace only so many decoder layers.")
     ] = None,
+    rank: Annotated[
+        int, typer.Option("--rank", min=0, help="Which of several GPUs: they differ by padding.")
+    ] = 0,
     steps: Annotated[int, typer.Option("--steps", min=1, max=20, help="Optimizer steps.")] = 2,
     time_limit: Annotated[
         float, typer.Option("--time-limit", min=1, help="Give up after so many seconds.")
@@ -64,7 +67,8 @@ def _trace(
         model = model_spec_from_config(config, name=model.name, source=model.source)
     recipe = described.run.recipe
     planned = plan(model, recipe, described.machine)
-    step = subject_for(planned.resolved, recipe, config, gpu=described.machine.gpu, steps=steps)
+    gpu = described.machine.gpu
+    step = subject_for(planned.resolved, recipe, config, gpu=gpu, steps=steps, rank=rank)
     with _progress(quiet=as_json) as progress:
         recording = trace(step, time_limit_s=time_limit, progress=progress, allocator=allocator)
     compared = compare(planned, recording)

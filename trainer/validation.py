@@ -20,6 +20,7 @@ from trainer.data import Samples, check_columns, load_samples, tokenize_prompt
 from trainer.evaluation import check_metric, measure_loss, measure_rewards, refuse_overlap
 from trainer.metrics import MetricsLog
 from trainer.model import Policy
+from trainer.parallel.ranks import ALONE, Ranks
 from trainer.preflight import Preflight, longest_sequence
 from trainer.rewards import Rewards, check_reward_columns
 from trainer.rollout import sampling_settings
@@ -140,14 +141,16 @@ class Validation:
         default = "reward" if ready.recipe.task is Task.GRPO else "loss"
         self.metric = ready.train.evaluation.metric or default
         self.history: list[dict[str, Any]] = []
+        self._log: MetricsLog | None = None
 
     def open(self, first_step: int) -> None:
-        """Open the log; lines of steps that will be redone are dropped."""
+        """Open the log, on the first rank; lines of steps that will be redone are dropped."""
         self._log = MetricsLog(self._output, first_step=first_step + 1, name=EVALUATIONS_FILE)
 
     def close(self) -> None:
         """Close the log."""
-        self._log.close()
+        if self._log is not None:
+            self._log.close()
 
     def due(self, done: int) -> bool:
         """Return whether to evaluate after `done` steps."""
@@ -159,20 +162,28 @@ class Validation:
     def run(self, done: int) -> Figures:
         """Evaluate after `done` steps; log it, and keep the weights if they are the best so far."""
         started = time.perf_counter()
-        figures = self._measure(done)
+        # the first rank's, should rewards differ: what follows is decided alike
+        figures = self._ready.ranks.broadcast_object(self._measure(done))
         value = figures.get(self.metric, math.nan)  # a reward that was silent everywhere
         sign = -1 if self.metric in SMALLER_IS_BETTER else 1
         gain = math.inf if self.best is None else sign * (value - self.best)
         if math.isfinite(value) and gain > self._train.evaluation.min_delta:
             self.best, self.best_step, self.without_gain = value, done, 0
             if self._train.evaluation.save_best:
-                save_best(self._output, self._ready.policy, step=done, figures=figures)
+                save_best(
+                    self._output,
+                    self._ready.policy,
+                    step=done,
+                    figures=figures,
+                    ranks=self._ready.ranks,
+                )
         else:
             self.without_gain += 1
         figures = {**figures, "best": self.best if self.best is not None else math.nan}
         figures["seconds"] = time.perf_counter() - started
         self.history.append({"step": done, **figures})
-        self._log.write(done, figures)
+        if self._log is not None:
+            self._log.write(done, figures)
         return figures
 
     @property
@@ -197,14 +208,18 @@ class Validation:
             self.without_gain = state["without_gain"]
 
 
-def save_best(output: Path, policy: Policy, *, step: int, figures: Figures) -> Path:
+def save_best(
+    output: Path, policy: Policy, *, step: int, figures: Figures, ranks: Ranks = ALONE
+) -> Path:
     """Write the weights to OUTPUT/checkpoints/best, whole or not at all; the best before goes."""
     folder = output / checkpoints.FOLDER
     partial, final = folder / f"{checkpoints.PARTIAL}{BEST}-{os.getpid()}", folder / BEST
-    partial.mkdir(parents=True)
-    checkpoints.write_weights(policy, partial)
-    document = {"step": step, "figures": {k: v for k, v in figures.items() if math.isfinite(v)}}
-    (partial / "evaluation.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
-    checkpoints.drop(final)
-    partial.rename(final)
+    if ranks.first:
+        partial.mkdir(parents=True)
+    checkpoints.write_weights(policy, partial, ranks=ranks)
+    if ranks.first:
+        document = {"step": step, "figures": {k: v for k, v in figures.items() if math.isfinite(v)}}
+        (partial / "evaluation.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
+        checkpoints.drop(final)
+        partial.rename(final)
     return final

@@ -11,6 +11,7 @@ if "go" in st.session_state:
 try:
     if st.session_state["look_for"] == finding.GPUS:
         finding.gpus()
+        finding.layouts()
     else:
         finding.models()
 except runs.NeedsLookUp:

@@ -2,7 +2,7 @@
 
 import streamlit as st
 
-from app import answer, inputs, runs
+from app import answer, inputs, runs, spread
 from planner.answers import advise
 from planner.errors import VramwiseError
 from planner.plan import plan
@@ -19,6 +19,8 @@ except VramwiseError as error:
 
 levers = advise.levers(run.model, run.recipe, run.machine, result)
 answer.verdict_card(run, result)
+spread.best(run)
+spread.ranks(result)
 left, right = st.columns([3, 2], gap="medium")
 with left:
     answer.phases(result)

@@ -2,6 +2,7 @@
 
 from pydantic import ValidationError
 
+from planner.accuracy.megatron_rows import is_megatron, predict_megatron
 from planner.accuracy.prediction import NotARun, NotCovered, Prediction
 from planner.accuracy.rl_rows import predict_rl
 from planner.accuracy.rows import Layout, Row
@@ -21,7 +22,7 @@ def predict_row(row: Row) -> Prediction:
             return predict_vllm(row)
         if row.layout is Layout.RL:
             return predict_rl(row)
-        return predict_sft(row)
+        return predict_megatron(row) if is_megatron(row) else predict_sft(row)
     except VramwiseError as error:  # the planner refuses it: its own sentence is the reason
         raise NotCovered(error.message) from error
     except ValidationError as error:

@@ -5,6 +5,7 @@ from typing import Any
 
 from planner.accuracy.lora_targets import lora_targets, targets_of_count
 from planner.accuracy.notebooks import notebook_of
+from planner.accuracy.parallel_columns import titan_layout
 from planner.accuracy.prediction import NotCovered
 from planner.accuracy.rows import Row
 from planner.accuracy.sft_frameworks import framework_of
@@ -119,6 +120,7 @@ def recipe_of(row: Row, model: ModelSpec) -> Recipe:
         **_in_float8(row),
         "optimizer_in_backward": "in_bwd" in row["optimizer"],
     }
+    values |= titan_layout(row)
     if notebook and notebook.tiled_mlp:
         values["tiled_mlp"] = True
     if notebook and notebook.attention:
@@ -246,6 +248,8 @@ def _sharding(row: Row) -> Sharding:
         raise NotCovered("the row does not say over how many GPUs the state was divided")
     if "single-gpu" in text or text.startswith("listed as"):
         return Sharding.NONE
+    if titan_layout(row):
+        return Sharding.FSDP2
     if gpus > 1 and re.search(r"\bpp \d|pipeline|expert", text):
         raise NotCovered("pipeline and expert parallel training are not modelled")
     if "device_map split" in text or "pipeline-sequential" in text:
@@ -253,7 +257,8 @@ def _sharding(row: Row) -> Sharding:
     if "device_map" in text:
         raise NotCovered("layers split over GPUs by device_map are not modelled")
     if "fsdp" in text:
-        return Sharding.FSDP
+        second = "torchtitan" in row["framework"].lower()  # fully_shard since its first release
+        return Sharding.FSDP2 if second else Sharding.FSDP
     stage = re.search(r"zero-?([123])", text)
     if stage:
         if "offload" in text or row["cpu_offload"].lower() in {"yes", "cpu", "disk"}:

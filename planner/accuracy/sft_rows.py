@@ -8,6 +8,7 @@ from planner.accuracy.inference_rows import generation_run
 from planner.accuracy.lengths import typical_tokens
 from planner.accuracy.names import loaded_model, machine_named, model_named
 from planner.accuracy.notebooks import Notebook, data_set, notebook_of, step_lengths
+from planner.accuracy.parallel_columns import titan_layout
 from planner.accuracy.prediction import NotARun, NotCovered, Prediction, around
 from planner.accuracy.rows import Row
 from planner.accuracy.sft_recipe import recipe_of
@@ -180,7 +181,7 @@ def divide_tokens(row: Row, recipe: Recipe) -> Recipe:
     ranks = 1
     for degree in re.findall(r"\b(?:TP|CP) (\d+)", row["parallelism"]):
         ranks *= int(degree)
-    if ranks == 1 or recipe.context is None:
+    if ranks == 1 or recipe.context is None or titan_layout(row):  # whose layout says so itself
         return recipe
     return recipe.model_copy(update={"context": max(1, recipe.context // ranks)})
 

@@ -1,11 +1,11 @@
 """Layers split over GPUs (device_map, pipeline): the part of a model that one GPU holds."""
 
 import re
-from collections import Counter
 from dataclasses import replace
 
 from planner.accuracy.prediction import NotCovered
 from planner.accuracy.rows import Row
+from planner.models.rank_part import stage_part
 from planner.models.spec import ModelSpec
 
 
@@ -30,20 +30,5 @@ def part(model: ModelSpec, index: int, count: int) -> ModelSpec:
     """Return stage `index` of `count`: the first holds the embeddings, the last the head."""
     total = model.num_layers
     first, last = total * index // count, total * (index + 1) // count
-    chosen = model.layer_order[first:last]
-    counts = Counter(chosen)
-    used = sorted(counts)
-    layers = tuple(replace(model.layers[old], count=counts[old]) for old in used)
-    has_head = index == count - 1
-    return replace(
-        model,
-        name=f"{model.name} part {index + 1} of {count}",
-        layers=layers,
-        layer_order=tuple(used.index(old) for old in chosen),
-        embeddings=model.embeddings if index == 0 else (),
-        final=model.final if has_head else (),
-        head=model.head if has_head else None,
-        vocab=model.vocab if has_head else 1,
-        tied=model.tied and count == 1,
-        towers=model.towers if index == 0 else (),
-    )
+    held = stage_part(model, range(first, last), first=index == 0, last=index == count - 1)
+    return replace(held, name=f"{model.name} part {index + 1} of {count}")

@@ -58,6 +58,7 @@ SPARE_VRAM_BYTES = 80 * GiB
 
 ARGUMENTS = "arguments (see the row's notes)"
 RANK = "which rank's figure it is"
+DEGREES = "how many GPUs are tensor ranks and how many stages"
 SKIP_LIST = "the checkpoint's list of 16-bit modules"
 ENCODER = "the encoder's profile"
 """Names of what a row may leave open."""
@@ -88,7 +89,10 @@ class Run:
 
 
 def _spare(recipe: Recipe) -> Machine:
-    return make_machine(vram=SPARE_VRAM_BYTES, gpus=recipe.engine.tensor_parallel)
+    engine = recipe.engine
+    return make_machine(
+        vram=SPARE_VRAM_BYTES, gpus=engine.tensor_parallel * engine.pipeline_parallel
+    )
 
 
 def run_of(row: Row) -> Run:
@@ -108,6 +112,8 @@ def run_of(row: Row) -> Run:
         left.append(ENCODER)
     if re.search(r"unknown|leak", row["notes"]):
         left.append(ARGUMENTS)
+    if re.search(r"split not in", row["notes"]):
+        left.append(DEGREES)
     if re.search(r"one worker|one rank", row["notes"]):
         left.append(RANK)
     if scheme not in ("", "fp8") and re.search(_UNSEEN_LISTS, origin):
@@ -133,7 +139,7 @@ def run_of(row: Row) -> Run:
         left.append("adapter rank")
     section: dict[str, Any] = {
         "tensor_parallel": row.integer("tp") or 1,
-        "pipeline_parallel": row.integer("pp") or 1,
+        "pipeline_parallel": _stages(row),
         "expert_parallel": row["expert_parallel"] == "True",
         "gpu_memory_utilization": utilisation,
         "max_num_seqs": row.integer("max_num_seqs"),
@@ -156,6 +162,11 @@ def run_of(row: Row) -> Run:
         # the log ran: its command scaled the positions (--hf-overrides, --rope-scaling)
         model = replace(model, rope_scaled_position=recipe.context)
     return Run(model, recipe, _machine(row), tuple(left), _others(row, recipe, left))
+
+
+def _stages(row: Row) -> int:
+    """Return the pipeline's stages: one where the release took the flag and could not do it."""
+    return 1 if "PP was unsupported" in row["notes"] else row.integer("pp") or 1
 
 
 def _checkpoint(model: ModelSpec, row: Row, text: str, scheme: str) -> ModelSpec:
@@ -228,7 +239,7 @@ def _others(row: Row, recipe: Recipe, left: list[str]) -> tuple[Recipe, ...]:
 
 
 def _machine(row: Row) -> Machine | None:
-    total, ranks = row.number("total_gpu_memory_gib"), row.integer("tp") or 1
+    total, ranks = row.number("total_gpu_memory_gib"), (row.integer("tp") or 1) * _stages(row)
     named = bool(row["gpu"]) and not re.search(_UNNAMED, row["gpu"])
     try:
         return (

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from planner.accuracy.prediction import NotCovered, Prediction
 from planner.accuracy.rows import Row
-from planner.accuracy.vllm_engine import ENCODER, RANK, SKIP_LIST, Run, run_of
+from planner.accuracy.vllm_engine import DEGREES, ENCODER, RANK, SKIP_LIST, Run, run_of
 from planner.machines.vllm_overheads import Measured
 from planner.plan import Plan
 from planner.terms.engine import Serving, kv_pool
@@ -59,7 +59,7 @@ def _more_activations(run: Run, serving: Serving) -> int:
     return 5 * serving.activation_peak_bytes if ENCODER in run.open else 0
 
 
-_MOVES_WEIGHTS = frozenset({SKIP_LIST, "adapter rank"})
+_MOVES_WEIGHTS = frozenset({SKIP_LIST, DEGREES, "adapter rank"})
 
 
 def _around(value: float, low: float, high: float) -> Measured:

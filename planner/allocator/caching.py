@@ -113,6 +113,10 @@ class Event(Protocol):
     def phase(self) -> str:
         """The phase of the step."""
 
+    @property
+    def stream(self) -> int:
+        """Whose pool it is from: 0 = the stream that computes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
@@ -425,7 +429,7 @@ def replay(
             if chunk is not None:
                 allocator.free(chunk)
             continue
-        chunk = allocator.malloc(event.bytes)
+        chunk = allocator.malloc(event.bytes, event.stream)
         if chunk is None:
             failure = Failure(
                 bytes=event.bytes,

@@ -7,6 +7,7 @@ from itertools import combinations
 from typing import Any
 
 from planner.answers.changes import Change, apply, changes
+from planner.answers.layouts import layouts
 from planner.errors import UsageError, VramwiseError
 from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
@@ -181,6 +182,8 @@ def advise(model: ModelSpec, recipe: Recipe, machine: Machine) -> dict[str, Any]
         "combination": None,
         "largest": limits(model, recipe, machine, base),
     }
+    if base.resolved.trains and machine.num_gpus > 1:
+        document["layouts"] = [tried.to_dict() for tried in layouts(model, recipe, machine)]
     if not base.fits:
         found = combination(model, recipe, machine, singles)
         if found is not None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.run.recipe import Method, Recipe, Task
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.kv_cache import rollout_sequences
 
 
@@ -141,7 +141,7 @@ def _storage_changes(r: Resolved) -> list[Change]:
             )
         )
     if r.gpus > 1:
-        wanted = "fsdp" if r.sharding.value in ("none", "ddp", "zero1", "zero2") else ""
+        wanted = "fsdp2" if r.sharding.value in ("none", "ddp", "zero1", "zero2") else ""
         if wanted:
             found.append(
                 Change(

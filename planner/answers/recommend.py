@@ -8,8 +8,9 @@ from planner.machines.machine import Machine
 from planner.models.catalogue import catalogue_model, catalogue_names
 from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
-from planner.run.recipe import Recipe
+from planner.run.recipe import ParallelSection, Recipe, Sharding
 from planner.run.resolve import resolve
+from planner.run.resolved import Resolved
 from planner.run.runfile import make_recipe
 from planner.terms.counts import base_weights
 
@@ -41,6 +42,8 @@ class Recommendation:
     settings: str
     peak_bytes: int
     verdict: str
+    layout: str = ""
+    """How several GPUs divide the run; empty on one."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -57,11 +60,14 @@ def recommend(
 ) -> list[Recommendation]:
     """Return every catalogue model and method that fits, the largest models first.
 
+    On several GPUs a run is divided by the first of LAYOUTS that fits.
+
     For each the longest context in powers of two up to the model's own, then the largest batch at
     `least_context`. The first `replayed` rows are replayed on the allocator; the others leave the
     room that the most fragmented of the replays needed.
     """
     variants = SERVING if task == "serve" else TRAINING
+    spread = LAYOUTS if task != "serve" and machine.num_gpus > 1 else ALONE
     base: dict[str, Any] = {"task": task, "micro_batch_size": 1}
     base["framework"] = "vllm" if task == "serve" else framework
     recipes = {label: make_recipe(**base, **fields) for label, fields in variants.items()}
@@ -70,12 +76,36 @@ def recommend(
     for name in catalogue_names():
         model = catalogue_model(name)
         for label, recipe in recipes.items():
-            best = _best(model, machine, label, recipe, least_context)
-            if best is not None:
-                found.append(best)
+            for layout in spread:
+                divided = layout.of(recipe, machine)
+                best = divided and _best(model, machine, label, divided, least_context)
+                if best:
+                    found.append(best)
+                    break
     found.sort(key=lambda row: (-row.parameters, order.index(row.method)))
     proven = (row.proven() if index < replayed else row for index, row in enumerate(found))
     return [row.said() for row in proven if row is not None]
+
+
+class _Layout(NamedTuple):
+    """One way to divide a run."""
+
+    sharding: Sharding
+    per_node: bool = False
+    """Shards inside a node, replicas of it."""
+
+    def of(self, recipe: Recipe, machine: Machine) -> Recipe | None:
+        """Return the recipe so divided; None where there is one node only."""
+        nodes = machine.num_gpus // machine.node_gpus
+        if self.per_node and nodes == 1:
+            return None
+        copies = ParallelSection(data_replicate=nodes) if self.per_node else ParallelSection()
+        return recipe.model_copy(update={"sharding": self.sharding, "parallel": copies})
+
+
+ALONE = (_Layout(Sharding.NONE),)
+LAYOUTS = (_Layout(Sharding.DDP), _Layout(Sharding.FSDP2, per_node=True), _Layout(Sharding.FSDP2))
+"""Of several GPUs, the fewest bytes over slow links first; `advise` tries more."""
 
 
 class _Candidate(NamedTuple):
@@ -111,15 +141,20 @@ class _Candidate(NamedTuple):
         batch = self.batch.resolved.sequences if self.batch else 1
         return Recommendation(
             self.model.name, self.parameters, self.method, r.seq_tokens, batch, settings,
-            self.context.peak_bytes, "fits",
+            self.context.peak_bytes, "fits", _said(r) if r.layout.gpus > 1 else "",
         )  # fmt: skip
+
+
+def _said(r: Resolved) -> str:
+    return f"{r.layout}, {r.sharding.value}"
 
 
 def _best(
     model: ModelSpec, machine: Machine, label: str, recipe: Recipe, least: int
 ) -> _Candidate | None:
     try:
-        weights = base_weights(model, resolve(model, recipe, machine)).total
+        resolved = resolve(model, recipe, machine)
+        weights = base_weights(model, resolved).total // resolved.placement.weight_shards
     except VramwiseError:
         return None
     if weights > machine.vram_bytes:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from planner.datafiles import data_dir
-from planner.doctor.events import Event
+from planner.doctor.event import Event
 from planner.doctor.sizes import LARGE_SEGMENT
-from planner.units import format_bytes
+from planner.units import GiB, format_bytes
 
 
 @cache
@@ -55,6 +55,17 @@ class Budget:
         )
         return [(name, value) for name, value in parts if value is not None]
 
+    def tiny_sentence(self) -> str:
+        """Return what a request of the smallest segment says, "" for a larger one."""
+        if not self.tiny_request:
+            return ""
+        if self.free_bytes is not None and self.free_bytes > GiB:
+            return (
+                "a request this small prints as the smallest segment: the tensor says nothing, "
+                f"and {format_bytes(self.free_bytes)} were free"
+            )
+        return "a request this small prints as the smallest segment: the card was full, the tensor says nothing"
+
     def fragmentation_sentence(self) -> str:
         """Return whether fragmentation decided the failure, with the numbers."""
         if (
@@ -84,6 +95,9 @@ def read_budget(event: Event) -> Budget | None:
         return None
     get = message.get
     total, free, tried = get("total"), get("free"), get("tried")
+    if message.backend == "mps" and get("allowed") is not None:
+        total = get("allowed")
+        free = max(0, (total or 0) - (get("allocated") or 0) - (get("other") or 0))
     alloc = get("alloc") if get("alloc") is not None else get("allocated")
     unalloc = get("unalloc")
     if unalloc is None and alloc is not None and get("reserved") is not None:
@@ -96,7 +110,7 @@ def read_budget(event: Event) -> Budget | None:
     context = None
     if proc and alloc is not None:
         context = max(0, proc - alloc - (unalloc or 0))
-    other = sum(message.others_bytes) or None
+    other = sum(message.others_bytes) or get("other")
     if other is None and proc and total and free is not None:
         other = max(0, total - free - proc)
     decides = bool(

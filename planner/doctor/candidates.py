@@ -247,6 +247,13 @@ def _weight_shapes(context: Context) -> Iterator[_Shape]:
         for layer in model.layers:
             yield _Shape("layer", f"{dtype} whole layer (gathered)", (layer.parameters,), itemsize)
     head = model.vocab * model.hidden
+    for itemsize, dtype in ((4, "fp32"), (2, "16-bit")):
+        yield _Shape(
+            "partition",
+            f"flat {dtype} copy of all parameters on one rank",
+            (model.parameters,),
+            itemsize,
+        )
     for ranks in {context.gpus, 8} - {1}:
         free = "" if ranks == context.gpus else "ranks"
         for count, name in (

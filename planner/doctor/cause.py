@@ -6,7 +6,9 @@ from enum import StrEnum
 from planner.doctor.budget import Budget
 from planner.doctor.candidates import Candidate
 from planner.doctor.context import Context
-from planner.doctor.events import Event
+from planner.doctor.event import Event
+from planner.doctor.series import Growth
+from planner.doctor.titles import TITLES
 from planner.doctor.vllm_log import VllmLog
 
 
@@ -27,6 +29,11 @@ class Cause:
     explanation: str
     formula: str = ""
 
+    @property
+    def title(self) -> str:
+        """The cause as a sentence."""
+        return TITLES.get(self.category, self.category.replace("_", " ").capitalize())
+
 
 @dataclass(frozen=True, kw_only=True)
 class Signals:
@@ -41,6 +48,10 @@ class Signals:
     vllm: VllmLog = field(default_factory=VllmLog)
     notices: tuple[Event, ...] = ()
     """Sleep lines and usage reports of the same log."""
+    held: dict[int, float] = field(default_factory=dict)
+    """The most GB that each rank says it uses."""
+    growth: Growth | None = None
+    """How the log's own memory figures move from step to step."""
 
     def has(self, *phases: str) -> bool:
         """Return whether any of the phases was seen."""

@@ -1,9 +1,11 @@
-"""Rules for vLLM's start-up, sleep mode and host memory."""
+"""Rules for vLLM's start-up, warm-up and sleep mode."""
 
 from collections.abc import Callable
 
 from planner.doctor.cause import Cause, Certainty, Signals
-from planner.doctor.state import sampler_bytes, served_bytes, weights_bytes
+from planner.doctor.causes_sglang import mentions_sglang
+from planner.doctor.serving import planned_engine
+from planner.doctor.state import sampler_bytes, served_bytes
 from planner.units import GiB, format_bytes
 
 Rule = Callable[[Signals], Cause | None]
@@ -43,9 +45,14 @@ def no_cache_blocks(signals: Signals) -> Cause | None:
     if event is None or event.kind != "vllm_no_blocks":
         return None
     share, card = served_bytes(signals.context), signals.card_bytes
-    util = signals.context.utilization
+    made = planned_engine(signals.vllm, signals.context)
+    util = signals.context.utilization or (made.resolved.utilization if made else None)
     formula, certainty = "", Certainty.CONSISTENT
-    if share and card:
+    logged = signals.vllm.weights_bytes
+    if logged and card:
+        used = util or 0.9
+        formula = f"budget {used:g} * {format_bytes(card)} = {format_bytes(int(used * card))}; weights {format_bytes(logged)} by the log"
+    elif share and card:
         budget = int((util or 0.9) * card)
         formula = f"budget {util or 0.9:g} * {format_bytes(card)} = {format_bytes(budget)}; weights {format_bytes(share)}"
         if share > budget and signals.context.model:
@@ -115,7 +122,7 @@ def sampler_warmup(signals: Signals) -> Cause | None:
 
 def graph_capture(signals: Signals) -> Cause | None:
     """CUDA graphs come out of what the budget left free."""
-    if not signals.first("graph_capture"):
+    if not signals.first("graph_capture") or mentions_sglang(signals):
         return None
     formula = ""
     card, util = signals.card_bytes, signals.context.utilization
@@ -154,7 +161,7 @@ def prompt_logprobs(signals: Signals) -> Cause | None:
     found = signals.candidate("logits", "sampler")
     return Cause(
         category="vllm_prompt_logprobs",
-        certainty=Certainty.PROVEN if found else Certainty.CONSISTENT,
+        certainty=Certainty.PROVEN if found and not found.free_parameter else Certainty.CONSISTENT,
         explanation="prompt_logprobs needs logits for every prompt token, not only the last: a whole chunk x vocabulary.",
         formula=found.formula if found else "",
     )
@@ -191,57 +198,10 @@ def sleeping_engine(signals: Signals) -> Cause | None:
     )
 
 
-def host_memory(signals: Signals) -> Cause | None:
-    """The host ran out: a whole copy per rank, or pinned swap."""
-    event = signals.event
-    context = signals.context
-    text = context.text
-    killed = event is not None and event.kind in ("host_killed", "host_alloc")
-    loading_many = (
-        event is None
-        and signals.has("load")
-        and context.sharding in ("fsdp", "zero3")
-        and "from_pretrained" in text
-    )
-    pinned = "swap_space" in text or (event is None and "sleep" in text and signals.has("wake_up"))
-    if pinned and (killed or event is None or event.kind == "sleep_line"):
-        return Cause(
-            category="host_pinned_swap",
-            certainty=Certainty.CONSISTENT,
-            explanation="vLLM pins host memory on every worker: swap_space, or the copy of the weights that sleep level 1 keeps.",
-            formula="workers * swap_space (or weight bytes)",
-        )
-    if not (killed or loading_many):
-        return None
-    ranks = context.gpus
-    if not (signals.has("load", "host_load") or loading_many or ranks > 1):
-        return Cause(
-            category="unknown",
-            certainty=Certainty.UNKNOWN,
-            explanation="the system killed the process for host memory; the log does not say what grew (data loading, a full copy of the weights, pinned buffers).",
-        )
-    formula, certainty = "", Certainty.CONSISTENT
-    if context.parameters:
-        one = weights_bytes(context) or 0
-        formula = (
-            f"{ranks} ranks * {format_bytes(one)} = {format_bytes(ranks * one)} of host memory"
-        )
-        host_gb = context.number("host_ram_gb")
-        if host_gb and context.model and ranks * one > host_gb * 10**9:
-            certainty = Certainty.PROVEN
-    return Cause(
-        category="host_full_copy_per_rank",
-        certainty=certainty,
-        explanation="every rank loads its own whole copy of the weights into host memory: adding GPUs adds copies.",
-        formula=formula,
-    )
-
-
 ENGINE_RULES: tuple[Rule, ...] = (
     kv_too_small,
     no_cache_blocks,
     startup_free_check,
-    host_memory,
     sampler_warmup,
     graph_capture,
     multimodal_profile,

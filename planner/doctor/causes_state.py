@@ -74,7 +74,12 @@ def optimizer_states(signals: Signals) -> Cause | None:
     return Cause(
         category="optimizer_states",
         certainty=Certainty.CONSISTENT,
-        explanation="optimizer states (and fp32 masters) are allocated here, before or at the first step: the shard of the static state does not fit, whatever the batch.",
+        explanation="optimizer states (and fp32 masters) are allocated here, before or at the first step: the shard of the static state does not fit, whatever the batch."
+        + (
+            " The request is a flat copy of ALL parameters on one rank: nothing divides it among the ranks."
+            if found and "on one rank" in found.name
+            else ""
+        ),
         formula=found.formula if found else state.formula if state else "",
     )
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 
-from planner.doctor.budget import foreign_bytes
+from planner.doctor.budget import foreign_bytes, ordinary
 from planner.doctor.candidates import implied_tokens
 from planner.doctor.cause import Cause, Certainty, Signals
 from planner.doctor.causes_state import (
@@ -23,6 +23,8 @@ _VERSIONS = re.compile(
     r"(?<![\d.])(\d{1,4}\.\d{1,4}(?:\.\d{1,4})?)\s{0,4}(?:is |was )?(?:ok\b|works?\b|worked|fine)[^.\n]{0,40}?(\d+\.\d+(?:\.\d+)?)\s*(?:\w+ ){0,2}(?:OOM|fails?|out of memory)",
     re.IGNORECASE,
 )
+LARGEST_CONTEXTS = 3
+"""Times the most that public messages show beside the allocator."""
 _TWO_POINTS = re.compile(r"\b(\d{1,4})\s*[:=]\s*(\d+(?:\.\d+)?) ?(?:GB|GiB)\b")
 
 
@@ -89,10 +91,19 @@ def other_process(signals: Signals) -> Cause | None:
         )
     return Cause(
         category="other_process",
-        certainty=Certainty.PROVEN,
+        # by subtraction alone it may be this process's own context (HIP's kernels, NCCL)
+        certainty=Certainty.PROVEN
+        if listed or _beyond_any_context(signals, foreign)
+        else Certainty.CONSISTENT,
         explanation=f"{format_bytes(foreign)} on the card are held by other processes; without them the request would have fit.",
         formula=formula,
     )
+
+
+def _beyond_any_context(signals: Signals, foreign: int) -> bool:
+    """Return whether no process's own context, graphs and communicators are that large."""
+    text = signals.event.text if signals.event else ""
+    return "CUDA" in text and foreign > LARGEST_CONTEXTS * int(ordinary("context_bytes"))
 
 
 def default_changed(signals: Signals) -> Cause | None:
@@ -120,7 +131,7 @@ def vocabulary(signals: Signals) -> Cause | None:
     tried, vocab = signals.tried_bytes, signals.context.vocab
     formula = found.formula if found else ""
     explanation = "a tensor of tokens x vocabulary (logits, log-probs or their gradient) is what did not fit; several copies of it live at once in forward and backward."
-    proven = bool(found and not found.free_parameter)
+    proven = bool(found and not found.free_parameter and found is signals.candidates[0])
     if tried and vocab and tried > 20 * 2**20:
         tokens = implied_tokens(tried, vocab)
         implied = f"{tokens['fp32']:,} tokens in fp32 or {tokens['bf16']:,} in 16 bit at a vocabulary of {vocab:,}"
@@ -273,7 +284,9 @@ def activations(signals: Signals) -> Cause | None:
 def large_tensor(signals: Signals) -> Cause | None:
     """A single tensor of GiBs while training: hardly anything but the vocabulary makes one."""
     tried, vocab = signals.tried_bytes, signals.context.vocab
-    if not tried or not vocab or tried < GiB or signals.candidate("weight", "layer", "attention"):
+    if not tried or not vocab or tried < GiB:
+        return None
+    if signals.candidate("weight", "layer", "attention", "partition", "model"):
         return None
     tokens = implied_tokens(tried, vocab)
     return Cause(
@@ -281,6 +294,19 @@ def large_tensor(signals: Signals) -> Cause | None:
         certainty=Certainty.CONSISTENT,
         explanation="no weight or layer of the model has this size; a tensor of tokens x vocabulary does.",
         formula=f"{tokens['fp32']:,} tokens in fp32 or {tokens['bf16']:,} in 16 bit at a vocabulary of {vocab:,}",
+    )
+
+
+def larger_than_card(signals: Signals) -> Cause | None:
+    """One tensor that no empty card of this size holds."""
+    tried, card = signals.tried_bytes, signals.card_bytes
+    if not tried or not card or tried <= card:
+        return None
+    return Cause(
+        category="unknown",
+        certainty=Certainty.UNKNOWN,
+        explanation="this one tensor is larger than the whole card: nothing but making it smaller helps (length, rows, another attention or loss kernel).",
+        formula=f"{format_bytes(tried)} > {format_bytes(card)}",
     )
 
 
@@ -295,14 +321,6 @@ def own_tensors(signals: Signals) -> Cause | None:
     ):
         return None
     share = budget.allocated_bytes / budget.total_bytes
-    tried = budget.requested_bytes or 0
-    if tried > budget.total_bytes:
-        return Cause(
-            category="unknown",
-            certainty=Certainty.UNKNOWN,
-            explanation="this one tensor is larger than the whole card: nothing but making it smaller helps (length, rows, another attention or loss kernel).",
-            formula=f"{format_bytes(tried)} > {format_bytes(budget.total_bytes)}",
-        )
     if budget.allocated_bytes < max(size for name, size in budget.rows() if name != "total"):
         return None
     return Cause(
@@ -334,5 +352,6 @@ TRAINING_RULES: tuple[Rule, ...] = (
     generation,
     longest_sample,
     activations,
+    larger_than_card,
     own_tensors,
 )

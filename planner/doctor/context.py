@@ -25,6 +25,7 @@ _KEYS: dict[str, str] = {
     "tokens": r"tokens",
     "gpus": r"num_gpus|n_gpus(?:_per_node)?|num_processes|nproc_per_node|world_size|gpus",
     "host_ram_gb": r"host_ram_gb",
+    "accumulation": r"gradient_accumulation(?:_steps)?|grad_accum(?:ulation)?(?:_steps)?",
     "layers": r"num_hidden_layers",
     "hidden": r"hidden_size",
     "ffn": r"intermediate_size",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from planner.doctor.sizes import SIZE, size_bytes
 
 START = re.compile(
-    r"(?:CUDA|HIP|NPU|XPU|MUSA|MPS backend) (?:error: )?out of memory|CUDA Error: out of memory"
+    r"(?:CUDA|HIP|NPU|XPU|MUSA|MPS backend) (?:driver )?(?:error: )?out of memory|cudaMalloc failed: out of memory|HSA_STATUS_ERROR_OUT_OF_RESOURCES|CUDA Error: out of memory|hipErrorOutOfMemory|OUT_OF_DEVICE_MEMORY"
     r"|Allocation on device\s?\d* would exceed allowed memory|OutOfMemoryError: Allocation on device"
     r"|Cuda failure \d+ .out of memory|CUBLAS_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|Tried to allocate \d",
     re.IGNORECASE,
@@ -23,16 +23,25 @@ _FIELDS: dict[str, re.Pattern[str]] = {
         rf"[Oo]f the allocated memory {SIZE} is allocated by PyTorch|{SIZE} already allocated"
     ),
     "unalloc": re.compile(rf"{SIZE} is reserved by PyTorch but unallocated"),
-    "reserved": re.compile(rf"{SIZE} reserved in total by PyTorch"),
+    "reserved": re.compile(rf"{SIZE} reserved in total by PyTorch|{SIZE} cached\)"),
     "private": re.compile(rf"with {SIZE} allocated in private pools"),
     "allowed": re.compile(rf"{SIZE} allowed[;,]|max allowed: {SIZE}"),
     "allocated": re.compile(rf"Currently allocated\s*:\s*{SIZE}|MPS allocated: {SIZE}"),
+    "other": re.compile(rf"other allocations: {SIZE}"),
     "limit": re.compile(rf"Device limit\s*:\s*{SIZE}"),
     "fraction_limit": re.compile(rf"PyTorch limit \([^)]{{0,80}}\)\s*:\s*{SIZE}"),
 }
 _PROCESS = re.compile(rf"Process (\d+) has {SIZE} memory in use")
 _GPU = re.compile(r"\b(?:GPU|NPU|XPU) (\d+)\b|on device (\d+)")
 CONTEXT_LINES = 8
+OVERFLOW = 2**60
+"""No card holds this much: the driver of Windows and WSL gives 2^64 where it does not know."""
+OVERFLOWED = (
+    "the driver did not tell what the process uses (Windows and WSL print an overflow): "
+    "that figure is left out"
+)
+_BINARY = {"KB": "KiB", "MB": "MiB", "GB": "GiB"}
+"""What MPS means by its units before torch 2.6: ATen/mps/MPSAllocator.mm divides by 1024."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +78,17 @@ def parse_cuda(text: str) -> CudaMessage | None:
     for name, pattern in _FIELDS.items():
         if match := pattern.search(body):
             number, unit = [group for group in match.groups() if group is not None][:2]
+            if _backend(body) == "mps":
+                unit = _BINARY.get(unit, unit)
             shown[name] = f"{number} {unit}"
             facts[f"{name}_bytes"] = size_bytes(number, unit)
+    overflowed = [name for name in facts if facts[name] >= OVERFLOW]
+    for name in overflowed:
+        del facts[name], shown[name.removesuffix("_bytes")]
     named = [size_bytes(number, unit) for _, number, unit in _PROCESS.findall(body)]
+    if any(size >= OVERFLOW for size in named):
+        overflowed.append("process")
+        named = [size for size in named if size < OVERFLOW]
     others = _assign_processes(named, facts)
     gpu = _GPU.search(body)
     return CudaMessage(
@@ -81,7 +98,7 @@ def parse_cuda(text: str) -> CudaMessage | None:
         others_bytes=others,
         gpu=int(gpu.group(1) or gpu.group(2)) if gpu else None,
         text=_shorten(body),
-        contradictions=_contradictions(facts, others),
+        contradictions=(*(OVERFLOWED for _ in overflowed[:1]), *_contradictions(facts, others)),
     )
 
 

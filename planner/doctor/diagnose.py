@@ -3,19 +3,45 @@
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
+from planner.doctor import (
+    causes_growth,
+    causes_host,
+    causes_outside,
+    causes_ranks,
+    causes_serving,
+    causes_sglang,
+)
 from planner.doctor.budget import Budget, read_budget
 from planner.doctor.candidates import Candidate, find_candidates
 from planner.doctor.cause import Cause, Certainty, Signals
-from planner.doctor.causes_engine import ENGINE_RULES
-from planner.doctor.causes_training import TRAINING_RULES
+from planner.doctor.causes_engine import (
+    ENGINE_RULES,
+    graph_capture,
+    multimodal_profile,
+    prompt_logprobs,
+    sampler_warmup,
+)
+from planner.doctor.causes_training import TRAINING_RULES, Rule, other_process
 from planner.doctor.context import Context, read_context
-from planner.doctor.events import Event
+from planner.doctor.event import Event
 from planner.doctor.fixes import Advice, advise
 from planner.doctor.phases import phase_hints
 from planner.doctor.planned import Planned, planned
 from planner.doctor.scan import Scan, scan
+from planner.doctor.slots import lora_slots
 from planner.run.recipe import Recipe
 
+ALL_RULES: tuple[Rule, ...] = (
+    *causes_outside.OUTSIDE_RULES,
+    lora_slots,
+    *causes_host.HOST_RULES,
+    *causes_sglang.SGLANG_RULES,
+    *ENGINE_RULES,
+    *causes_growth.GROWTH_RULES,
+    *causes_ranks.RANK_RULES,
+    *TRAINING_RULES,
+)
+"""In the order in which a reading wins."""
 MAX_FAILURES = 20
 """Different errors of one log that are worked out; the first is the cause in practice."""
 UNKNOWN = Cause(
@@ -79,7 +105,7 @@ def diagnose(
     if len(found.ranks) > 1 and "gpus" not in context.numbers:
         context = replace(context, numbers={**context.numbers, "gpus": max(found.ranks) + 1})
     notices = tuple(event for event in found.events if not event.is_error)
-    errors = found.errors
+    errors = strong(found)
     events: list[Event | None] = list(errors[:MAX_FAILURES])
     if not events:
         events = [notices[-1] if notices else None]
@@ -89,6 +115,57 @@ def diagnose(
     if further:
         notes = (*notes, f"{further:,} further errors are not shown: the first cause comes first")
     return Diagnosis(failures=failures, context=context, scan=found, notes=notes)
+
+
+def strong(found: Scan) -> list[Event]:
+    """Return the errors that stand for themselves, first cause first.
+
+    A launcher's lines about killed ranks, a worker that died and a plain exception say nothing
+    where a failure of memory was printed; where there is none, they are what is known.
+    """
+    errors = found.errors
+    sure = [event for event in errors if not event.is_weak]
+    if sure:
+        first = sure[0].line
+        kept = [event for event in errors if event in sure or event.kind == "host_killed"]
+        return [event for event in kept if not event.is_weak or event.line < first]
+    kills = [event for event in errors if event.kind == "host_killed"]
+    if kills:
+        return kills
+    died = [event for event in errors if event.kind in ("killed", "worker_died")]
+    if died:
+        return died[:1]
+    return errors[:1] or found.others[:1]
+
+
+SERVING_RULES: tuple[Rule, ...] = (
+    *causes_outside.OUTSIDE_RULES,
+    lora_slots,
+    sampler_warmup,
+    graph_capture,
+    multimodal_profile,
+    prompt_logprobs,
+    other_process,
+    causes_serving.serving,
+)
+"""For a failure inside an engine, which no trainer's change helps."""
+
+
+def rules_of(event: Event | None, *, serves: bool = False) -> tuple[Rule, ...]:
+    """Return the rules that apply: a host kill has no reason on the GPU, a refusal names its own."""
+    if serves:
+        return SERVING_RULES
+    if event is None:
+        return ALL_RULES
+    if event.kind in causes_host.KINDS:
+        return (*causes_host.HOST_RULES, causes_growth.grows)
+    if event.kind in causes_outside.KINDS:
+        return causes_outside.OUTSIDE_RULES
+    if event.kind in causes_sglang.KINDS:
+        return causes_sglang.SGLANG_RULES
+    if event.kind.startswith("vllm_"):
+        return (*ENGINE_RULES, lora_slots)
+    return ALL_RULES
 
 
 def _failure(
@@ -118,8 +195,14 @@ def _failure(
         candidates=candidates,
         vllm=found.vllm,
         notices=notices,
+        growth=found.growth,
+        held=found.held,
     )
-    causes = [cause for rule in (*ENGINE_RULES, *TRAINING_RULES) if (cause := rule(signals))]
+    causes = [
+        cause
+        for rule in rules_of(event, serves=causes_serving.serves_vllm(signals))
+        if (cause := rule(signals))
+    ]
     unique = {cause.category: cause for cause in reversed(causes)}
     ordered = [unique[category] for category in dict.fromkeys(cause.category for cause in causes)]
     best = tuple(ordered) or (UNKNOWN,)

@@ -1,108 +1,95 @@
-"""One-line refusals and notices: vLLM's checks, sleep mode, host out-of-memory, DeepSpeed's report."""
+"""One-line refusals and notices: vLLM's and SGLang's checks, sleep mode, drivers, DeepSpeed's report."""
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from re import Match
 
-from planner.doctor.cuda_message import CudaMessage
-from planner.units import GiB, KiB
+from planner.doctor import host_events
+from planner.doctor.anchors import speaks
+from planner.doctor.event import Event, Facts, Reader, Row, gib, nothing
 
-Facts = dict[str, int | float | str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Event:
-    """Something a log says about memory, with what led to it."""
-
-    kind: str
-    """cuda_oom, cumem_oom, vllm_kv_len, vllm_no_blocks, vllm_free_memory, vllm_sampler,
-    vllm_profile_race, sleep_line, host_killed, host_alloc, host_usage, device_usage."""
-    line: int
-    text: str
-    rank: str = ""
-    facts: Facts = field(default_factory=dict)
-    cuda: CudaMessage | None = None
-    stack: tuple[str, ...] = ()
-    """Lines before it in the same stream, the nearest last."""
-    ranks: tuple[str, ...] = ()
-    """Every stream that reported the same."""
-
-    @property
-    def is_error(self) -> bool:
-        """True when it ended the run (a notice such as a sleep line does not)."""
-        return self.kind not in ("sleep_line", "host_usage", "device_usage")
+__all__ = ["Event", "Facts", "match_event"]
 
 
-def _gib(text: str) -> int:
-    return round(float(text) * GiB)
-
-
-def _kv_needed(match: re.Match[str]) -> Facts:
+def _kv_needed(match: Match[str]) -> Facts:
     facts: Facts = {
         "max_seq_len": int(match["len"]),
-        "needed_bytes": _gib(match["need"]),
-        "available_bytes": _gib(match["have"]),
+        "needed_bytes": gib(match["need"]),
+        "available_bytes": gib(match["have"]),
     }
     if match["est"]:
         facts["estimated_len"] = int(match["est"])
     return facts
 
 
-def _rows(match: re.Match[str]) -> Facts:
+def _rows(match: Match[str]) -> Facts:
     return {"max_num_seqs": int(match["rows"])}
 
 
-def _kv_tokens(match: re.Match[str]) -> Facts:
+def _kv_tokens(match: Match[str]) -> Facts:
     return {"max_seq_len": int(match["len"]), "kv_tokens": int(match["tokens"])}
 
 
-def _free(match: re.Match[str]) -> Facts:
+def _free(match: Match[str]) -> Facts:
     return {
-        "free_bytes": _gib(match["free"]),
-        "total_bytes": _gib(match["total"]),
-        "wanted_bytes": _gib(match["want"]),
+        "free_bytes": gib(match["free"]),
+        "total_bytes": gib(match["total"]),
+        "wanted_bytes": gib(match["want"]),
         "gpu_memory_utilization": float(match["util"]),
     }
 
 
-def _race(match: re.Match[str]) -> Facts:
-    return {"initial_free_bytes": _gib(match["a"]), "free_bytes": _gib(match["b"])}
+def _race(match: Match[str]) -> Facts:
+    return {"initial_free_bytes": gib(match["a"]), "free_bytes": gib(match["b"])}
 
 
-def _sleep(match: re.Match[str]) -> Facts:
-    return {"freed_bytes": _gib(match["freed"]), "still_in_use_bytes": _gib(match["used"])}
+def _sleep(match: Match[str]) -> Facts:
+    return {"freed_bytes": gib(match["freed"]), "still_in_use_bytes": gib(match["used"])}
 
 
-def _killed(match: re.Match[str]) -> Facts:
-    rss = match.groupdict().get("rss")
-    return {"process_rss_bytes": int(rss) * KiB} if rss else {}
-
-
-def _tried(match: re.Match[str]) -> Facts:
-    return {"host_tried_bytes": int(match["bytes"])}
-
-
-def _node(match: re.Match[str]) -> Facts:
-    return {"host_used_bytes": _gib(match["used"]), "host_total_bytes": _gib(match["total"])}
-
-
-def _virtual(match: re.Match[str]) -> Facts:
-    used = _gib(match["used"])
-    return {"host_used_bytes": used, "host_total_bytes": round(used * 100 / float(match["pct"]))}
-
-
-def _deepspeed(match: re.Match[str]) -> Facts:
+def _deepspeed(match: Match[str]) -> Facts:
     names = ("allocated", "max_allocated", "cached", "max_cached")
-    return {f"{name}_bytes": _gib(match[name]) for name in names}
+    return {f"{name}_bytes": gib(match[name]) for name in names}
 
 
-def _none(_match: re.Match[str]) -> Facts:
-    return {}
+def _pool(match: Match[str]) -> Facts:
+    share = match["share"] or match["share2"]
+    return {"mem_fraction_static": float(share)} if share else {}
+
+
+def _unbalanced(match: Match[str]) -> Facts:
+    return {"initial_free_bytes": gib(match["a"]), "free_bytes": gib(match["b"])}
+
+
+def _by(owner: str) -> Reader:
+    return lambda _match: {"owner": owner}
+
+
+def _nccl(match: Match[str]) -> Facts:
+    facts: Facts = {"owner": "NCCL"}
+    if match["bytes"]:
+        facts["tried_bytes"] = int(match["bytes"])
+    if match["host"]:
+        facts["host"] = 1
+    return facts
+
+
+def _sglang(match: Match[str]) -> Facts:
+    return {
+        f"{name}_bytes": gib(value)
+        for name, value in match.groupdict().items()
+        if value is not None
+    }
 
 
 _N = r"(\d+(?:\.\d+)?)"
-Reader = Callable[[re.Match[str]], Facts]
-_TABLE: tuple[tuple[str, str, int, Reader], ...] = (
+_ROWS: tuple[Row, ...] = (
+    (
+        "device_usage",
+        rf"\bMA (?P<allocated>{_N}) GB\s+Max_MA (?P<max_allocated>{_N}) GB\s+CA (?P<cached>{_N}) GB\s+"
+        rf"Max_CA (?P<max_cached>{_N}) GB",
+        0,
+        _deepspeed,
+    ),
     (
         "vllm_kv_len",
         r"max(?:imum)? (?:seq|model) len(?:gth)? \((?P<len>\d+)\)[, ]{1,3}\(?(?P<need>[\d.]+) ?GiB KV cache is needed,"
@@ -122,7 +109,7 @@ _TABLE: tuple[tuple[str, str, int, Reader], ...] = (
         "vllm_no_blocks",
         r"No available memory for the cache blocks|Cannot auto-fit max_model_len",
         0,
-        _none,
+        nothing,
     ),
     (
         "vllm_free_memory",
@@ -150,75 +137,106 @@ _TABLE: tuple[tuple[str, str, int, Reader], ...] = (
         _sleep,
     ),
     (
-        "host_killed",
-        r"(?:Out of memory|Memory cgroup out of memory): Killed(?: process \d+ \(.{1,40}?\))?"
-        r"(?:.{0,60}?anon-rss:(?P<rss>\d+)kB)?",
+        "tms_oom",
+        r"torch_memory_saver\S*\] (?:CUresult error:? +(?:result=)?2\b|cudaError error:? +(?:result=)?2\b|cuMemCreate CUDA_ERROR_OUT_OF_MEMORY)",
+        0,
+        nothing,
+    ),
+    (
+        "tms_invalid",
+        r"torch_memory_saver\S*\] CUresult error:? +(?:result=)?1\b|TorchMemorySaver is disabled.{0,80}expandable_segments"
+        r"|expandable_segments.{0,80}(?:not (?:supported|compatible)|conflict).{0,40}(?:memory.?saver|memory pool)",
         re.IGNORECASE,
-        _killed,
+        nothing,
     ),
     (
-        "host_alloc",
-        r"DefaultCPUAllocator: .{0,60}?tried to allocate (?P<bytes>\d+) bytes",
+        "sglang_pool",
+        r"Not enough memory\. Please try to increase --mem-fraction-static\.?(?:.{0,40}mem_fraction_static=(?P<share>0?\.\d+|1\.0))?"
+        r"|Loaded weights leave no GPU memory for the KV cache under --mem-fraction-static=(?P<share2>[\d.]*\d)",
         0,
-        _tried,
+        _pool,
     ),
     (
-        "host_alloc",
-        r"Unable to allocate (?:array|\S+ \S+ for an array)|std::bad_alloc|^MemoryError\b",
+        "sglang_unbalanced",
+        r"memory capacity is unbalanced.{0,200}?pre_model_load_memory=(?P<b>[\d.]+).{0,60}?local_gpu_memory=(?P<a>[\d.]+)",
         0,
-        _none,
+        _unbalanced,
     ),
     (
-        "host_killed",
-        r"Memory on the node .{0,80}? was (?P<used>[\d.]+)GB / (?P<total>[\d.]+)GB",
+        "flashinfer_workspace",
+        r"Failed to allocate memory for batch_(?:prefill|decode)_\w+ with size \d+ and alignment \d+ in AlignedAllocator"
+        r"|Buffer overflow when allocating memory for batch_(?:prefill|decode)_\w+",
         0,
-        _node,
+        nothing,
     ),
     (
-        "host_killed",
-        r"\bOOM ?Killed\b|oom_kill event|srun: error: .{0,80}Out Of Memory|oom-kill(?:er)?\b|exit ?code:? ?\(?-9\b|exitcode *: *-9\b|exit(?:ed with)? (?:code|status):? 137\b"
-        r"|SIGKILL|^\s*Killed\s*$|killed due to memory pressure|actor died.{0,40}\b(?:CPU )?OOM\b"
-        r"|\b(?:host|CPU|system) (?:RAM |memory )?(?:OOM|out of memory)\b",
+        "sglang_line",
+        r"Load weight end\..{0,120}?avail mem=(?P<avail>[\d.]+) GB, mem usage=(?P<weights>[\d.]+) GB"
+        r"|Memory pool end\. avail mem=(?P<after_pool>[\d.]+) GB",
+        0,
+        _sglang,
+    ),
+    (
+        "driver_refused",
+        r"Error out of memory at line \d+ in file .{0,160}?(?:pythonInterface|bitsandbytes|ops)\S*"
+        r"|\bout of memory at line \d+ in file .{0,120}?csrc",
         re.IGNORECASE,
-        _none,
+        _by("bitsandbytes"),
     ),
     (
-        "device_usage",
-        rf"\bMA (?P<allocated>{_N}) GB\s+Max_MA (?P<max_allocated>{_N}) GB\s+CA (?P<cached>{_N}) GB\s+"
-        rf"Max_CA (?P<max_cached>{_N}) GB",
-        0,
-        _deepspeed,
+        "driver_refused",
+        r"Failed to CUDA (?:(?P<host>host )?(?:calloc|alloc|malloc)\w*)(?: async)?(?: of size)? ?(?P<bytes>\d+)?"
+        r"|Cuda failure(?: \d+)? .out of memory.|ncclUnhandledCudaError.{0,80}out of memory"
+        r"|NCCL.{0,80}CUDA out of memory(?!\. Tried)",
+        re.IGNORECASE,
+        _nccl,
     ),
     (
-        "host_usage",
-        r"CPU Virtual Memory:\s+used = (?P<used>[\d.]+) GB, percent = (?P<pct>[\d.]+)%",
-        0,
-        _virtual,
+        "hf_dispatch",
+        r"Some modules are dispatched on the CPU or the disk|had weights offloaded to the disk"
+        r"|train a model that (?:has been|was) loaded (?:in|with) (?:8-bit|4-bit|8-bit or 4-bit).{0,40}(?:CPU|disk)",
+        re.IGNORECASE,
+        nothing,
     ),
 )
 RULES: tuple[tuple[str, re.Pattern[str], Reader], ...] = tuple(
-    (kind, re.compile(pattern, flags), reader) for kind, pattern, flags, reader in _TABLE
+    (kind, re.compile(pattern, flags), reader)
+    for kind, pattern, flags, reader in (*_ROWS, *host_events.ROWS)
 )
-QUICK = re.compile(
-    r"max seq len|KV cache is needed|cache blocks|auto-fit|Free memory on device|warming up sampler|memory profiling"
-    r"|Sleep mode freed|killed|DefaultCPUAllocator|Unable to allocate|bad_alloc|MemoryError|Memory on the node"
-    r"|oom|exit ?code|status|SIGKILL|out of memory|Max_MA|CPU Virtual Memory",
-    re.IGNORECASE,
-)
-"""A cheap test that every rule's line passes."""
-
-
-WRAPPABLE = re.compile(
-    r"max seq len|Free memory on device|Sleep mode freed|Error in memory profiling"
+WRAPPABLE = (
+    "max seq len",
+    "Free memory on device",
+    "Sleep mode freed",
+    "Error in memory profiling",
+    "Memory on the node",
+    "modules are dispatched",
 )
 """Where a refusal of several numbers starts, which a narrow terminal may break."""
 
 
+MAX_SILENT = 2048
+_silent: set[str] = set()
+"""Shapes of lines that no rule matches: a log repeats them with other numbers."""
+_DIGITS = re.compile(r"(?<![\w.-])(?!(?:1|2|9|12|137)(?!\d))\d+")
+"""Numbers that no rule asks for by value."""
+
+
+def may_wrap(text: str) -> bool:
+    """Return whether a refusal of several numbers starts here."""
+    return any(word in text for word in WRAPPABLE)
+
+
 def match_event(text: str) -> tuple[str, str, Facts] | None:
     """Return (kind, matched text, facts) of the first rule that matches a line, or None."""
-    if not QUICK.search(text):
+    if not speaks(text) or host_events.NOT_MINE.search(text):
+        return None
+    shape = _DIGITS.sub("0", text)
+    if shape in _silent:
         return None
     for kind, pattern, reader in RULES:
         if match := pattern.search(text):
             return kind, match.group()[:400], reader(match)
+    if len(_silent) >= MAX_SILENT:
+        _silent.clear()
+    _silent.add(shape)
     return None

@@ -22,7 +22,7 @@ PHASES: tuple[tuple[str, str], ...] = (
     ("kbit_prepare", r"prepare_model_for_kbit_training"),
     (
         "optimizer_init",
-        r"initialize_optimizer_states|_initialize_optimizer|engine initiali[sz]ation|deepspeed\.initialize|init_optimizer|_create_fp32_partitions|_setup_for_real_optimizer|initialize_optimizer",
+        r"initialize_optimizer_states|_initialize_optimizer|engine initiali[sz]ation|deepspeed\.initialize|init_optimizer|_create_fp32_partitions|_setup_for_real_optimizer|initialize_optimizer|fp32_flat|fp32_partition|fp32_groups|master_(?:param|weight)|main_params|low_level_optim|flatten_dense_tensors|_flatten_dense",
     ),
     (
         "gather",
@@ -31,6 +31,12 @@ PHASES: tuple[tuple[str, str], ...] = (
     (
         "save",
         r"state_dict\(\)|save_pretrained|save_model|_save_checkpoint|checkpoint saving|saving (?:the )?(?:model|checkpoint)|full_state_dict|FULL_STATE_DICT|save_checkpoint|torch\.save",
+    ),
+    (
+        "resume",
+        r"_load_optimizer_and_scheduler|_load_from_checkpoint|resume_from_checkpoint|optimizer\.load_state_dict|[Rr]estoring checkpoint"
+        r"|[Rr]esuming (?:from|training)|load_optimizer|torch\.load\(|torch/serialization\.py|default_restore_location|deepcopy\(state_dict"
+        r"|load_checkpoint\(|_process_value_according_to_param_policy",
     ),
     (
         "load",
@@ -51,7 +57,7 @@ PHASES: tuple[tuple[str, str], ...] = (
     ),
     (
         "kv_concat",
-        r"past_key_value|torch\.cat\(\[past|past_key_values|DynamicCache|cache_utils|key_cache",
+        r"past_key_value|torch\.cat\(\[past|past_key_values|DynamicCache|\bcache_utils|key_cache",
     ),
     (
         "eval_accumulate",

@@ -24,6 +24,9 @@ TRAINING = (
     "longest_sample",
     "default_changed",
     "generation_batch",
+    "unsharded_gradients",
+    "communicators",
+    "one_rank_fuller",
     "unknown",
 )
 MAX_LEVERS = 5
@@ -41,7 +44,14 @@ class Planned:
     def sentence(self) -> str:
         """Return one line for a person."""
         basis = f" ({self.assumed})" if self.assumed else ""
-        return f"the planner's figure for this run{basis}: {self.plan.verdict}, {self.plan.why}"
+        ranks = self.plan.ranks
+        fullest = max(ranks, key=lambda rank: rank.peak_bytes) if len(ranks) > 1 else None
+        uneven = (
+            f"; the fullest is rank {fullest.rank} ({fullest.role}), {format_bytes(fullest.peak_bytes)}"
+            if fullest
+            else ""
+        )
+        return f"the planner's figure for this run{basis}: {self.plan.verdict}, {self.plan.why}{uneven}"
 
 
 def planned(signals: Signals, category: str, recipe: Recipe | None) -> Planned | None:

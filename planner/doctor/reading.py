@@ -1,11 +1,16 @@
 """Reads logs of any size line by line: ANSI colours, progress bars and rank prefixes removed."""
 
+import codecs
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
+from planner.doctor.anchors import ANCHORS, NOTICES, may_speak
+
 BLOCK_BYTES = 1 << 18
+BEFORE_BYTES, AFTER_BYTES = 32 << 10, 16 << 10
+"""What is read around an anchor: a long traceback before it, the rest of a message behind it."""
 MAX_LINE = 16_384
 """Characters of one line that are looked at; a message is never longer."""
 
@@ -18,55 +23,20 @@ _PREFIXES = (
     ),
     re.compile(r"^\s*(?P<rank>\d{1,4}):\s(?=\S)"),
 )
+_STARTS = tuple("[(rR0123456789")
+"""How a rank's prefix begins."""
+_SERVICE = re.compile(r"stderr: |stdout: |[a-z][\w-]{1,30}(?:-\d{1,3})?\s{1,16}\| (?! )")
+"""What accelerate and docker compose put before every line."""
 _VLLM_STAMP = re.compile(
     r"^\s*(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d (?:\[[^\]]{1,60}\] ?|\S{1,60}\] ?)"
 )
 _SECRET = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|AKIA[A-Z0-9]{12,}|gh[pousr]_[A-Za-z0-9]{20,}"
-    r"|xox[a-z]-[\w-]{10,})|(?i:(?:api[_-]?key|token|secret|password)\s*[=:]\s*)\S+"
+    r"|github_pat_\w{20,}|glpat-[\w-]{16,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{10,}|xox[a-z]-[\w-]{10,})"
+    r"|(?i:bearer\s+)[\w.~+/-]{16,}=*|(?<=://)[^/\s:@]{1,64}:[^/\s@]{1,128}(?=@)"
+    r"|(?i:(?:api[_-]?key|(?<![a-z])token|_token|secret|password|passwd)['\"]?\s*[=:]\s*)(?!\d{1,12}(?:[\s,;}\])]|$))\S+"
+    r"|(?i:--[\w-]*(?:token|api-key|password|secret)\s+)(?!\d{1,12}(?:[\s,;}\])]|$))\S+"
 )
-
-ANCHORS = (
-    b"out of memory",
-    b"outofmemory",
-    b"oom-kill",
-    b"oom_kill",
-    b"cuda failure",
-    b"tried to allocate",
-    b"unable to allocate",
-    b"bad_alloc",
-    b"memoryerror",
-    b"memory on the node",
-    b"cpu virtual memory",
-    b"max seq len",
-    b"desired gpu memory",
-    b"oom killer",
-    b"would exceed allowed memory",
-    b"alloc_failed",
-    b"cudaerrormemoryallocation",
-    b"kv cache",
-    b"cache blocks",
-    b"gpu memory utilization",
-    b"free memory on device",
-    b"sleep mode freed",
-    b"can't allocate memory",
-    b"killed",
-    b"exitcode",
-    b"exit code",
-    b"sigkill",
-    b"model loading took",
-    b"loading model weights took",
-    b"memory profiling",
-    b"gpu blocks",
-    b"graph captur",
-    b"capturing",
-    b"max_ma",
-    b"maximum concurrency",
-    b"llm engine (",
-    b"non-default args",
-    b"available kv",
-)
-"""What a line worth reading contains, in lower case; blocks without any are skipped whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,43 +55,109 @@ def redact(text: str) -> str:
 
 def clean(number: int, raw: str) -> Line:
     """Return the line without colours, carriage-return overprints and rank prefix."""
-    text = _ANSI.sub("", raw[:MAX_LINE]).rstrip("\r\n")
+    text = raw[:MAX_LINE]
+    if "\x1b" in text:
+        text = _ANSI.sub("", text)
+    text = text.rstrip("\r\n")
     if "\r" in text:
         text = text.rsplit("\r", 1)[-1]
+    if match := _SERVICE.match(text):
+        text = text[match.end() :]
     rank = ""
-    for pattern in _PREFIXES:
-        if match := pattern.match(text):
-            rank, text = match.group("rank"), text[match.end() :]
-            break
-    return Line(number, rank, _VLLM_STAMP.sub("", text))
+    if text.lstrip()[:1] in _STARTS:
+        for pattern in _PREFIXES:
+            if match := pattern.match(text):
+                rank, text = match.group("rank"), text[match.end() :]
+                break
+    if " " in text[:12]:
+        text = _VLLM_STAMP.sub("", text)
+    return Line(number, rank, text)
 
 
-def read_lines(source: BinaryIO | str) -> Iterator[Line]:
-    """Yield every line near something of interest, and the first MiB whole.
+def read_lines(
+    source: BinaryIO | str, watch: Callable[[bytes], None] | None = None
+) -> Iterator[Line]:
+    """Yield the first MiB whole and every line near something of interest; `watch` sees every block.
 
-    A file is read in blocks, so memory stays bounded; a block in which no anchor occurs is
-    counted and dropped, but its tail is kept as the context of the next one. Line numbers
-    are those of the file.
+    A file is read in blocks, so memory stays bounded. Far from any anchor lines are counted and
+    dropped; near one, what stands before and behind it is read too. Line numbers are the file's.
     """
     if isinstance(source, str):
+        if watch is not None:
+            watch(source.encode("utf-8", "replace"))
         yield from (clean(number, raw) for number, raw in enumerate(source.split("\n"), 1))
         return
-    number, held, held_wanted = 1, b"", True
-    seen_bytes = 0
+    number, tail, left, seen = 1, b"", 0, 0
     for block in _blocks(source):
-        wanted = seen_bytes < 4 * BLOCK_BYTES or is_interesting(block)
-        seen_bytes += len(block)
-        if wanted or held_wanted:
-            yield from _numbered(number, held)
-        number += held.count(b"\n")
-        held, held_wanted = block, wanted
-    yield from _numbered(number, held)
+        if watch is not None:
+            watch(block)
+        whole, seen = seen < 4 * BLOCK_BYTES, seen + len(block)
+        if whole:
+            yield from _numbered(number, block)
+            number += block.count(b"\n")
+            continue
+        buffer = tail + block
+        hits = _hits(buffer, len(tail))
+        spans = _spans(buffer, len(tail), left, hits)
+        done = 0
+        for start, end in spans:
+            number += buffer.count(b"\n", done, start)
+            yield from _numbered(number, buffer[start:end])
+            number += buffer.count(b"\n", start, end)
+            done = end
+        left = max(0, max((last for _, last in hits), default=0) - len(buffer))
+        keep = buffer.rfind(b"\n", 0, max(done, len(buffer) - BEFORE_BYTES)) + 1
+        keep = max(done, keep)
+        number += buffer.count(b"\n", done, keep)
+        tail = buffer[keep:]
+
+
+def _spans(
+    buffer: bytes, fresh: int, left: int, hits: list[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """Return what of a buffer is read, as (start, end) at line ends: around hits, and what is `left` of one."""
+    wanted = [(fresh, fresh + left)] if left else []
+    wanted += hits
+    spans: list[tuple[int, int]] = []
+    for first, last in sorted(wanted):
+        start = buffer.rfind(b"\n", 0, first) + 1
+        end = buffer.find(b"\n", last) + 1 if last < len(buffer) else 0
+        end = end or len(buffer)
+        if spans and start <= spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(end, spans[-1][1]))
+        else:
+            spans.append((start, end))
+    return spans
+
+
+def _hits(buffer: bytes, fresh: int) -> list[tuple[int, int]]:
+    """Return what to read around the anchors: first and last byte of each; of a notice its own line."""
+    if not may_speak(buffer[fresh:]):
+        return []
+    lowered = buffer.lower()
+    found = []
+    for anchor in ANCHORS:
+        if anchor in NOTICES:
+            at = lowered.rfind(anchor, fresh)
+            found += [(at, at)] if at >= 0 else []
+            continue
+        at = lowered.find(anchor, fresh)
+        while at >= 0:
+            found.append((max(0, at - BEFORE_BYTES), at + AFTER_BYTES))
+            at = lowered.find(anchor, at + AFTER_BYTES // 2)
+    return found
 
 
 def _blocks(source: BinaryIO) -> Iterator[bytes]:
     """Yield blocks that end at line ends, save for lines longer than a block."""
-    rest = b""
+    rest, decoder = b"", None
+    first = True
     while chunk := source.read(BLOCK_BYTES):
+        if first:
+            decoder = _wide(chunk)
+        first = False
+        if decoder is not None:
+            chunk = decoder.decode(chunk).encode("utf-8", "replace")
         chunk = rest + chunk
         cut = chunk.rfind(b"\n") + 1
         if not cut and len(chunk) < 8 * BLOCK_BYTES:
@@ -134,10 +170,18 @@ def _blocks(source: BinaryIO) -> Iterator[bytes]:
         yield rest
 
 
+def _wide(chunk: bytes) -> codecs.IncrementalDecoder | None:
+    """Return a decoder for UTF-16, which PowerShell writes; None for anything else."""
+    for mark, name, zeros in ((b"\xff\xfe", "utf-16-le", 3), (b"\xfe\xff", "utf-16-be", 2)):
+        sample = chunk[zeros:400:2]
+        if chunk.startswith(mark) and sample.count(0) > len(sample) // 2:
+            return codecs.getincrementaldecoder(name)(errors="replace")
+    return None
+
+
 def is_interesting(block: bytes) -> bool:
     """Return whether a block may hold something worth reading."""
-    lowered = block.lower()
-    return any(anchor in lowered for anchor in ANCHORS)
+    return bool(_hits(block, 0))
 
 
 def _numbered(first: int, block: bytes) -> Iterator[Line]:

@@ -48,7 +48,7 @@ def _failure_dict(failure: Failure, diagnosis: Diagnosis) -> dict[str, Any]:
         "budget": asdict(failure.budget) if failure.budget else None,
         "phases": list(failure.phases),
         "candidates": [asdict(candidate) for candidate in failure.candidates],
-        "causes": [asdict(cause) for cause in failure.causes],
+        "causes": [{**asdict(cause), "title": cause.title} for cause in failure.causes],
         "fixes": [asdict(fix) for fix in failure.advice.fixes],
         "warnings": list(failure.advice.warnings),
         "planned": failure.planned.plan.to_dict() if failure.planned else None,
@@ -85,10 +85,8 @@ def _failure_text(number: int, failure: Failure, diagnosis: Diagnosis) -> str:
         if failure.budget.requested_bytes is not None:
             lines.append(f"  {'requested':<30}{format_bytes(failure.budget.requested_bytes):>14}")
         lines.append(f"  {failure.budget.fragmentation_sentence()}")
-        if failure.budget.tiny_request:
-            lines.append(
-                "  a request this small prints as the smallest segment: the card was full, the tensor says nothing"
-            )
+        if said := failure.budget.tiny_sentence():
+            lines.append(f"  {said}")
     if event and event.cuda:
         lines += [
             f"  these numbers contradict each other: {said}" for said in event.cuda.contradictions
@@ -100,11 +98,12 @@ def _failure_text(number: int, failure: Failure, diagnosis: Diagnosis) -> str:
             for candidate in failure.candidates[:6]
         ]
     lead, *others = failure.causes
-    lines.append(f"\ncause: {lead.category} ({lead.certainty})\n  {lead.explanation}")
+    lines.append(f"\ncause: {lead.title} ({lead.certainty})\n  {lead.explanation}")
     if lead.formula:
         lines.append(f"  {lead.formula}")
     lines += [
-        f"  also possible: {cause.category} ({cause.certainty}): {cause.explanation}"
+        f"  also possible: {cause.title} ({cause.certainty}): {cause.explanation}"
+        + (f" {cause.formula}" if cause.formula else "")
         for cause in others[:2]
     ]
     if failure.planned is not None:

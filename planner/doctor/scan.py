@@ -1,19 +1,36 @@
 """From a log of any size to events: messages, refusals and the lines that led to them."""
 
+import re
 from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
+from planner.doctor.anchors import speaks
 from planner.doctor.cuda_message import CONTEXT_LINES, START, parse_cuda
-from planner.doctor.events import WRAPPABLE, Event, Facts, match_event
+from planner.doctor.event import NOTICES, Event, Facts
+from planner.doctor.events import match_event, may_wrap
+from planner.doctor.exceptions import other_error
 from planner.doctor.reading import Line, read_lines, redact
+from planner.doctor.series import Growth, Series
 from planner.doctor.vllm_log import VllmLog, read_vllm_line
 
+_WORKER = re.compile(
+    r"Worker_(?:DP\d+_)?(?:PP(?P<pipeline_parallel_size>\d{1,3})_?)?(?:TP(?P<tensor_parallel_size>\d{1,3}))?"
+)
+_HELD = re.compile(
+    r"(?:used|allocated|\bMA|mem(?:ory)?(?: usage)?)[^\d\n]{1,12}(\d{1,3}\.?\d{0,3})(?: ?Gi?B\b|(?<=\d)(?=[,\s]|$))",
+    re.IGNORECASE,
+)
 STACK_LINES = 160
 MAX_EVENTS = 400
+MAX_NOTICES = 40
+"""Usage reports and sleep lines of one kind that are kept."""
 MAX_RANKS = 4096
 MAX_WRAPPED = 4
 """Lines that a wrapped refusal may take before its numbers are complete."""
+MAX_OTHERS = 8
+MAX_DESCRIPTION = 20_000
+"""Characters up to which a text is taken for a person's description."""
 MAX_PROSE = 400_000
 """Characters of a log's beginning that are read for settings (model, batch, lengths)."""
 
@@ -30,6 +47,12 @@ class Scan:
     dropped_events: int = 0
     ranks: set[int] = field(default_factory=set)
     """Ranks whose lines were seen."""
+    others: list[Event] = field(default_factory=list)
+    """Exceptions that are no memory errors, the first of each rank's kind first."""
+    held: dict[int, float] = field(default_factory=dict)
+    """The most GB that a rank's own lines say it uses."""
+    growth: Growth | None = None
+    """How the log's own memory figures move."""
 
     @property
     def errors(self) -> list[Event]:
@@ -54,10 +77,13 @@ def scan(source: BinaryIO | str) -> Scan:
     prose: list[str] = []
     room = MAX_PROSE
     last = ""
-    for line in read_lines(source):
+    series = Series()
+    workers: dict[str, int] = {}
+    for line in read_lines(source, series.feed):
         result.lines = line.number
         if line.rank.isdigit() and int(line.rank) < MAX_RANKS:
             result.ranks.add(int(line.rank))
+        _of_rank(result, line, workers)
         if room > 0:
             prose.append(line.text)
             room -= len(line.text) + 1
@@ -70,7 +96,25 @@ def scan(source: BinaryIO | str) -> Scan:
         _finish(result, waiting)
     result.events.sort(key=lambda event: event.line)
     result.prose = redact("\n".join(prose))
+    if len(result.prose) < MAX_DESCRIPTION:
+        series.prose(result.prose)
+    result.growth = series.growth()
+    if result.vllm.started:
+        said = {name: str(count) for name, count in workers.items() if count > 1}
+        result.vllm = replace(result.vllm, settings={**said, **result.vllm.settings})
     return result
+
+
+def _of_rank(result: Scan, line: Line, workers: dict[str, int]) -> None:
+    """Note what a line tells of its rank: how much it holds, or which of an engine's workers it is."""
+    if line.rank.isdigit() and int(line.rank) < MAX_RANKS and "ried to alloc" not in line.text:
+        for used in _HELD.findall(line.text):
+            rank = int(line.rank)
+            result.held[rank] = max(result.held.get(rank, 0.0), float(used))
+    elif line.rank.startswith("Worker_") and (match := _WORKER.match(line.rank)):
+        for name, number in match.groupdict().items():
+            if number is not None:
+                workers[name] = max(workers.get(name, 0), int(number) + 1)
 
 
 def _continued(
@@ -80,13 +124,14 @@ def _continued(
     if line.rank or not last:
         return line
     before = history.get(last)
-    waits = last in pending or (before and WRAPPABLE.search(before[-1]))
+    waits = last in pending or (before and may_wrap(before[-1]))
     return Line(line.number, last, line.text) if waits else line
 
 
 def _take(result: Scan, line: Line, past: deque[str], pending: dict[str, _Pending]) -> None:
     waiting = pending.get(line.rank)
-    starts = START.search(line.text) is not None
+    said = speaks(line.text)
+    starts = said and START.search(line.text) is not None
     if waiting is not None:
         closes = (
             starts
@@ -98,7 +143,7 @@ def _take(result: Scan, line: Line, past: deque[str], pending: dict[str, _Pendin
             waiting = None
         else:
             waiting.body.append(line.text)
-    special = match_event(line.text) or _unwrapped(past, line.text)
+    special = (match_event(line.text) if said else None) or _unwrapped(past, line.text)
     if special is not None:
         kind, matched, facts = special
         _add(
@@ -109,20 +154,39 @@ def _take(result: Scan, line: Line, past: deque[str], pending: dict[str, _Pendin
                 rank=line.rank,
                 text=redact(matched),
                 facts=facts,
-                stack=tuple(past),
+                stack=() if kind in NOTICES else tuple(past),
             ),
         )
     elif starts and waiting is None:
         pending[line.rank] = _Pending(line, tuple(past), [line.text])
-    result.vllm = read_vllm_line(result.vllm, line.text)
+    elif waiting is None and len(result.others) < MAX_OTHERS:
+        _keep_exception(result, line, past)
+    if said:
+        result.vllm = read_vllm_line(result.vllm, line.text)
     past.append(line.text)
+
+
+def _keep_exception(result: Scan, line: Line, past: deque[str]) -> None:
+    """Keep an exception that is none of memory, once."""
+    said = other_error(line.text)
+    if said is None or any(other.text == said for other in result.others):
+        return
+    result.others.append(
+        Event(
+            kind="other_error",
+            line=line.number,
+            rank=line.rank,
+            text=redact(said),
+            stack=tuple(past),
+        )
+    )
 
 
 def _unwrapped(past: deque[str], text: str) -> tuple[str, str, Facts] | None:
     """Return the event of a message that a terminal broke over this and earlier lines."""
     for count in range(1, min(MAX_WRAPPED, len(past)) + 1):
         start = past[-count]
-        if WRAPPABLE.search(start):
+        if may_wrap(start):
             if match_event(start) is not None:
                 return None
             lines = [past[-index] for index in range(count, 0, -1)] + [text]
@@ -152,26 +216,35 @@ def _finish(result: Scan, waiting: _Pending) -> None:
 
 def _add(result: Scan, event: Event) -> None:
     """Keep the event, merged with an equal one of another rank or of a retry."""
-    for index in range(len(result.events) - 1, max(-1, len(result.events) - 65), -1):
+    last = len(result.events) - 1 if event.is_error else -1
+    for index in range(last, max(-1, last - 64), -1):
         other = result.events[index]
         if _same(other, event):
             first, second = (other, event) if other.line <= event.line else (event, other)
             ranks = dict.fromkeys((*(other.ranks or (other.rank,)), event.rank))
-            result.events[index] = replace(
-                first, ranks=tuple(ranks), facts={**second.facts, **first.facts}
-            )
+            facts = {**second.facts, **first.facts}
+            if first.is_weak and not second.is_weak:  # who says why wins over who only saw it
+                first = replace(second, line=first.line, stack=first.stack)
+                facts |= second.facts
+            result.events[index] = replace(first, ranks=tuple(ranks), facts=facts)
             return
-    if len(result.events) >= MAX_EVENTS:
+    alike = [index for index, other in enumerate(result.events) if other.kind == event.kind]
+    if not event.is_error:
+        if len(alike) >= MAX_NOTICES:  # the last ones stand nearest to the failure
+            del result.events[alike[0]]
+    elif len(alike) >= MAX_EVENTS:
         result.dropped_events += 1
         return
     result.events.append(event)
 
 
 def _same(one: Event, two: Event) -> bool:
-    if one.kind != two.kind or one.kind in ("sleep_line", "device_usage", "host_usage"):
+    if one.kind != two.kind or not one.is_error:
         return False
-    if one.kind == "host_killed":
+    if one.kind in ("host_killed", "killed", "worker_died", "host_shm", "hf_dispatch", "tms_oom"):
         return True
+    if one.kind == "driver_refused":
+        return one.facts.get("owner") == two.facts.get("owner")
     keys = ("tried_bytes", "max_seq_len", "needed_bytes", "wanted_bytes", "host_tried_bytes")
     if any(one.facts.get(key) != two.facts.get(key) for key in keys):
         return False

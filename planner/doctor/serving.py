@@ -13,6 +13,8 @@ from planner.plan import Plan, plan
 from planner.terms.engine import kv_pool
 from planner.units import GiB, format_bytes
 
+ROUNDING_BYTES = 5 * GiB // 200
+"""Five figures of a log, each printed to 0.01 GiB: half of that is lost in each."""
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
 
 
@@ -108,7 +110,8 @@ def _unexplained(log: VllmLog, budget: int | None) -> int | None:
     if budget is None or None in (log.weights_bytes, log.kv_bytes, log.activation_bytes):
         return None
     parts = (log.weights_bytes, log.kv_bytes, log.activation_bytes, log.non_torch_bytes)
-    return budget - sum(part or 0 for part in parts)
+    rest = budget - sum(part or 0 for part in parts)
+    return 0 if abs(rest) <= ROUNDING_BYTES else rest  # every figure is printed with two decimals
 
 
 def _advice(log: VllmLog, tokens: int | None, per_token: int | None) -> tuple[str, ...]:

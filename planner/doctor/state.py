@@ -13,6 +13,7 @@ from planner.run.placement import DIVIDES
 from planner.run.recipe import EngineSection, Method, Optimizer, Recipe, Sharding, Task
 from planner.run.resolve import resolve
 from planner.run.runfile import make_recipe
+from planner.terms.groups import Communicators, communicators
 from planner.terms.standing import Standing, model_of_size, standing
 from planner.terms.vllm_profile import sampler_buffers
 from planner.units import GiB, format_bytes
@@ -153,6 +154,23 @@ def _words(small: Standing, large: Standing, models: int, frozen: int) -> str:
     if models == 2:
         return f"actor and critic: 2 x ({text}), reference and reward: {format_bytes(frozen)}"
     return text
+
+
+def communicators_of(context: Context, card_bytes: int) -> Communicators | None:
+    """Return the groups that one rank of the run talks in, with their bytes; None: not expressible."""
+    model = model_of(context)
+    if model is None or context.gpus < 2:
+        return None
+    machine = Machine(vram_bytes=card_bytes, num_gpus=context.gpus, context_bytes=1)
+    try:
+        return communicators(resolve(model, _recipe(context), machine), machine)
+    except VramwiseError:
+        return None
+
+
+def standing_of(context: Context, *, ranks: int | None = None, **fields: Any) -> Standing | None:
+    """Return the planner's standing bytes of one GPU; `ranks` 1: of a run that divides nothing."""
+    return _held(context, ranks=ranks, **fields)
 
 
 def _held(context: Context, *, ranks: int | None = None, **fields: Any) -> Standing | None:

@@ -34,6 +34,7 @@ def export(run: RunFile, *, version: str | None = None) -> Exported:
         "--pipeline-parallel-size",
         engine.pipeline_parallel if engine.pipeline_parallel > 1 else None,
     )
+    put("--data-parallel-size", engine.data_parallel if engine.data_parallel > 1 else None)
     put("--max-loras", engine.max_loras)
     put("--max-lora-rank", engine.max_lora_rank)
     put("--dtype", DTYPES.get(recipe.dtype or ""))

@@ -250,6 +250,9 @@ def finish(
             "max_position_embeddings", fields.defaults.get("max_position_embeddings", 0), least=0
         ),
     )
+    if "output_router_logits" in fields.defaults:
+        own = fields.defaults.get("router_aux_loss_coef", 0.0)
+        more.setdefault("router_loss", fields.number("router_aux_loss_coef", own) > 0)
     more.setdefault("head", linear("lm_head", hidden, vocab, bias=head_bias))
     return ModelSpec(
         name="",

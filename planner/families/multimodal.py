@@ -8,7 +8,7 @@ from planner.families.audio import VOXTRAL_TEXT, audio_spec, audio_towers
 from planner.families.fields import ConfigFields
 from planner.families.gemma_towers import gemma4_towers
 from planner.families.llava import idefics3, internvl, llava
-from planner.families.towers import VISION, Modules, minimax_m3, pixtral
+from planner.families.towers import VISION, Modules, minimax_m3, pixtral, pixtral_vision
 from planner.families.vision import vision_spec
 from planner.models.spec import ModelSpec
 
@@ -106,10 +106,7 @@ def towers(fields: ConfigFields, text_hidden: int) -> Modules:
     if fields.model_type in _OWN_TOWERS:
         return _OWN_TOWERS[fields.model_type](fields, text_hidden)
     if fields.model_type == "mistral3":
-        vision = fields.sub("vision_config")
-        vision = ConfigFields(vision.config, "pixtral", path=vision.path)
-        if fields.config.get("vision_config") is None:
-            vision = ConfigFields({"patch_size": 14, "image_size": 1540}, "pixtral")
+        vision = pixtral_vision(fields)
         merge, bias = fields.integer("spatial_merge_size"), fields.flag("multimodal_projector_bias")
         return pixtral(vision, text_hidden, merge=merge, bias=bias)
     if fields.model_type == "minimax_m3_vl":

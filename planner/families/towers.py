@@ -169,6 +169,14 @@ def pooling_head(vision: ConfigFields, hidden: int) -> Modules:
     )
 
 
+def pixtral_vision(fields: ConfigFields) -> ConfigFields:
+    """Return the fields of Mistral 3's tower."""
+    if fields.config.get("vision_config") is None:
+        return ConfigFields({"patch_size": 14, "image_size": 1540}, "pixtral")
+    vision = fields.sub("vision_config")
+    return ConfigFields(vision.config, "pixtral", path=vision.path)
+
+
 def pixtral(vision: ConfigFields, text_hidden: int, *, merge: int, bias: bool) -> Modules:
     """Return Pixtral and Mistral 3's projector with its patch merger."""
     hidden, patch = vision.integer("hidden_size"), side(vision, "patch_size")

@@ -2,7 +2,7 @@
 
 from planner.families.fields import ConfigFields
 from planner.families.llava import feature_layers, llava_vision, shuffle
-from planner.families.towers import side
+from planner.families.towers import pixtral_vision, side
 from planner.models.vision_spec import Cut, Projector, VisionSpec
 
 QWEN_VIDEO_PIXELS = 768 * 28 * 28
@@ -48,6 +48,8 @@ def vision_spec(fields: ConfigFields, text_hidden: int) -> VisionSpec | None:
         return _internvl(fields, text_hidden)
     if kind in ("idefics3", "smolvlm"):
         return _idefics3(fields, text_hidden)
+    if kind == "mistral3":
+        return _pixtral(fields, text_hidden)
     return None
 
 
@@ -286,6 +288,48 @@ def _internvl(fields: ConfigFields, text_hidden: int) -> VisionSpec:
             out=text_hidden,
         ),
         source=f"models/got_ocr2, models/internvl: up to {INTERNVL_TILES} tiles of {size} x {size} and a thumbnail",
+    )
+
+
+def _pixtral(fields: ConfigFields, text_hidden: int) -> VisionSpec:
+    vision, merge = pixtral_vision(fields), fields.integer("spatial_merge_size")
+    hidden, size = vision.integer("hidden_size"), side(vision, "image_size")
+    depth = vision.integer("num_hidden_layers")
+    return VisionSpec(
+        cut=Cut.EDGE,
+        hidden=hidden,
+        heads=vision.integer("num_attention_heads"),
+        depth=depth,
+        intermediate=vision.integer("intermediate_size"),
+        gated=True,
+        norm="rmsnorm",
+        activation=vision.text("hidden_act"),
+        bias=False,
+        mlp_bias=False,
+        rope=True,
+        masked=True,
+        one_sequence=True,
+        states=depth + 1,
+        root="vision_tower.transformer.layers.*",
+        names=(
+            *((f"self_attn.{n}_proj", f"attention.{n}_proj") for n in "qkvo"),
+            *((f"mlp.{n}_proj", f"feed_forward.{n}_proj") for n in ("gate", "up", "down")),
+        ),
+        patch=side(vision, "patch_size"),
+        merge=merge,
+        channels=vision.integer("num_channels"),
+        edge=size,
+        projector=Projector(
+            root=PROJECTOR,
+            norm="rmsnorm",
+            wide=hidden * merge**2,
+            merger="patch_merger.merging_layer",
+            merged=hidden,
+            inner=text_hidden,
+            out=text_hidden,
+            activation=fields.text("projector_hidden_act"),
+        ),
+        source=f"models/pixtral, models/mistral3: a longest edge of {size}",
     )
 
 

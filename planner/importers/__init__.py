@@ -8,36 +8,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from planner.errors import UsageError
-from planner.importers import (
-    axolotl,
-    llamafactory,
-    ms_swift,
-    torchtitan,
-    torchtune,
-    trl,
-    trl_script,
-    unsloth,
-    verl,
-    vllm,
+from planner.errors import UnsupportedError, UsageError
+from planner.importers import manifests, vllm
+from planner.importers.context import Context
+from planner.importers.detect import TOOLS, tool_of_mapping
+from planner.importers.keys import shown
+from planner.importers.launch import apply_launch, offload_fields, read_launch_file
+from planner.importers.loading import (
+    flatten,
+    load_json,
+    load_yaml,
+    load_yaml_all,
+    notebook_files,
+    notebook_source,
+    read_text,
 )
-from planner.importers.commands import llamafactory_command, nested_config, trl_command
-from planner.importers.detect import TOOLS, tool_of_mapping, written_version
-from planner.importers.launch import (
-    Launch,
-    apply_launch,
-    from_accelerate,
-    from_deepspeed,
-    from_words,
-    offload_fields,
-    read_launch_file,
-)
-from planner.importers.loading import flatten, load_json, load_yaml, notebook_source, read_text
+from planner.importers.mappings import from_mapping, unknown
 from planner.importers.names import resolve_model
-from planner.importers.python_calls import Calls, read_calls
+from planner.importers.pasted import unwrap, written_files
+from planner.importers.scripts import from_python, from_shell
 from planner.importers.settings import Imported, ImportReport, Settings
-from planner.importers.shell import Script, parse_shell
-from planner.importers.versions import stated
+from planner.importers.shell import parse_shell
+from planner.importers.spread import Launch
+from planner.importers.toml_files import load_toml, tool_of_toml
 
 __all__ = [
     "TOOLS",
@@ -48,6 +41,7 @@ __all__ = [
     "looks_foreign",
     "resolve_model",
 ]
+_VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)|\{\{\s*\.?([\w.]+)|<([\w -]+)>")
 
 
 def import_config(
@@ -57,20 +51,53 @@ def import_config(
     tool: str | None = None,
     launch: Path | None = None,
     variant: str | None = None,
+    model: str | None = None,
+    gpus: int | None = None,
 ) -> Imported:
     """Return a foreign config as a run file and a report.
 
     `version`: the tool's version, where the file does not say. `tool`: its name, where the
     content does not tell. `launch`: an accelerate or DeepSpeed file that goes with it.
-    `variant`: of a vLLM recipe. Raises UsageError when nothing can be made of it.
+    `variant`: of a vLLM recipe. `model`: wins over the file's. `gpus`: how many there are.
+    Raises UsageError when nothing can be made of it.
     """
     text, path = read_text(path_or_text)
     if not text.strip():
         raise UsageError("config: the file is empty")
+    if tool is not None and tool not in TOOLS:
+        raise UsageError(
+            f"tool: {tool[:40]!r} is not one that can be imported", hint=", ".join(TOOLS)
+        )
     spread = read_launch_file(launch) if launch else None
-    found = _import(text, path, tool, version, spread, variant)
+    context = Context(
+        path=path,
+        tool=tool,
+        version=version,
+        launch=spread,
+        variant=variant,
+        model=model,
+        gpus=gpus,
+    )
+    found = _import(text, path, context)
     if spread is not None and found.run.recipe.sharding.value == "none":
         found = _with_launch(found, spread)
+    return _completed(found, context)
+
+
+def _completed(found: Imported, context: Context) -> Imported:
+    """Return the import with what was said beside it: the model, and no note about GPUs that were given."""
+    if context.model is not None:
+        found = replace(found, run=found.run.model_copy(update={"model": context.model}))
+    pinned = context.locked(found.tool) if context.version is None else None
+    if pinned is not None and found.version == pinned.version:
+        found.report.effects.append(f"version {pinned.version}: {pinned.file} beside it pins it")
+    if context.gpus is not None:
+        report = found.report
+        report.effects = [
+            sentence
+            for sentence in report.effects
+            if "say --gpus" not in sentence and "give --gpus" not in sentence
+        ]
     return found
 
 
@@ -80,6 +107,8 @@ def import_subject(
     version: str | None = None,
     launch: Path | None = None,
     variant: str | None = None,
+    model: str | None = None,
+    gpus: int | None = None,
 ) -> Imported | None:
     """Return the import of what `plan` was given if it is another tool's config, else None."""
     path = Path(subject)
@@ -89,11 +118,30 @@ def import_subject(
         return None
     if not foreign:
         return None
-    found = import_config(path, version=version, launch=launch, variant=variant)
-    if not found.run.model:
+    found = import_config(
+        path, version=version, launch=launch, variant=variant, model=model, gpus=gpus
+    )
+    named = found.run.model
+    if not named and found.tool in ("accelerate", "deepspeed"):
         raise UsageError(
             f"{path.name}: no model in this {found.tool} config",
             hint="vramwise plan MODEL --launch FILE for accelerate and DeepSpeed files",
+        )
+    if not named:
+        raise UsageError(
+            f"{path.name}: the model is not in this {found.tool} config, or only running it would tell",
+            hint=f"say it: vramwise plan {path.name} --model Qwen/Qwen3-8B",
+        )
+    if match := _VARIABLE.search(named):
+        name = next(part for part in match.groups() if part)
+        raise UsageError(
+            f"{path.name}: the model is {shown('model', named)[:100]!r}, whose variable {name} is not set in this file",
+            hint=f"say it: vramwise plan {path.name} --model Qwen/Qwen3-8B",
+        )
+    if re.match(r"[./~]|checkpoint-\d+$", named) and resolve_model(named) is None:
+        raise UsageError(
+            f"{path.name}: the model is {shown('model', named)[:100]!r}, which is not here",
+            hint=f"say what it is: vramwise plan {path.name} --model Qwen/Qwen3-8B",
         )
     return found
 
@@ -103,7 +151,11 @@ def launch_document(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UsageError(f"launch: no file {str(path)[:200]!r}")
     launch = read_launch_file(path)
-    recipe = {"sharding": launch.sharding, "mixed_precision": launch.mixed_precision}
+    recipe = {
+        "sharding": launch.sharding,
+        "mixed_precision": launch.mixed_precision,
+        "checkpointing": "full" if launch.checkpointing else None,
+    }
     document: dict[str, Any] = {"recipe": {key: value for key, value in recipe.items() if value}}
     if launch.optimizer_offload:
         document["recipe"]["optimizer_offload"] = True
@@ -114,22 +166,36 @@ def launch_document(path: Path) -> dict[str, Any]:
 
 
 def looks_foreign(path: Path) -> bool:
-    """Return whether a file is another tool's config rather than a run.yaml of ours."""
-    if path.suffix.lower() in (".ipynb", ".py", ".sh"):
+    """Return whether a file is another tool's config rather than a run.yaml of ours or a model."""
+    if path.suffix.lower() in (
+        ".ipynb",
+        ".py",
+        ".sh",
+        ".bash",
+        ".slurm",
+        ".sbatch",
+        ".toml",
+        ".md",
+        ".txt",
+    ):
         return path.is_file()
-    if path.suffix.lower() == ".toml":
-        return path.is_file() and torchtitan.load(read_text(path)[0]) is not None
     if path.suffix.lower() not in (".yaml", ".yml", ".json") or not path.is_file():
         return False
-    text, _ = read_text(path)
+    text = unwrap(read_text(path)[0])
+    if manifests.is_manifest(text):
+        return True
     try:
         document = load_json(text) if text.lstrip().startswith("{") else load_yaml(text)
     except UsageError:
+        return "{{" in text
+    if not isinstance(document, dict):
         return False
-    return (
-        isinstance(document, dict)
-        and tool_of_mapping(document, flatten(document), text) is not None
-    )
+    if {"recipe", "machine", "train"} & set(map(str, document)) and "model" in document:
+        return False
+    try:
+        return tool_of_mapping(document, flatten(document), text) is not None
+    except UsageError:
+        return True
 
 
 def _with_launch(found: Imported, launch: Launch) -> Imported:
@@ -144,48 +210,69 @@ def _with_launch(found: Imported, launch: Launch) -> Imported:
     return replace(found, run=run)
 
 
-def _import(
-    text: str,
-    path: Path | None,
-    tool: str | None,
-    version: str | None,
-    launch: Launch | None,
-    variant: str | None,
-) -> Imported:
+def _import(raw: str, path: Path | None, context: Context) -> Imported:
+    text = unwrap(raw)
+    context = replace(context, text=raw, written=written_files(text))
     stripped = text.lstrip()
-    if (titan := torchtitan.load(text)) is not None:
-        return torchtitan.read(flatten(titan), version=version)
-    if tool is not None and tool not in TOOLS:
-        raise UsageError(
-            f"tool: {tool[:40]!r} is not one that can be imported", hint=", ".join(TOOLS)
-        )
+    named = path is not None and path.suffix.lower() == ".toml"
+    if (table := load_toml(text, named=named)) is not None:
+        kind = tool_of_toml(table)
+        return from_mapping(table, text, replace(context, tool=kind))
+    manifests.refuse_template(text)
     if stripped.startswith("{"):
         document = load_json(text)
         if "cells" in document:
-            return _from_python(notebook_source(document), text, version)
-        return _from_mapping(document, text, path, tool, version, launch, variant)
+            inside = replace(context, written={**context.written, **notebook_files(document)})
+            return from_python(notebook_source(document), inside)
+        return from_mapping(document, text, context)
     if path is not None and path.suffix == ".ipynb":
         raise UsageError(f"config: {path.name} is not a notebook: it is not JSON")
+    if manifests.is_manifest(text):
+        return _from_manifest(text, context)
     document = _mapping_or_none(text)
     if document is not None:
-        return _from_mapping(document, text, path, tool, version, launch, variant)
-    if (found := _from_shell(parse_shell(text), text, path, version, launch)) is not None:
+        imported = from_mapping(document, text, context)
+        if (count := len(load_yaml_all(text))) > 1:
+            said = f"the file holds {count} documents: the first is planned"
+            imported.report.effects.append(said)
+        return imported
+    if (found := from_shell(parse_shell(text), context)) is not None:
         return found
-    if re.search(r"^\s*(?:import|from)\s+\w|\w\s*\(.*=", text, re.MULTILINE):
-        return _from_python(text, text, version)
-    load_yaml(text)  # says where the YAML breaks, if that is what it is
-    raise _unknown()
+    if re.search(r"^\s*(?:import|from)\s+\w|\w\s*\(.*=", text, re.MULTILINE) and not _is_shell(
+        text
+    ):
+        return from_python(text, context)
+    if _reads_as_yaml(text):
+        load_yaml(text)  # says where the YAML breaks
+    raise unknown()
 
 
-_PACKAGES = {
-    "axolotl": ("axolotl",),
-    "llamafactory": ("llamafactory", "llama-factory"),
-    "torchtune": ("torchtune",),
-    "ms-swift": ("ms-swift", "swift"),
-    "verl": ("verl",),
-    **dict.fromkeys(("trl", "alignment-handbook", "open-r1"), ("trl",)),
-}
-"""What a file calls the package whose version decides."""
+def _from_manifest(text: str, context: Context) -> Imported:
+    """Return the run that a manifest's or compose file's container starts."""
+    manifests.refuse_template(text)
+    if (arguments := manifests.ray_serve(text)) is not None:
+        return vllm.read(arguments, version=context.version_of("vllm"))
+    served = manifests.read(text, context)
+    if served is None:
+        raise UnsupportedError(
+            "config: no container of this manifest starts vLLM or SGLang",
+            hint="the container with the server's image or command is what is read",
+        )
+    script, container, gpus = served
+    inside = replace(context, version=context.version or manifests.image_version(container))
+    found = from_shell(script, inside)
+    if found is None:
+        raise UnsupportedError(
+            "config: the container's command starts no server that is known",
+            hint="vllm serve, vllm.entrypoints.openai.api_server or sglang.launch_server",
+        )
+    manifests.note_gpus(found, gpus)
+    found.report.effects += [note for note in script.not_understood if "containers" in note]
+    return found
+
+
+def _is_shell(text: str) -> bool:
+    return text.lstrip().startswith("#!") and "python" not in text.lstrip().split("\n", 1)[0]
 
 
 def _mapping_or_none(text: str) -> dict[str, Any] | None:
@@ -212,114 +299,3 @@ def _reads_as_yaml(text: str) -> bool:
     ]
     keyed = sum(bool(re.match(r"\s*(?:- )?[\w.-]+:(?:\s|$)", line)) for line in lines)
     return keyed > 0.6 * max(1, len(lines))
-
-
-def _unknown() -> UsageError:
-    return UsageError(
-        "config: not recognised as any tool's config",
-        hint=f"these can be read: {', '.join(TOOLS)}; say which with --tool",
-    )
-
-
-def _from_mapping(
-    document: dict[str, Any],
-    text: str,
-    path: Path | None,
-    tool: str | None,
-    version: str | None,
-    launch: Launch | None,
-    variant: str | None,
-) -> Imported:
-    flat = flatten(document)
-    version = version or written_version(text)
-    kind = tool or tool_of_mapping(document, flat, text)
-    version = version or stated(text, *_PACKAGES.get(kind or "", ()))
-    if kind == "axolotl":
-        return axolotl.read(flat, version=version, base=path, text=_comments(text))
-    if kind == "llamafactory":
-        return llamafactory.read(flat, version=version, base=path, text=_comments(text))
-    if kind == "torchtune":
-        return torchtune.read(flat, version=version, text=_comments(text))
-    if kind == "ms-swift":
-        return ms_swift.read(flat, version=version)
-    if kind == "verl":
-        return verl.read(flat, version=version)
-    if kind == "vllm":
-        return vllm.read(document, version=version)
-    if kind == "vllm-recipe":
-        return vllm.read_recipe(document, version=version, variant=variant)
-    if kind in ("trl", "alignment-handbook", "open-r1"):
-        assumed = {"open-r1": trl.OPEN_R1_VERSION, "alignment-handbook": trl.HANDBOOK_VERSION}.get(
-            kind, trl.VERSION
-        )
-        spread = launch or from_words(f"{document.get('launch', '')} {_comments(text)}")
-        values = {key: value for key, value in flat.items() if key != "launch"}
-        return trl.read(values, version=version, assumed=assumed, tool=kind, launch=spread)
-    if kind in ("accelerate", "deepspeed"):
-        settings = Settings(flat, tool=kind, version=version or "any", assumed=False)
-        settings.used.update(flat)
-        recipe: dict[str, Any] = {}
-        found = from_accelerate(document) if kind == "accelerate" else from_deepspeed(document)
-        gpus = apply_launch(settings, recipe, found)
-        settings.effect(
-            "this file says how a run is spread out, not what runs: give the model and the method beside it"
-        )
-        return settings.finish("", recipe=recipe, lora={}, engine={}, gpus=gpus)
-    if "architectures" in document and "hidden_size" in flat:
-        raise UsageError(
-            "config: this is a model's config.json, not a run",
-            hint="vramwise plan PATH takes it as the model",
-        )
-    raise _unknown()
-
-
-def _comments(text: str) -> str:
-    return "\n".join(line for line in text.splitlines() if line.lstrip().startswith("#"))[:20_000]
-
-
-def _from_shell(
-    script: Script, text: str, path: Path | None, version: str | None, launch: Launch | None
-) -> Imported | None:
-    if (found := vllm.read_script(script, version=version)) is not None:
-        return found
-    for tool, reader in (("ms-swift", ms_swift.read_script), ("verl", verl.read_script)):
-        if (found := reader(script, version=version or stated(text, *_PACKAGES[tool]))) is not None:
-            return found
-    for command, environment in zip(script.commands, script.prefixes, strict=True):
-        at = version or stated(text, *_PACKAGES["trl"])
-        found = trl_command(command, path=path, version=at, launch=launch)
-        at = version or stated(text, *_PACKAGES["llamafactory"])
-        found = found or llamafactory_command(command, version=at)
-        if found is not None:
-            return found
-        nested = nested_config(command, environment, path)
-        if nested is not None:
-            return _from_mapping(
-                nested.document, nested.comment, nested.path, None, version, launch, None
-            )
-    return None
-
-
-def _from_python(source: str, text: str, version: str | None) -> Imported:
-    calls = read_calls(source)
-    if calls.has(*unsloth.LOADERS):
-        return unsloth.read(calls, version=version or stated(text, "unsloth"))
-    if calls.has("LLM") and not calls.has("GRPOTrainer", "SFTTrainer"):
-        values = trl_script.constants(calls.last("LLM"))
-        if isinstance(model := (calls.last("LLM") or {}).get("*0"), str):
-            values.setdefault("model", model)
-        return vllm.read(values, version=version, is_call=True)
-    if _is_hugging_face(calls):
-        return trl_script.read(calls, version=version)
-    shell = "\n".join(
-        line.lstrip("# !")
-        for line in source.splitlines()
-        if "vllm serve" in line or "swift " in line
-    )
-    if shell and (found := _from_shell(parse_shell(shell), text, None, version, None)) is not None:
-        return found
-    raise _unknown()
-
-
-def _is_hugging_face(calls: Calls) -> bool:
-    return calls.has(*(name for names, _ in trl_script.TRAINERS for name in names))

@@ -4,10 +4,17 @@ from pathlib import Path
 from typing import Any
 
 from planner.importers import words
-from planner.importers.launch import apply_launch, deepspeed_setting, finish_sharding, from_words
+from planner.importers.fsdp_config import fsdp_setting
+from planner.importers.launch import (
+    apply_launch,
+    deepspeed_setting,
+    finish_sharding,
+    from_words,
+    set_degrees,
+)
 from planner.importers.names import quantization_in_name
-from planner.importers.settings import Imported, Settings, as_bool, as_int, as_names
-from planner.run.recipe import Checkpointing, EngineKind, Loss, Method, Reference, Sharding, Task
+from planner.importers.settings import Imported, Settings, as_names
+from planner.run.recipe import Checkpointing, EngineKind, Loss, Method, Reference, Task
 
 VERSION = "0.19.0"
 _TASKS = {
@@ -15,9 +22,9 @@ _TASKS = {
     "gdpo": Task.GRPO,
     "dpo": Task.DPO,
     "ipo": Task.DPO,
-    "kto": Task.DPO,
-    "simpo": Task.DPO,
-    "orpo": Task.DPO,
+    "kto": Task.KTO,
+    "simpo": Task.SIMPO,
+    "orpo": Task.ORPO,
 }
 
 
@@ -31,8 +38,12 @@ def read(
     model = str(settings.raw("base_model", to="model"))
     kind = settings.raw("rl", to="task")
     recipe["task"] = _TASKS.get(str(kind), Task.SFT) if kind else Task.SFT
-    if kind:
+    if kind and recipe["task"] in (Task.DPO, Task.GRPO):
         recipe["algorithm"] = str(kind)
+    if settings.flag("reward_model", to="task"):
+        recipe["task"] = Task.REWARD
+    if settings.flag("process_reward_model", to="task"):
+        settings.effect("a process reward model labels tokens: planned as SFT with its logits")
     method = _method(settings, recipe, model)
     _precision(settings, recipe, method)
     _batch(settings, recipe)
@@ -42,6 +53,7 @@ def read(
         _reinforcement(settings, recipe, engine, method, str(kind))
     lora = _lora(settings, method)
     optimizer = settings.raw("optimizer", to="optimizer", default="adamw_torch_fused")
+    words.low_rank(settings, optimizer)
     recipe["optimizer"] = words.optimizer(settings, optimizer)
     recipe["compile"] = settings.flag("torch_compile", to="compile")
     return settings.finish(model, recipe=recipe, lora=lora, engine=engine, gpus=gpus)
@@ -187,33 +199,38 @@ def _sharding(
     settings: Settings, recipe: dict[str, Any], base: Path | None, text: str
 ) -> int | None:
     gpus = None
-    value = settings.raw("deepspeed", to="sharding")
+    value = settings.mapping("deepspeed") or settings.raw("deepspeed", to="sharding")
     if value:
         launch = deepspeed_setting(settings, value, base)
         if isinstance(value, str) and value.rstrip("/").endswith("zero2.json"):
             settings.effect("axolotl's own zero2.json offloads the optimizer to the CPU")
         gpus = apply_launch(settings, recipe, launch)
-    fsdp = settings.raw("fsdp_config", "fsdp", to="sharding")
-    version = as_int(settings.raw("fsdp_version"))
-    inner = fsdp if isinstance(fsdp, dict) else {}
-    told = inner.get("offload_params", settings.values.get("fsdp_config.offload_params"))
-    offload = as_bool(told) is True
-    for key in [key for key in settings.values if key.startswith(("fsdp_config.", "deepspeed."))]:
-        settings.used.add(key)
-        fsdp = fsdp or key.startswith("fsdp_config.")
-    if fsdp:
-        recipe["sharding"] = Sharding.FSDP2 if version == 2 and not offload else Sharding.FSDP
+    fsdp = fsdp_setting(settings, version=settings.raw("fsdp_version"))
+    if fsdp is not None:
+        apply_launch(settings, recipe, fsdp)
         if recipe["method"] is Method.FULL and recipe["mixed_precision"] != "none":
             settings.effect(
                 "FSDP with mixed precision casts trainable bf16 parameters to fp32: 16 B/parameter divided by the GPUs"
             )
-            recipe["dtype"] = "fp32"
+    gpus = set_degrees(
+        settings,
+        recipe,
+        _degrees(settings) or gpus or from_words(text).gpus,
+        tensor=settings.count("tensor_parallel_size", to="parallel.tensor"),
+        context=settings.count(
+            "context_parallel_size", "sequence_parallel_degree", to="parallel.context"
+        ),
+        expert=settings.count("expert_parallel_size", to="parallel.expert"),
+    )
+    return finish_sharding(settings, recipe, gpus)
+
+
+def _degrees(settings: Settings) -> int | None:
+    """Return the ranks of the device mesh, where the file states its shards."""
     shard, replicate = (
         settings.count(key, to="gpus") for key in ("dp_shard_size", "dp_replicate_size")
     )
-    if shard or replicate:
-        gpus = (shard or 1) * (replicate or 1)
-    return finish_sharding(settings, recipe, gpus or from_words(text).gpus)
+    return (shard or 1) * (replicate or 1) if shard or replicate else None
 
 
 def _reinforcement(
@@ -227,9 +244,11 @@ def _reinforcement(
         default=0.0 if recipe["task"] is Task.GRPO else 0.1,
     )
     recipe["beta"] = beta
-    if method is not Method.FULL:
+    if kind in ("orpo", "simpo"):
+        recipe["reference"] = Reference.NONE
+    elif method is not Method.FULL:
         recipe["reference"] = Reference.ADAPTER_OFF if beta else Reference.NONE
-    elif kind != "orpo":
+    elif kind not in ("orpo", "simpo"):
         recipe["reference"] = Reference.SEPARATE
         settings.effect("a second copy of the model is loaded for the reference")
     if recipe["task"] is not Task.GRPO:
@@ -241,7 +260,8 @@ def _reinforcement(
     if completion:
         recipe["completion_length"] = completion
     if settings.flag("trl.use_vllm", to="engine"):
-        server = settings.raw("trl.vllm_mode", to="engine", default="colocate") == "server"
+        # schemas/validation.py check_vllm_mode_set: unset is server, with a warning
+        server = settings.raw("trl.vllm_mode", to="engine", default="server") == "server"
         engine["kind"] = EngineKind.VLLM_SERVER if server else EngineKind.VLLM_PUSH
         default = 0.9 if settings.has("trl.vllm_mode") else 0.3
         engine["gpu_memory_utilization"] = settings.number(

@@ -1,15 +1,21 @@
-"""Command lines that start a training tool: TRL's verbs and scripts, and launchers of a YAML file."""
+"""Command lines that start a tool: which one it is, its flags, the config it names."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from planner.importers import llamafactory, trl
-from planner.importers.launch import Launch, from_words, read_launch_file
-from planner.importers.loading import flatten, load_yaml, read_text
+from planner.importers import hf_script, llamafactory, trl
+from planner.importers.context import Context, absent
+from planner.importers.detect import trl_flavour
+from planner.importers.launch import from_accelerate, from_words, read_launch_file
+from planner.importers.launchers import Started, slurm_gpus
+from planner.importers.loading import flatten, load_json, load_yaml
 from planner.importers.settings import Imported
 from planner.importers.shell import flags
+from planner.importers.spread import Launch
+from planner.importers.toml_files import load_toml
 from planner.run.recipe import Task
 
 _VERBS = {
@@ -17,10 +23,32 @@ _VERBS = {
     "grpo": Task.GRPO,
     "dpo": Task.DPO,
     "kto": Task.KTO,
+    "orpo": Task.ORPO,
+    "cpo": Task.ORPO,
     "reward": Task.REWARD,
     "rloo": Task.GRPO,
+    "ppo": Task.PPO,
 }
 _LAUNCH_ONLY = ("config_file", "num_processes", "accelerate_config", "dataset_name")
+_TRL_KEYS = frozenset(
+    [
+        "num_generations",
+        "max_completion_length",
+        "max_prompt_length",
+        "use_vllm",
+        "use_peft",
+        "vllm_mode",
+        "dataset_mixer",
+        "dataset_text_field",
+        "packing",
+        "reward_funcs",
+        "lora_target_modules",
+        "max_seq_length",
+        "load_in_4bit",
+        "beta",
+    ]
+)
+_TRL_MODULE = re.compile(r"^trl\.(?:scripts|cli|experimental)\b|^(?:.*/)?trl/scripts/")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,85 +58,276 @@ class Nested:
     document: dict[str, Any]
     comment: str
     """The command and its environment, as a comment: GPU counts and recipe names are there."""
-    path: Path
+    path: Path | None
+    python: str = ""
+    """Instead: a Python config's source."""
 
 
-def trl_command(
-    command: list[str], *, path: Path | None, version: str | None, launch: Launch | None
-) -> Imported | None:
-    """Return the run of a `trl sft` line or a launched TRL script, or None for another command."""
-    position = _script_position(command)
-    if position is None:
-        return None
-    task, index = position
-    values = {key.replace("-", "_"): value for key, value in flags(command[index + 1 :]).items()}
-    spread = launch or _launch_of({**flags(command[:index]), **values}, path)
-    values = {**_config_values(values.pop("config", None), path), **values}
-    read = {key: value for key, value in values.items() if key not in _LAUNCH_ONLY}
-    found = trl.read(read, task=task, version=version, launch=spread)
-    named = {key: values[key] for key in ("dataset_name",) if key in values}
-    return replace(found, values={**found.values, **named})
-
-
-def _script_position(command: list[str]) -> tuple[Task, int] | None:
-    names = [Path(word).name for word in command]
-    if names[0] == "trl" and len(names) > 1 and names[1] in _VERBS:
-        return _VERBS[names[1]], 1
-    for index, name in enumerate(names):
-        if match := re.fullmatch(r"(?:run_)?(sft|grpo|dpo|kto|rloo)\w*\.py", name):
-            return _VERBS[match.group(1)], index
-    return None
-
-
-def _launch_of(words: dict[str, object], path: Path | None) -> Launch | None:
-    name = str(words.get("config_file") or words.get("accelerate_config") or "")
-    if path is not None and name and (file := path.parent / name).is_file():
-        return read_launch_file(file)
-    found = from_words(f"{name} num_processes={words.get('num_processes', '')}")
+def launch_of(
+    started: Started, context: Context, values: dict[str, Any] | None = None
+) -> Launch | None:
+    """Return how a command spreads its run out: --launch, accelerate's file or flags, counts, SLURM's lines."""
+    gpus, asked = started.gpus, slurm_gpus(context.text)
+    if asked and (not gpus or (asked > gpus and asked % gpus == 0 and started.nodes == 1)):
+        gpus = asked  # the launcher's own count of nodes is a variable of the job's
+    if context.launch is not None:
+        return context.launch if context.launch.gpus else replace(context.launch, gpus=gpus)
+    values = values or {}
+    name = str(
+        started.config_file or values.get("config_file") or values.get("accelerate_config") or ""
+    )
+    found = _accelerate_file(name, context) if name else None
+    if found is None:
+        own = _accelerate_flags(started)
+        found = own or from_words(f"{name} num_processes={values.get('num_processes', '')}")
+    total = gpus or found.gpus
+    found = replace(found, gpus=total)
     return found if found.sharding or found.gpus else None
 
 
-def _config_values(name: Any, path: Path | None) -> dict[str, Any]:
-    if not isinstance(name, str) or path is None or not (path.parent / name).is_file():
-        return {}
-    document = load_yaml(read_text(path.parent / name)[0])
-    return flatten(document) if isinstance(document, dict) else {}
+def _accelerate_file(name: str, context: Context) -> Launch | None:
+    found = context.find(name)
+    if found is None:
+        return None
+    text, path = found
+    if path is not None and path != context.path:
+        return read_launch_file(path)
+    document = load_yaml(text)
+    return from_accelerate(document) if isinstance(document, dict) else None
 
 
-def llamafactory_command(command: list[str], *, version: str | None) -> Imported | None:
-    """Return the run of a `llamafactory-cli train --flags` line, or None."""
-    values = flags(command)
-    names = {Path(word).name for word in command[:4]}
-    if names & {"llamafactory-cli", "lmf", "train_bash.py"} and "model_name_or_path" in values:
-        return llamafactory.read(values, version=version)
+def _accelerate_flags(started: Started) -> Launch | None:
+    """Return what `accelerate launch --use_fsdp ...` or --zero_stage say, as its file would."""
+    given = {key.replace("-", "_"): value for key, value in flags(started.launcher).items()}
+    if given.get("use_deepspeed") or "zero_stage" in given:
+        kind, section = "DEEPSPEED", "deepspeed_config"
+    elif given.get("use_fsdp") or any(key.startswith("fsdp_") for key in given):
+        kind, section = "FSDP", "fsdp_config"
+    else:
+        return None
+    return from_accelerate({"distributed_type": kind, section: given, **given})
+
+
+def trl_command(started: Started, context: Context) -> Imported | None:
+    """Return the run of a `trl sft` line or of any script with TRL's flags, or None for another command."""
+    arguments = started.arguments
+    if started.name == "trl":
+        if not arguments or arguments[0] not in _VERBS:
+            return None
+        task: Task | None = _VERBS[arguments[0]]
+        arguments = arguments[1:]
+    else:
+        task = _task_of_name(started)
+    values = {key.replace("-", "_"): value for key, value in flags(arguments).items()}
+    config = values.get("config") or (
+        arguments[0] if arguments and _is_yaml(arguments[0]) else None
+    )
+    by_name = (
+        bool(_TRL_MODULE.match(started.program)) or started.name == "trl" or _is_script(started)
+    )
+    known = bool(_TRL_KEYS & set(values)) and not hf_script.KEYS & set(values) - {"do_train"}
+    if not (by_name or known) or not ("model_name_or_path" in values or config):
+        return None
+    spread = launch_of(started, context, values)
+    path = context.path
+    if isinstance(config, str) and (by_name or known or _is_yaml(config)):
+        values.pop("config", None)
+        found = context.mapping(config)
+        if found is None and "model_name_or_path" not in values:
+            raise absent(config)
+        if found is not None:
+            values = {**found[0], **values}
+            path = found[2]
+    read = {key: value for key, value in values.items() if key not in _LAUNCH_ONLY}
+    flavour = trl_flavour(
+        set(values), f"{started.program} {' '.join(started.launcher)}", flags=True
+    )
+    result = trl.read(
+        read,
+        task=task,
+        version=context.version_of("trl"),
+        assumed=trl.ASSUMED.get(flavour, trl.VERSION),
+        tool=flavour,
+        launch=spread,
+        base=path,
+    )
+    named = {key: values[key] for key in ("dataset_name",) if key in values}
+    return replace(result, values={**result.values, **named})
+
+
+def _is_yaml(word: str) -> bool:
+    return word.endswith((".yaml", ".yml"))
+
+
+def _is_script(started: Started) -> bool:
+    """Return whether the program is a script of TRL's examples by its name."""
+    return bool(
+        re.fullmatch(
+            r"(?:run_)?(?:sft|grpo|dpo|kto|orpo|cpo|rloo|reward_modeling)\w*\.py", started.name
+        )
+    )
+
+
+def _task_of_name(started: Started) -> Task | None:
+    leaf = started.program.rsplit(".", 1)[-1] if started.is_module else Path(started.program).stem
+    for word in re.split(r"[_\W]+", leaf.lower()):
+        if word in _VERBS:
+            return _VERBS[word]
     return None
 
 
-def nested_config(
-    command: list[str], environment: dict[str, str], path: Path | None
-) -> Nested | None:
-    """Return the YAML file that a launcher's command names, overrides applied, or None."""
-    names = [Path(word).name for word in command]
-    if (
-        not {"llamafactory-cli", "axolotl", "tune", "swift"} & set(names)
-        and "axolotl.cli.train" not in command
-    ):
+def llamafactory_command(started: Started, context: Context) -> Imported | None:
+    """Return the run of LLaMA-Factory's own flags, whatever starts them, or None."""
+    values = flags(started.arguments)
+    names = {
+        "llamafactory-cli",
+        "lmf",
+        "train_bash.py",
+        "llamafactory.cli",
+        "llamafactory.launcher",
+    }
+    own = {
+        "finetuning_type",
+        "stage",
+        "template",
+        "cutoff_len",
+        "lora_target",
+        "dataset_dir",
+    } & set(values)
+    if "model_name_or_path" not in values or not (started.name in names or len(own) >= 2):
         return None
-    files = [word for word in command if word.endswith((".yaml", ".yml"))]
-    if path is None or not files or not (inner := path.parent / files[0]).is_file():
+    spread = launch_of(started, context)
+    environment = " ".join(f"{key}={value}" for key, value in started.environment.items())
+    return llamafactory.read(
+        values,
+        version=context.version_of("llamafactory"),
+        base=context.path,
+        text=environment,
+        launch=spread,
+    )
+
+
+def hf_command(started: Started, context: Context) -> Imported | None:
+    """Return the run of a script whose flags are a transformers Trainer's, or None."""
+    values = {key.replace("-", "_"): value for key, value in flags(started.arguments).items()}
+    if not started.program.endswith(".py") and not started.is_module:
         return None
-    text, _ = read_text(inner)
-    document = load_yaml(text)
-    if not isinstance(document, dict):
+    if not hf_script.is_hugging_face(values):
         return None
+    return hf_script.read(
+        values,
+        version=context.version_of("hf-trainer"),
+        launch=launch_of(started, context, values),
+        base=context.path,
+        script=started.name,
+    )
+
+
+_YAML_TOOLS = frozenset(
+    (
+        "llamafactory-cli",
+        "lmf",
+        "axolotl",
+        "tune",
+        "swift",
+        "litgpt",
+        "xtuner",
+        "composer",
+        "rl",
+        "sft",
+        "trainer",
+    )
+)
+"""Programs whose first file is their config, so that it is asked for where it is not here."""
+_RUNNERS = re.compile(
+    r"^(?:run_(?:grpo|sft|dpo|rm|distillation)\w*|start_\w+_pipeline|gsm8k_\w+|train)\.py$|^(?:axolotl|llamafactory|areal|torchtitan|litgpt|prime_rl)\."
+)
+_FILES = (".yaml", ".yml", ".json", ".toml")
+
+
+def nested_config(started: Started, context: Context) -> Nested | None:
+    """Return the config that a launcher's command names, overrides applied, or None.
+
+    Raises UsageError where the file is not here.
+    """
+    words = started.arguments
+    names = {started.name, *(Path(word).name for word in started.launcher)}
+    known = bool(_YAML_TOOLS & names) or bool(
+        _RUNNERS.match(started.name) or _RUNNERS.match(started.program)
+    )
+    wanted = _named_file(started)
+    if wanted is None:
+        return None
+    if started.name == "tune" and not wanted.endswith(_FILES):
+        raise absent(wanted, what=" (a recipe of the torchtune package: `tune cp` copies it)")
+    found = context.find(wanted)
+    if found is None:
+        if known:
+            raise absent(wanted)
+        return None
+    text, path = found
+    if wanted.endswith(".py"):
+        return Nested(document={}, comment="", path=path, python=text)
+    document = _document(text, wanted)
+    if document is None:
+        return None
+    after = words[words.index(wanted) + 1 :] if wanted in words else words
     overrides: dict[str, Any] = {}
-    for word in command[command.index(files[0]) + 1 :]:
+    for word in after:
         key, equals, value = word.partition("=")
         if equals and not key.startswith("-"):
-            overrides[key] = load_yaml(value)
-    flagged = flags(command[command.index(files[0]) + 1 :])
-    overrides |= {key.replace("__", "."): value for key, value in flagged.items()}
+            overrides[key.lstrip("+")] = load_yaml(value)
+    before = words[: words.index(wanted)][1:] if wanted in words else []
+    flagged = flags([*before, *after])
+    dropped = (
+        "config",
+        "config_name",
+        "config_path",
+        "config-path",
+        "config-name",
+        "job.config_file",
+    )
+    overrides |= {
+        key.replace("__", "."): value for key, value in flagged.items() if key not in dropped
+    }
     heads = "\n".join(line for line in text.splitlines() if line.lstrip().startswith("#"))
-    settings = " ".join(f"{key}={value}" for key, value in environment.items())
-    comment = f"# {' '.join(command)} {settings}\n{heads}"
-    return Nested(document={**flatten(document), **overrides}, comment=comment[:20_000], path=inner)
+    told = " ".join(f"{key}={value}" for key, value in started.environment.items())
+    count = f"num_processes={started.gpus}" if started.gpus else ""
+    comment = f"# {' '.join([*started.launcher, started.program, *words])} {told} {count}\n{heads}"
+    return Nested(document={**flatten(document), **overrides}, comment=comment[:20_000], path=path)
+
+
+def _document(text: str, name: str) -> dict[str, Any] | None:
+    if name.endswith(".toml"):
+        return load_toml(text, named=True)
+    document = load_json(text) if text.lstrip().startswith("{") else load_yaml(text)
+    return document if isinstance(document, dict) else None
+
+
+def _named_file(started: Started) -> str | None:
+    """Return the config that a command names: by --config or --config_path and _name, @ FILE, or the first file."""
+    given = {key.replace("-", "_"): value for key, value in flags(started.arguments).items()}
+    folder, name = given.get("config_path"), given.get("config_name")
+    if isinstance(name, str):
+        joined = f"{folder}/{name}" if isinstance(folder, str) else name
+        return joined if joined.endswith(_FILES) else f"{joined}.yaml"
+    for key in ("config", "job.config_file"):
+        if isinstance(given.get(key), str):
+            return str(given[key])
+        listed = given.get(key)
+        if isinstance(listed, list):
+            return str(listed[0])
+    words = started.arguments
+    if "@" in words[:-1]:
+        return words[words.index("@") + 1]
+    files = [word for word in words if word.endswith(_FILES) and not word.startswith("-")]
+    scripts = (
+        [word for word in words[1:] if word.endswith(".py")] if started.name == "xtuner" else []
+    )
+    flagged = {
+        value for key, value in given.items() if key in ("deepspeed", "dataset", "data_path")
+    }
+    return next((word for word in (*scripts, *files) if word not in flagged), None)
+
+
+Reader = Callable[[Started, Context], Imported | None]

@@ -4,19 +4,42 @@ from pathlib import Path
 from typing import Any
 
 from planner.importers import words
-from planner.importers.launch import apply_launch, deepspeed_setting, finish_sharding, from_words
+from planner.importers.fsdp_config import fsdp_setting
+from planner.importers.image_limits import image_limit
+from planner.importers.launch import (
+    apply_launch,
+    deepspeed_setting,
+    finish_sharding,
+    from_words,
+    set_degrees,
+)
 from planner.importers.names import quantization_in_name
 from planner.importers.settings import Imported, Settings, as_int, as_names
+from planner.importers.spread import Launch
 from planner.run.recipe import Checkpointing, Loss, Method, Optimizer, Sharding, Task
 
 VERSION = "0.9.5"
-_REFERENCE_FREE = ("orpo", "simpo")
+_STAGES = {
+    "pt": Task.SFT,
+    "sft": Task.SFT,
+    "rm": Task.REWARD,
+    "ppo": Task.PPO,
+    "dpo": Task.DPO,
+    "kto": Task.KTO,
+}
+_OWN_TASKS = {"orpo": Task.ORPO, "simpo": Task.SIMPO}
+"""pref_loss of stage dpo that compares with no reference."""
 
 
 def read(
-    values: dict[str, Any], *, version: str | None = None, base: Path | None = None, text: str = ""
+    values: dict[str, Any],
+    *,
+    version: str | None = None,
+    base: Path | None = None,
+    text: str = "",
+    launch: Launch | None = None,
 ) -> Imported:
-    """Return a LLaMA-Factory config as a run."""
+    """Return a LLaMA-Factory config as a run; `text` holds the words that start it."""
     settings = Settings(
         values, tool="llamafactory", version=version or VERSION, assumed=version is None
     )
@@ -25,9 +48,9 @@ def read(
     recipe: dict[str, Any] = {"framework": settings.framework("llamafactory")}
     model = str(settings.raw("model_name_or_path", to="model"))
     stage = str(settings.raw("stage", to="task", default="sft"))
-    recipe["task"] = {"dpo": Task.DPO, "kto": Task.KTO}.get(stage, Task.SFT)
-    if stage not in ("sft", "pt", "dpo", "kto"):
-        settings.effect(f"stage {stage} is planned as SFT: its second model is not counted")
+    recipe["task"] = _STAGES.get(stage, Task.SFT)
+    if stage not in _STAGES:
+        settings.unread("stage", stage, "planned as SFT")
     method = _method(settings, recipe, model)
     _precision(settings, recipe, method)
     words.hf_batch(settings, recipe, default=8)
@@ -36,13 +59,41 @@ def read(
         "packing", to="packing", default=stage == "pt"
     ) or settings.flag("neat_packing")
     _compute(settings, recipe, stage)
-    gpus = _sharding(settings, recipe, base, text)
+    gpus = _sharding(settings, recipe, base, text, launch)
     _special_optimizers(settings, recipe)
-    if recipe["task"] is Task.DPO:
+    _preferences(settings, recipe, method)
+    image_limit(settings, recipe, model, "image_max_pixels")
+    settings.raw("image_min_pixels", "video_max_pixels", "video_min_pixels", "video_fps")
+    for key in ("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model"):
+        if settings.raw(key) is not None and not settings.flag(key, default=True):
+            settings.effect(
+                f"{key} false: that part's gradients and activations come on top of the text's"
+            )
+    return settings.finish(model, recipe=recipe, lora=_lora(settings, method), engine={}, gpus=gpus)
+
+
+def _preferences(settings: Settings, recipe: dict[str, Any], method: Method) -> None:
+    """Read what stages with a second model or pairs have."""
+    if recipe["task"] in (Task.DPO, Task.KTO):
         recipe["beta"] = settings.number("pref_beta", to="beta", default=0.1)
         loss = str(settings.raw("pref_loss", to="algorithm", default="sigmoid"))
-        recipe["reference"] = words.reference(method, needed=loss not in _REFERENCE_FREE)
-    return settings.finish(model, recipe=recipe, lora=_lora(settings, method), engine={}, gpus=gpus)
+        if recipe["task"] is Task.DPO:
+            recipe["task"] = _OWN_TASKS.get(loss, Task.DPO)
+        if recipe["task"] in (Task.DPO, Task.KTO):
+            recipe["reference"] = words.reference(method, needed=True)
+    if recipe["task"] is Task.PPO:
+        recipe["completion_length"] = settings.count(
+            "max_new_tokens", to="completion_length", default=1024
+        )
+        recipe["prompt_length"], recipe["context"] = recipe["context"], None
+        judge = str(settings.raw("reward_model", to="reward_model", default=""))
+        kind = settings.raw("reward_model_type", to="reward_model", default="lora")
+        if str(kind) == "full" and judge:
+            recipe["reward_model"] = judge
+        elif str(kind) in ("lora", "api"):
+            recipe["reward_model"] = "none"  # an adapter of the policy's own base, or a server
+        recipe["reference"] = words.reference(method, needed=True)
+    settings.raw("ref_model", "ref_model_adapters", "ref_model_quantization_bit")
 
 
 def _compute(settings: Settings, recipe: dict[str, Any], stage: str) -> None:
@@ -59,6 +110,9 @@ def _compute(settings: Settings, recipe: dict[str, Any], stage: str) -> None:
     recipe["attention"] = words.attention(chosen) or "sdpa"
     liger = settings.flag("enable_liger_kernel", to="loss")
     recipe["loss"] = Loss.CHUNKED if liger and stage in ("pt", "sft") else Loss.FULL
+    if settings.flag("upcast_lmhead_output"):
+        settings.effect("upcast_lmhead_output: logits in fp32, 4 B more for each")
+    settings.raw("upcast_layernorm", "rope_scaling", "use_unsloth", "shift_attn", "resize_vocab")
     if liger and stage not in ("pt", "sft"):
         settings.effect("Liger's fused loss works for stages pt and sft only: logits stay whole")
 
@@ -133,16 +187,23 @@ def _lora(settings: Settings, method: Method) -> dict[str, Any]:
 
 
 def _sharding(
-    settings: Settings, recipe: dict[str, Any], base: Path | None, text: str
+    settings: Settings,
+    recipe: dict[str, Any],
+    base: Path | None,
+    text: str,
+    launch: Launch | None,
 ) -> int | None:
-    gpus = None
-    if value := settings.raw("deepspeed", to="sharding"):
-        gpus = apply_launch(settings, recipe, deepspeed_setting(settings, value, base))
+    gpus = apply_launch(settings, recipe, launch) if launch else None
+    if value := settings.mapping("deepspeed") or settings.raw("deepspeed", to="sharding"):
+        gpus = apply_launch(settings, recipe, deepspeed_setting(settings, value, base)) or gpus
     zero3 = recipe.get("sharding") is Sharding.ZERO3
     if zero3 and recipe["method"] is Method.FULL and recipe["mixed_precision"] != "none":
         recipe["dtype"], recipe["master_weights"] = "bf16", True  # no fp32 cast under ZeRO-3
-    if settings.raw("fsdp", "fsdp_config", to="sharding"):
-        recipe["sharding"] = Sharding.FSDP
+    if fsdp := fsdp_setting(settings):
+        apply_launch(settings, recipe, fsdp)
+    # of forks with sequence parallelism, such as 360-LLaMA-Factory
+    ranks = settings.count("sequence_parallel_size", "cp_size", to="parallel.context")
+    gpus = set_degrees(settings, recipe, gpus, context=ranks, context_kind="ulysses")
     return finish_sharding(settings, recipe, gpus or from_words(text).gpus)
 
 

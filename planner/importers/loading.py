@@ -1,12 +1,14 @@
 """Reads foreign files without running anything: size limits, safe YAML, JSON, notebooks."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from planner.errors import UsageError
+from planner.importers.pasted import decode
 
 MAX_BYTES = 16 * 1024 * 1024
 MAX_ALIASES = 64
@@ -60,7 +62,7 @@ def read_text(path_or_text: Path | str) -> tuple[str, Path | None]:
                 f"config: {path.name} is larger than {MAX_BYTES // 2**20} MiB",
                 hint="a config is small; a log goes to `vramwise explain`",
             )
-        return path.read_bytes().decode("utf-8-sig", errors="replace"), path
+        return decode(path.read_bytes()), path
     except OSError as error:
         raise UsageError(
             f"config: cannot read {str(path_or_text)[:200]!r} ({error.strerror})"
@@ -87,6 +89,12 @@ def load_yaml(text: str) -> Any:
         raise UsageError(f"yaml: {str(error)[:120]}") from None
 
 
+def load_yaml_all(text: str, *, most: int = 50) -> list[Any]:
+    """Return every YAML document of `text` (--- between them), `most` at most."""
+    parts = re.split(r"^---(?:\s.*)?$", text, flags=re.MULTILINE)
+    return [load_yaml(part) for part in parts[:most] if part.strip()]
+
+
 def _first(loader: _Loader) -> Any:
     return loader.get_data() if loader.check_data() else None  # type: ignore[no-untyped-call]
 
@@ -111,11 +119,36 @@ def notebook_source(document: dict[str, Any]) -> str:
         if isinstance(cell, dict) and cell.get("cell_type") == "code":
             source = cell.get("source", "")
             text = "".join(map(str, source)) if isinstance(source, list) else str(source)
-            lines += [
-                f"# {line}" if line.lstrip().startswith(("%", "!")) else line
-                for line in text.split("\n")
-            ]
+            magic = re.match(r"\s*%%(\w+)", text)
+            if magic and magic.group(1) == "writefile":
+                continue  # notebook_files has it
+            if magic and magic.group(1) in ("bash", "sh", "shell", "script"):
+                lines += [f"# !{line}" for line in text.split("\n")[1:]]
+                continue
+            lines += _commented(text)
     return "\n".join(lines)
+
+
+def _commented(text: str) -> list[str]:
+    """Return a cell's lines with magics, and shell lines with their continuations, as comments."""
+    found, goes_on = [], False
+    for line in text.split("\n"):
+        shell = goes_on or line.lstrip().startswith(("%", "!"))
+        goes_on = shell and line.rstrip().endswith("\\")
+        found.append(f"# {line}" if shell else line)
+    return found
+
+
+def notebook_files(document: dict[str, Any]) -> dict[str, str]:
+    """Return the files that a notebook's cells write by %%writefile, by name."""
+    found = {}
+    cells = document.get("cells")
+    for cell in cells if isinstance(cells, list) else []:
+        source = cell.get("source", "") if isinstance(cell, dict) else ""
+        text = "".join(map(str, source)) if isinstance(source, list) else str(source)
+        if match := re.match(r"\s*%%writefile(?:\s+-a)?\s+(\S+)[^\n]*\n", text):
+            found[match.group(1)] = text[match.end() :]
+    return found
 
 
 def flatten(values: dict[Any, Any], *, depth: int = 0) -> dict[str, Any]:

@@ -4,27 +4,40 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from planner.errors import UnsupportedError
 from planner.importers import words
-from planner.importers.launch import apply_launch, deepspeed_setting, visible_devices
+from planner.importers.fsdp_config import fsdp_setting
+from planner.importers.image_limits import image_limit
+from planner.importers.launch import (
+    apply_launch,
+    deepspeed_setting,
+    set_degrees,
+    visible_devices,
+)
 from planner.importers.names import quantization_in_name, resolve_model
 from planner.importers.settings import Imported, Settings, as_int, as_names
 from planner.importers.shell import Script, flags
 from planner.run.recipe import Checkpointing, EngineKind, Loss, Method, Reference, Sharding, Task
 
 VERSION = "4.6.0"
-_TASKS = {"grpo": Task.GRPO, **dict.fromkeys(("dpo", "kto", "simpo", "orpo", "cpo"), Task.DPO)}
+_TASKS = {
+    "grpo": Task.GRPO,
+    "dpo": Task.DPO,
+    "kto": Task.KTO,
+    "simpo": Task.SIMPO,
+    "orpo": Task.ORPO,
+    "cpo": Task.ORPO,  # pairs and their likelihood, no reference
+    "rm": Task.REWARD,
+    "ppo": Task.PPO,
+    "gkd": Task.DISTILL,
+}
 
 
 def read_script(script: Script, *, version: str | None = None) -> Imported | None:
     """Return the run of the first `swift sft|pt|rlhf` command, or None."""
     for command, environment in zip(script.commands, script.prefixes, strict=True):
         names = [Path(word).name for word in command]
-        if "megatron" in names:
-            raise UnsupportedError(
-                "ms-swift: megatron commands have another argument set, which is not mapped",
-                hint="the transformers variant (swift sft) can be read",
-            )
+        if "megatron" in names:  # megatron_flags.py reads those
+            continue
         for verb in ("sft", "pt", "rlhf"):
             if verb in names[:4] and (
                 "swift" in names or any(f"{verb}.py" in name for name in names)
@@ -38,8 +51,13 @@ def read(
     values: dict[str, Any], *, environment: dict[str, str] | None = None, version: str | None = None
 ) -> Imported:
     """Return ms-swift arguments as a run; the environment gives the GPUs."""
+    release, why = _by_keys(values)
     settings = Settings(
-        values, tool="ms-swift", version=version or _by_keys(values), assumed=version is None
+        values,
+        tool="ms-swift",
+        version=version or release,
+        assumed=version is None,
+        why=why if version is None else "",
     )
     inside = {key: value for key, value in settings.values.items() if key[:4].upper() == "ENV."}
     environment = {**(environment or {}), **{key[4:]: str(value) for key, value in inside.items()}}
@@ -49,9 +67,11 @@ def read(
         settings.raw("rlhf_type", to="task", default="dpo" if values.get("verb") == "rlhf" else "")
     )
     task = _TASKS.get(kind, Task.SFT)
+    what = str(settings.raw("task_type", to="task", default="causal_lm"))
+    task = {"embedding": Task.EMBED, "reranker": Task.RERANK}.get(what, task)
     recipe: dict[str, Any] = {"framework": settings.framework("ms-swift"), "task": task}
-    if kind and task is Task.SFT:
-        settings.effect(f"rlhf_type {kind} is planned as SFT: its second model is not counted")
+    if kind and kind not in _TASKS:
+        settings.unread("rlhf_type", kind, "planned as SFT")
     method = _method(settings, recipe, model)
     _precision(settings, recipe, model)
     gpus = _gpus(settings, recipe, environment)
@@ -69,20 +89,33 @@ def read(
     settings.raw("per_device_eval_batch_size")
     _lengths(settings, recipe, task, model)
     _activations(settings, recipe)
+    _towers(settings)
     recipe["optimizer"] = words.optimizer(
         settings, settings.raw("optim", "optimizer", to="optimizer", default="adamw_torch_fused")
     )
-    engine = _reinforcement(settings, recipe, method, kind) if task is not Task.SFT else {}
+    engine = _reinforcement(settings, recipe, method, kind) if kind else {}
+    gpus = set_degrees(
+        settings,
+        recipe,
+        gpus,
+        context=settings.count("sequence_parallel_size", to="parallel.context"),
+        context_kind="ulysses",
+    )
+    pixels = environment.get("MAX_PIXELS")
+    image_limit(settings, recipe, model, *(() if pixels else ("max_pixels",)), word=pixels)
     return settings.finish(
         model, recipe=recipe, lora=_lora(settings, method), engine=engine, gpus=gpus
     )
 
 
-def _by_keys(values: dict[str, Any]) -> str:
-    """Return the newest release that names the tuner as the file does: sft_, train_, tuner_type."""
-    if "sft_type" in values or "model_id_or_path" in values:
-        return "2.6"
-    return "3.12" if "train_type" in values else VERSION
+def _by_keys(values: dict[str, Any]) -> tuple[str, str]:
+    """Return the newest release that names the tuner as the file does (sft_, train_, tuner_type), and why."""
+    for key in ("sft_type", "model_id_or_path"):
+        if key in values:
+            return "2.6", f"{key} is ms-swift 2's name"
+    if "train_type" in values:
+        return "3.12", "train_type is ms-swift 3's name, 4 says tuner_type"
+    return VERSION, ""
 
 
 def _method(settings: Settings, recipe: dict[str, Any], model: str) -> Method:
@@ -124,11 +157,14 @@ def _precision(settings: Settings, recipe: dict[str, Any], model: str) -> None:
 def _gpus(settings: Settings, recipe: dict[str, Any], environment: dict[str, str]) -> int | None:
     processes, visible = as_int(environment.get("NPROC_PER_NODE")), visible_devices(environment)
     nodes = as_int(environment.get("NNODES")) or 1
-    if deepspeed := settings.raw("deepspeed", to="sharding"):
+    if deepspeed := settings.mapping("deepspeed") or settings.raw("deepspeed", to="sharding"):
         apply_launch(settings, recipe, deepspeed_setting(settings, deepspeed, None))
-    if settings.raw("fsdp", to="sharding"):
-        recipe["sharding"] = Sharding.FSDP
+    if str(settings.values.get("fsdp", "")) == "fsdp2":
+        settings.raw("fsdp", to="sharding")
+        recipe["sharding"] = Sharding.FSDP2
         settings.effect("the fsdp2 preset switches its own activation checkpointing on")
+    elif fsdp := fsdp_setting(settings):
+        apply_launch(settings, recipe, fsdp)
     gpus = processes or visible
     if processes is None and visible and visible > 1 and not recipe.get("sharding"):
         settings.effect(
@@ -151,19 +187,19 @@ def _lengths(settings: Settings, recipe: dict[str, Any], task: Task, model: str)
         settings.effect(
             "max_length is not set: ms-swift truncates at the model's maximum only, the longest sample decides (planned at 2048; give --context)"
         )
-    if task is Task.GRPO:
-        completion = (
-            settings.count("max_completion_length", to="completion_length", default=512) or 512
-        )
+    if task in (Task.GRPO, Task.PPO):
+        keys = ("max_completion_length", "response_length")
+        completion = settings.count(*keys, to="completion_length", default=512) or 512
         recipe["completion_length"] = completion
         recipe["prompt_length"] = (
             max(1, (given or completion + 512) - completion)
             if given and given > completion
             else given or 512
         )
-        recipe["num_generations"] = settings.count(
-            "num_generations", to="num_generations", default=8
-        )
+        if task is Task.GRPO:
+            recipe["num_generations"] = settings.count(
+                "num_generations", to="num_generations", default=8
+            )
     else:
         recipe["context"] = given or 2048
     recipe["packing"] = settings.flag("packing", to="packing") or settings.flag(
@@ -184,12 +220,18 @@ def _activations(settings: Settings, recipe: dict[str, Any]) -> None:
         )
     settings.raw(
         "use_logits_to_keep",
-        "freeze_vit",
-        "freeze_aligner",
         "freeze_llm",
         "vit_gradient_checkpointing",
-        "sequence_parallel_size",
     )
+
+
+def _towers(settings: Settings) -> None:
+    """Say what of a multimodal model is trained beside its text."""
+    for key in ("freeze_vit", "freeze_aligner"):
+        if not settings.flag(key, default=True):
+            settings.effect(
+                f"{key} false: that part's gradients and activations come on top of the text's"
+            )
 
 
 def _lora(settings: Settings, method: Method) -> dict[str, Any]:
@@ -212,8 +254,19 @@ def _reinforcement(
     settings: Settings, recipe: dict[str, Any], method: Method, kind: str
 ) -> dict[str, Any]:
     beta = settings.number("beta", to="beta", default={"grpo": 0.04, "simpo": 2.0}.get(kind, 0.1))
-    recipe["beta"], recipe["algorithm"] = beta, kind
-    free = kind in ("simpo", "orpo", "cpo") or not beta
+    recipe["beta"] = beta
+    if kind in ("dpo", "grpo"):
+        recipe["algorithm"] = kind
+    if kind == "gkd":
+        recipe["teacher"] = str(settings.raw("teacher_model", to="teacher", default="")) or None
+        if settings.flag("offload_teacher_model", to="teacher"):
+            recipe["teacher_placement"] = "offloaded"
+        settings.raw("lmbda", "seq_kd", "gkd_beta")
+    if kind == "ppo":
+        recipe["reward_model"] = (
+            str(settings.raw("reward_model", to="reward_model", default="")) or None
+        )
+    free = kind in ("simpo", "orpo", "cpo", "rm", "gkd") or not beta
     recipe["reference"] = (
         Reference.NONE
         if free
@@ -223,16 +276,26 @@ def _reinforcement(
     )
     if recipe["reference"] is Reference.SEPARATE:
         settings.effect("a second copy of the model is held as the reference")
+    if kind in ("ppo", "gkd"):
+        return {"kind": EngineKind.TRANSFORMERS} if kind == "ppo" else {}
     if kind != "grpo":
         return {}
-    for key in ("offload_model", "offload_optimizer", "move_model_batches"):
+    for key in ("offload_model", "offload_optimizer"):
         if settings.raw(key, to="engine") not in (None, "false", False):
             settings.effect(
                 f"{key} moves memory between phases: rollout and update do not add up as planned"
             )
     if not settings.flag("use_vllm", to="engine.kind"):
         return {"kind": EngineKind.TRANSFORMERS}
-    server = settings.raw("vllm_mode", to="engine.kind", default="colocate") == "server"
+    mode = settings.raw("vllm_mode", to="engine.kind")
+    if mode is None:
+        mode = "server" if settings.has("vllm_server_host", "vllm_server_base_url") else "colocate"
+        settings.effect(
+            f"use_vllm without vllm_mode: ms-swift {settings.report.version} has no default for it and stops; "
+            f"planned as {mode}"
+        )
+    settings.raw("vllm_server_host", "vllm_server_port", "vllm_server_base_url")
+    server = mode == "server"
     sleep = as_int(settings.raw("sleep_level", to="engine.sleep_level")) or 0
     util = settings.number(
         "vllm_gpu_memory_utilization", to="engine.gpu_memory_utilization", default=0.9
@@ -240,7 +303,9 @@ def _reinforcement(
     if not server and not sleep:
         settings.effect(f"sleep_level 0: the engine keeps {util:g} of the card while training")
     settings.raw("vllm_max_model_len", to="engine")
+    parts = settings.count("move_model_batches", to="engine.sync")
     return {
+        **({"sync": parts} if parts else {}),
         "kind": EngineKind.VLLM_SERVER if server else EngineKind.VLLM_PUSH,
         "gpu_memory_utilization": util,
         "sleep_level": sleep,

@@ -6,11 +6,14 @@ from planner.importers.settings import Imported
 def report_text(imported: Imported) -> str:
     """Return what was taken, what was defaulted, what was not understood, and what it does to memory."""
     report = imported.report
-    assumed = (
-        " (assumed: the file does not say; --tool-version states it)"
-        if report.version_assumed
-        else ""
-    )
+    assumed = ""
+    if report.version_assumed:
+        why = report.version_why
+        assumed = (
+            f" ({why}; --tool-version states it)"
+            if why
+            else " (assumed: the file does not say; --tool-version states it)"
+        )
     lines = [f"{report.tool} {report.version}{assumed}: {imported.run.model or 'no model'}"]
     if report.taken:
         taken = ", ".join(f"{row.key}={row.value[:40]}" for row in report.taken)

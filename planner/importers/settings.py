@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from planner.errors import UsageError
+from planner.importers.keys import HARMLESS, MOVES, shown
 from planner.run.framework import fallback_note, pick, spell
 from planner.run.framework_files import Framework
 from planner.run.recipe import EngineSection, LoraSection, MachineSection, Recipe, RunFile
@@ -50,7 +51,9 @@ class ImportReport:
     tool: str
     version: str
     version_assumed: bool
-    """The file does not say its version: this one was assumed."""
+    """The file does not say its version: this one was assumed, or follows from what it holds."""
+    version_why: str = ""
+    """What in the file the version follows from."""
     taken: list[Taken] = field(default_factory=list)
     defaulted: list[Defaulted] = field(default_factory=list)
     not_understood: list[NotUnderstood] = field(default_factory=list)
@@ -85,27 +88,25 @@ class Imported:
         }
 
 
-HARMLESS = re.compile(
-    r"(?:^|[._-])(?:learning_rate|lr\w*|warmup\w*|weight_decay|seed|output_dir|logging\w*|log\w*|report_to|save\w*|wandb\w*|tensorboard\w*|hub\w*|push_to_hub"
-    r"|dataset\w*|datasets|data_dir|train_file\w*|val_set_size|val_split|chat_template|template|preprocessing\w*|dataloader\w*|num_workers|num_proc|epochs?|num_epochs|num_train_epochs|max_steps|total\w*"
-    r"|scheduler|lr_scheduler\w*|early_stopping\w*|resume\w*|overwrite\w*|run_name|project\w*|experiment_name|plot_loss|do_train|do_eval|do_predict|eval_strategy|evaluation_strategy|eval_steps|evals_per_epoch"
-    r"|temperature|top_p|top_k|reward\w*|system\w*|special_tokens\w*|strict|load_best_model\w*|metric\w*|max_grad_norm|clip_grad\w*|adam_\w+|betas|eps|ddp_timeout|trust_remote_code|revision|model_revision"
-    r"|served_model_name|host|port|api_key|tool\w*|enable_auto_tool_choice|tokenizer_?mode|config_format|load_format|tokenizer\w*|model_type|hf_\w+|remove_unused_columns|shuffle|split\w*|message\w*|prompt_template|add_\w+_prompt"
-    r"|author|name|tags|title|description|meta|debug|train_batch_size|val_\w*|test_\w*|critic_warmup|balance_batch|nnodes|node_rank|master\w*|filter_\w+|truncation\w*|kl_loss_coef|kl_loss_type|rpo_alpha|lora_alpha|alpha"
-    r"|use_reentrant|packing_strategy|group_by_length|train_on_inputs|chat_\w+|use_\w*rslora|loraplus\w*|moe_backend|version|columns|bos|eos|stop\w*|n_shot|checkpointer\w*|profiler\w*|metric_logger\w*|max_samples|overwrite_cache)(?:$|\.)",
-    re.IGNORECASE,
-)
-"""Keys that move no byte of the GPU's memory, as far as a plan goes."""
+MOVES_NOTE = "unknown to this reader, and its name says that it may move memory"
 
 
 class Settings:
     """A foreign file's flat keys; every read is written into the report."""
 
     def __init__(
-        self, values: Mapping[str, Any], *, tool: str, version: str, assumed: bool
+        self,
+        values: Mapping[str, Any],
+        *,
+        tool: str,
+        version: str,
+        assumed: bool,
+        why: str = "",
     ) -> None:
         self.values = {str(key): value for key, value in values.items()}
-        self.report = ImportReport(tool=tool, version=version, version_assumed=assumed)
+        self.report = ImportReport(
+            tool=tool, version=version, version_assumed=assumed, version_why=why
+        )
         self.used: set[str] = set()
 
     def law(self, family: str) -> Framework:
@@ -130,18 +131,41 @@ class Settings:
         return any(self.values.get(key) is not None for key in keys)
 
     def raw(self, *keys: str, to: str = "", default: Any = None) -> Any:
-        """Return the first key that is set; record it, or the default."""
+        """Return the first key that is set and no ${variable} alone; record it, or the default."""
         for key in keys:
             value = self.values.get(key)
             if value is not None:
                 self.used.update(keys)
                 if to:
-                    self.report.taken.append(Taken(key=key, value=str(value)[:200], field=to))
+                    self.report.taken.append(
+                        Taken(key=key, value=shown(key, value)[:200], field=to)
+                    )
                 return value
         self.used.update(keys)
         if default is not None and to:
             self.defaulted(to, default)
         return default
+
+    def mapping(self, key: str) -> dict[str, Any] | None:
+        """Return a section that was a mapping in the file, nested again; None where it is none."""
+        whole = self.values.get(key)
+        if isinstance(whole, Mapping):
+            self.used.add(key)
+            return dict(whole)
+        prefix = f"{key}."
+        found: dict[str, Any] = {}
+        for name, value in self.values.items():
+            if not name.startswith(prefix):
+                continue
+            self.used.add(name)
+            inner = found
+            *above, last = name.removeprefix(prefix).split(".")
+            for part in above:
+                inner = inner.setdefault(part, {}) if isinstance(inner, dict) else {}
+            inner[last] = value
+        if found:
+            self.report.taken.append(Taken(key=key, value=str(found)[:200], field="sharding"))
+        return found or None
 
     def defaulted(self, to: str, value: Any) -> None:
         """Record a default of the tool."""
@@ -200,7 +224,25 @@ class Settings:
     def unread(self, key: str, value: Any, effect: str) -> None:
         """Record something that was not understood."""
         self.report.not_understood.append(
-            NotUnderstood(key=key, value=str(value)[:120], effect=effect)
+            NotUnderstood(key=key, value=shown(key, value)[:120], effect=effect)
+        )
+
+    def quiet(self, *prefixes: str) -> None:
+        """Count the keys that begin so and that nobody read as those without an effect on memory."""
+        for key in self.values:
+            if prefixes and key.startswith(prefixes) and key not in self.used:
+                self.used.add(key)
+                self.report.ignored += 1
+
+    @staticmethod
+    def note_unknown(report: "ImportReport", key: str) -> None:
+        """Record a script's value that only running it would give."""
+        report.not_understood.append(
+            NotUnderstood(
+                key=key,
+                value="",
+                effect="the value is computed when the program runs; the default was used",
+            )
         )
 
     def effect(self, sentence: str) -> None:
@@ -217,6 +259,24 @@ class Settings:
             return targets
         self.effect(f"the model has no {', '.join(missing)}: PEFT adapts the other targets only")
         return kept
+
+    def _companions(self, recipe: dict[str, Any]) -> dict[str, Any]:
+        """Return the recipe with other models' names as the catalogue has them, or without."""
+        from planner.importers.names import resolve_model, resolve_name
+
+        changed = dict(recipe)
+        for role in ("reward_model", "value_model", "teacher"):
+            name = changed.get(role)
+            if not name or name == "none":
+                continue
+            if found := resolve_name(name):
+                changed[role] = found
+            elif resolve_model(name) is None and role != "teacher":
+                changed[role] = None
+                self.effect(
+                    f"{role} {name}: not known here, planned as of the trained model's own kind"
+                )
+        return changed
 
     def finish(
         self,
@@ -235,7 +295,8 @@ class Settings:
             if HARMLESS.search(key.replace("-", "_")):
                 self.report.ignored += 1
             else:
-                self.unread(key, value, "unknown")
+                self.unread(key, value, MOVES_NOTE if MOVES.search(key) else "unknown")
+        recipe = self._companions(recipe)
         if isinstance(lora.get("targets"), tuple):
             lora = {**lora, "targets": self._existing(model, lora["targets"])}
         try:
@@ -256,7 +317,7 @@ class Settings:
             where = rows[-1].key if rows else where
             raise UsageError(
                 f"{self.report.tool} config: {where}: {first['msg']}",
-                hint=f"value {str(first.get('input', ''))[:60]!r}",
+                hint=f"value {shown(where, first.get('input', ''))[:60]!r}",
             ) from None
         return Imported(
             tool=self.report.tool,
@@ -291,7 +352,7 @@ def as_int(value: Any) -> int | None:
     if isinstance(value, int):
         return value
     if isinstance(value, float):
-        return int(value) if value == int(value) else None
+        return int(value) if value.is_integer() else None
     match = _NUMBER.match(str(value))
     if match is None:
         return None

@@ -4,6 +4,8 @@ import re
 import shlex
 from dataclasses import dataclass, field
 
+from planner.importers.pasted import without_heredocs
+
 MAX_EXPANSION = 100_000
 _ASSIGN = re.compile(
     r"^(?:export\s+|local\s+|declare\s+(?:-\w+\s+)?)?([A-Za-z_]\w*)=(.*)$", re.DOTALL
@@ -13,6 +15,15 @@ _ECHOED = re.compile(r"\$\([^()]*\|\|\s*echo (\w+)\s*\)")
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?:(:?[-=+])([^{}]*))?\}|\$([A-Za-z_]\w*)")
 _ARRAY_USE = re.compile(r"\"?\$\{([A-Za-z_]\w*)\[[@*]\]\}\"?")
 _EXPR = re.compile(r"\$\(\s*expr\s+([^()]*?)\)|\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
+_FLAG = re.compile(r"\s*(--?[A-Za-z][\w.-]*|[+~]*[A-Za-z_]\w*\.[\w.]+(?==))")
+"""A flag or a dotted override at the start of a line."""
+_OPENS = re.compile(r"\s*[A-Za-z_]\w*\+?=\([^)]*$")
+_READ_HEREDOC = re.compile(
+    r"^[ \t]*read\s+(?:-\w+\s+(?:''\s*)?)*(?P<name>[A-Za-z_]\w*)\s*<<-?\s*(['\"]?)(?P<end>\w+)\2[ \t]*\n"
+    r"(?P<body>.*?)\n[ \t]*(?P=end)[ \t]*$",
+    re.DOTALL | re.MULTILINE,
+)
+"""read -r -d '' NAME <<EOF: a command kept in a variable."""
 _ARITHMETIC = re.compile(r"^[\d\s+*/%()-]+$")
 
 
@@ -25,12 +36,15 @@ class Script:
     prefixes: list[dict[str, str]] = field(default_factory=list)
     """Assignments before each command."""
     not_understood: list[str] = field(default_factory=list)
+    cut_off: list[str] = field(default_factory=list)
+    """Flags that a comment line inside a continued command keeps from it: bash ends the command there."""
 
 
 def parse_shell(text: str) -> Script:
     """Return the script's commands; conditions take the GPU arm, nothing is executed."""
     script = Script()
-    text = re.sub(r"\\\s*(?:#[^\n]*)?\n", " ", text)
+    text = _READ_HEREDOC.sub(_assigned, text)
+    text = _joined(without_heredocs(text), script)
     arrays: dict[str, str] = {}
 
     def keep(match: re.Match[str]) -> str:
@@ -51,6 +65,52 @@ def parse_shell(text: str) -> Script:
         for part in re.split(r"\s*(?:&&|\|\||;(?!;)|(?<!\|)\|(?!\|))\s*", line):
             _statement(script, part.strip(), arrays)
     return script
+
+
+def _assigned(match: re.Match[str]) -> str:
+    """Return the body of a `read ... <<EOF` as an assignment on one line."""
+    lines = [re.sub(r"\\\s*$", "", line).strip() for line in match["body"].split("\n")]
+    body = " ".join(line for line in lines if line and not line.startswith("#"))
+    return f"{match['name']}={shlex.quote(body)}"
+
+
+def _joined(text: str, script: Script) -> str:
+    """Return the text with continued lines joined, as bash does.
+
+    A comment in a continued command goes to the end of that line, so the command ends there and what follows
+    starts another: its flags are kept in `cut_off`.
+    """
+    lines: list[str] = []
+    open_command, lost, in_array = "", False, False
+    for line in text.split("\n"):
+        part, goes_on = _continued(line)
+        if lost and (flag := _FLAG.match(line)):
+            script.cut_off.append(flag.group(1))
+            lost = goes_on
+            continue
+        lost = False
+        if open_command and re.match(r"\s*#", line):
+            if not in_array:
+                lines.append(open_command)
+                open_command, lost = "", True
+            continue
+        in_array = bool(_OPENS.match(line)) or (in_array and not re.match(r"\s*\)", line))
+        open_command += part + (" " if goes_on else "")
+        if not goes_on:
+            lines.append(open_command)
+            open_command = ""
+    return "\n".join([*lines, open_command])
+
+
+def _continued(line: str) -> tuple[str, bool]:
+    """Return a line without its final backslash, and whether it had one (blanks after it are forgiven)."""
+    bare = line.rstrip()
+    if bare.endswith("\\") and not bare.endswith("\\\\"):
+        return bare[:-1], True
+    # "value \\  # why": a comment after the backslash, as people annotate arrays
+    if match := re.match(r"^(.*)\\\s+#[^\n]*$", line):
+        return match.group(1), True
+    return line, False
 
 
 def _gpu_arms(text: str) -> str:
@@ -116,12 +176,18 @@ def _uncommented(line: str) -> str:
 def _statement(script: Script, part: str, arrays: dict[str, str]) -> None:
     if not part:
         return
+    if part.startswith(": "):  # : "${NAME:=value}" sets a default
+        for name, value in re.findall(r"\$\{([A-Za-z_]\w*):?=([^{}]*)\}", part):
+            if not script.environment.get(name):
+                script.environment[name] = expand(value, script.environment, arrays).strip("\"'")
+        return
     expanded = expand(part, script.environment, arrays)
     try:
         words = shlex.split(expanded)
     except ValueError:
         script.not_understood.append(part[:120])
         return
+    words = _without_redirections(words)
     prefix: dict[str, str] = {}
     while words:
         if words[0] in ("export", "env", "exec", "sudo", "nohup", "time"):
@@ -137,6 +203,20 @@ def _statement(script: Script, part: str, arrays: dict[str, str]) -> None:
         return
     script.commands.append(words)
     script.prefixes.append({**script.environment, **prefix})
+
+
+def _without_redirections(words: list[str]) -> list[str]:
+    """Return a command without > file, 2>&1, < file and the & that sends it to the background."""
+    kept: list[str] = []
+    skip = False
+    for word in words:
+        if skip:
+            skip = False
+        elif re.fullmatch(r"(?:\d|&)?>{1,2}|<{1,3}", word):
+            skip = True
+        elif not re.fullmatch(r"(?:\d|&)?>{1,2}\S+|&", word):
+            kept.append(word)
+    return kept
 
 
 def expand(text: str, environment: dict[str, str], arrays: dict[str, str]) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from planner.errors import UsageError
 from planner.importers import words
+from planner.importers.launch import set_degrees
 from planner.importers.settings import Imported, Settings, as_int
 from planner.run.recipe import Checkpointing, Float8, Method, Sharding, Task
 
@@ -147,23 +148,30 @@ def _sharding(settings: Settings, recipe: dict[str, Any]) -> int | None:
         return default if given is None else given
 
     shard = degree("data_parallel_shard_degree", -1)
-    others = {
-        name: degree(name)
-        for name in (
-            "data_parallel_replicate_degree",
-            "tensor_parallel_degree",
-            "pipeline_parallel_degree",
-            "context_parallel_degree",
-            "expert_parallel_degree",
+    found = {
+        name: degree(key)
+        for name, key in (
+            ("data_replicate", "data_parallel_replicate_degree"),
+            ("tensor", "tensor_parallel_degree"),
+            ("pipeline", "pipeline_parallel_degree"),
+            ("context", "context_parallel_degree"),
+            ("expert", "expert_parallel_degree"),
         )
     }
-    for name, ranks in others.items():
-        if ranks > 1:
-            settings.unread(f"parallelism.{name}", ranks, "planned as one rank of data parallelism")
-    recipe["sharding"] = Sharding.NONE if shard == 1 else Sharding.FSDP
+    settings.raw("parallelism.pipeline_parallel_schedule")
+    settings.raw("parallelism.disable_loss_parallel", "parallelism.enable_async_tensor_parallel")
+    copies = Sharding.DDP if found["data_replicate"] > 1 else Sharding.NONE
+    recipe["sharding"] = copies if shard == 1 else Sharding.FSDP
+    ranks = found["data_replicate"] * max(1, shard)
+    gpus = set_degrees(
+        settings,
+        recipe,
+        None if shard < 0 else ranks * found["tensor"] * found["pipeline"] * found["context"],
+        sequence=found["tensor"] > 1,
+        **found,
+    )
     if shard < 0:
         settings.effect(
             "data_parallel_shard_degree -1 is every GPU of the command: give --gpus (planned on one)"
         )
-        return None
-    return shard
+    return gpus

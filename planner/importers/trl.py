@@ -4,17 +4,23 @@ A version's defaults are those of its law in data/frameworks.
 """
 
 import re
+from pathlib import Path
 from typing import Any
 
 from planner.importers import words
-from planner.importers.launch import Launch, apply_launch, deepspeed_setting, finish_sharding
-from planner.importers.names import quantization_in_name
+from planner.importers.fsdp_config import fsdp_setting
+from planner.importers.launch import apply_launch, deepspeed_setting, finish_sharding
+from planner.importers.names import quantization_in_name, resolve_model
 from planner.importers.settings import Imported, Settings, Taken, as_names
+from planner.importers.spread import Launch
+from planner.importers.trl_versions import infer
 from planner.run.recipe import INITS, EngineKind, Loss, Method, Reference, Sharding, Task
 
 VERSION = "1.16.0"
 OPEN_R1_VERSION = "0.18.0"
 HANDBOOK_VERSION = "0.19.1"
+ASSUMED = {"open-r1": OPEN_R1_VERSION, "alignment-handbook": HANDBOOK_VERSION}
+"""Releases that those recipes are written for."""
 _OPTIM = {"adamw": "adamw_torch", "adamw-fused": "adamw_torch_fused"}
 _INNER = "model_init_kwargs."
 """What from_pretrained is given beside, and before, the keys of the file itself."""
@@ -38,46 +44,53 @@ def read(
     tool: str = "trl",
     launch: Launch | None = None,
     is_script: bool = False,
+    trainer_keys: tuple[str, ...] = (),
+    loaded: bool = False,
+    base: Path | None = None,
 ) -> Imported:
     """Return TRL settings as a run.
 
     `assumed` is the version to read defaults of when `version` is not given. `is_script`:
     the settings come from Python keyword arguments, where a model object keeps its dtype and
-    unknown names would raise instead of being ignored.
+    unknown names would raise instead of being ignored. `trainer_keys`: the names that the
+    trainer's own call uses. `loaded`: the script loads the model by from_pretrained itself.
+    `base`: the file's path, for the DeepSpeed file it names.
     """
-    if version is None and is_script and assumed == VERSION:
-        assumed = _newest_that_knows(values)
+    found = infer(task or _task_of(values), values, trainer_keys) if version is None else None
+    why = ""
+    if found is not None and version_tuple(found.version) < version_tuple(assumed):
+        assumed, why = found
     inner = {key: value for key, value in values.items() if key.startswith(_INNER)}
     values = {**values, **{key.removeprefix(_INNER): value for key, value in inner.items()}}
-    settings = Settings(values, tool=tool, version=version or assumed, assumed=version is None)
+    settings = Settings(
+        values, tool=tool, version=version or assumed, assumed=version is None, why=why
+    )
     settings.used.update(inner)
     at = version_tuple(settings.report.version)
-    task = task or _task(settings)
+    task = task or _task_of(values)
     recipe: dict[str, Any] = {"framework": settings.framework("trl"), "task": task}
     usual = settings.law("trl").task_defaults(task.value)
     model = str(settings.raw("model_name_or_path", "model_name", "model", to="model", default=""))
     method = _method(settings, recipe, model)
     _precision(settings, recipe, at, is_script, usual)
+    if loaded:
+        _loaded_dtype(settings, recipe, at, model)
     words.hf_batch(settings, recipe, default=8, optim=_OPTIM[usual["optimizer"]])
     _lengths(settings, recipe, task, at, is_script, usual)
     _compute(settings, recipe, at, usual)
     engine = _engine(settings, recipe, method, at, usual) if task is Task.GRPO else {}
-    if task is Task.DPO:
+    if task in (Task.DPO, Task.KTO):
         recipe["beta"] = settings.number("beta", to="beta", default=0.1)
         precomputed = settings.flag("precompute_ref_log_probs")
-        needed = method is not Method.FULL or not precomputed
-        recipe["reference"] = words.reference(method, needed=needed)
-    gpus = _sharding(settings, recipe, method, launch)
+        recipe["reference"] = words.reference(method, needed=True)
+        if precomputed and method is Method.FULL:
+            recipe["reference"] = Reference.PRECOMPUTED
+    if task is Task.PPO:
+        _ppo(settings, recipe, method)
+    gpus = _sharding(settings, recipe, method, launch, base)
     return settings.finish(
         model, recipe=recipe, lora=_lora(settings, method, is_script), engine=engine, gpus=gpus
     )
-
-
-def _newest_that_knows(values: dict[str, Any]) -> str:
-    """Return the newest release that takes a script's keywords: a later one would raise."""
-    if "max_seq_length" in values:
-        return "0.19.1"
-    return "0.27.2" if "max_prompt_length" in values else VERSION
 
 
 def _compute(
@@ -105,26 +118,50 @@ def _compute(
         settings.defaulted("loss", recipe["loss"].value)
 
 
+def _ppo(settings: Settings, recipe: dict[str, Any], method: Method) -> None:
+    """Read PPOConfig: a value model like the reward model is trained beside the policy."""
+    recipe["completion_length"] = settings.count(
+        "response_length", to="completion_length", default=53
+    )
+    recipe["prompt_length"], recipe["context"] = recipe.get("context"), None
+    recipe["beta"] = settings.number("kl_coef", to="beta", default=0.05)
+    recipe["reference"] = words.reference(method, needed=True)
+    judge = settings.raw("reward_model_path", to="reward_model")
+    if isinstance(judge, str) and judge:
+        recipe["reward_model"] = recipe["value_model"] = judge
+    settings.raw("sft_model_path", "num_ppo_epochs", "num_mini_batches", "total_episodes")
+
+
 def _sharding(
-    settings: Settings, recipe: dict[str, Any], method: Method, launch: Launch | None
+    settings: Settings,
+    recipe: dict[str, Any],
+    method: Method,
+    launch: Launch | None,
+    base: Path | None,
 ) -> int | None:
     gpus = apply_launch(settings, recipe, launch) if launch else None
-    deepspeed = settings.raw("deepspeed", to="sharding")
+    deepspeed = settings.mapping("deepspeed") or settings.raw("deepspeed", to="sharding")
     if deepspeed:
-        gpus = apply_launch(settings, recipe, deepspeed_setting(settings, deepspeed, None)) or gpus
+        gpus = apply_launch(settings, recipe, deepspeed_setting(settings, deepspeed, base)) or gpus
+    if fsdp := fsdp_setting(settings):
+        apply_launch(settings, recipe, fsdp)
     if recipe.get("sharding") in (Sharding.FSDP, Sharding.FSDP2) and method is Method.FULL:
         settings.effect(
             "FSDP with mixed precision keeps trainable parameters in fp32: 16 B/parameter divided by the GPUs"
         )
-        recipe["dtype"] = "fp32"
     return finish_sharding(settings, recipe, gpus)
 
 
-def _task(settings: Settings) -> Task:
-    if settings.has("num_generations", "max_completion_length", "use_vllm", "reward_funcs"):
+def _task_of(values: dict[str, Any]) -> Task:
+    def has(*keys: str) -> bool:
+        return any(values.get(key) is not None for key in keys)
+
+    if has("response_length", "reward_model_path", "num_ppo_epochs"):
+        return Task.PPO
+    if has("num_generations", "max_completion_length", "use_vllm", "reward_funcs"):
         return Task.GRPO
-    likelihood = settings.values.get("loss_type") in _SFT_LOSSES
-    if settings.has("beta", "precompute_ref_log_probs", "loss_type") and not likelihood:
+    likelihood = values.get("loss_type") in _SFT_LOSSES
+    if has("beta", "precompute_ref_log_probs", "loss_type") and not likelihood:
         return Task.DPO
     return Task.SFT
 
@@ -184,6 +221,34 @@ def _precision(
         settings.effect(
             "weights stay in fp32 under autocast: 4 B/parameter for a frozen base, 16 in full fine-tuning; dtype: bfloat16 halves both"
         )
+
+
+def _loaded_dtype(
+    settings: Settings, recipe: dict[str, Any], at: tuple[int, int], model: str
+) -> None:
+    """Settle the dtype of a model that the script loads itself without saying one.
+
+    transformers 5 takes the checkpoint's, 4 took fp32, and fp16 beside bitsandbytes' 4 or 8 bit
+    (quantizers/quantizer_bnb_4bit.py update_torch_dtype). TRL before 0.24 runs on transformers 4.
+    """
+    if settings.has("dtype", "torch_dtype"):
+        return
+    if at >= (1, 0):
+        spec = resolve_model(model) if model else None
+        dtype, why = (
+            (spec.checkpoint_dtype if spec else "bf16"),
+            "the checkpoint's (transformers 5)",
+        )
+    elif recipe.get("quantization"):
+        dtype, why = "fp16", "what bitsandbytes leaves in 16 bit (transformers 4)"
+    else:
+        return
+    recipe["dtype"] = dtype
+    settings.report.defaulted = [row for row in settings.report.defaulted if row.field != "dtype"]
+    settings.defaulted("dtype", f"{dtype}: {why}")
+    settings.report.effects = [
+        sentence for sentence in settings.report.effects if not sentence.startswith("weights stay")
+    ]
 
 
 def _lengths(
@@ -254,13 +319,16 @@ def _engine(
     if not settings.flag("use_vllm", to="engine.kind"):
         settings.effect("generation uses model.generate with a dense KV cache")
         return {"kind": EngineKind.TRANSFORMERS}
-    mode = str(
-        settings.raw(
-            "vllm_mode", to="engine.kind", default="colocate" if at >= (1, 0) else "server"
-        )
-    )
+    device = settings.raw("vllm_device", to="engine.kind")
+    usual_mode = "colocate" if at >= (1, 0) or device == "cuda:0" else "server"
+    mode = str(settings.raw("vllm_mode", to="engine.kind", default=usual_mode))
+    if device is not None and device != "cuda:0":
+        settings.effect(f"vllm_device {device}: the engine is on another GPU than the training")
     rows = (recipe["micro_batch_size"] or 1) * (steps or recipe["gradient_accumulation"] or 1)
     if mode == "server":
+        settings.raw(
+            "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_max_model_len"
+        )
         return {"kind": EngineKind.VLLM_SERVER}
     settings.effect("the engine holds a second copy of the weights")
     tensor_parallel = (

@@ -6,12 +6,15 @@ from planner.importers import words
 from planner.importers.names import quantization_in_name
 from planner.importers.python_calls import UNKNOWN, Calls
 from planner.importers.settings import Imported, Settings, as_names
-from planner.importers.trl_script import TRAINERS, constants
+from planner.importers.trl_script import (
+    arguments_of,
+    constants,
+    task_of,
+    trainer_settings,
+)
 from planner.run.recipe import EngineKind, Loss, Method, Reference, Task
 
 VERSION = "2026.10.9"
-TRAINER_KEYS = ("max_seq_length", "packing")
-"""Settings that older notebooks give to the trainer itself."""
 LOADERS = (
     "FastLanguageModel.from_pretrained",
     "FastModel.from_pretrained",
@@ -28,7 +31,7 @@ ADAPTERS = (
 
 def read(calls: Calls, *, version: str | None = None) -> Imported:
     """Return an Unsloth script as a run."""
-    task = next((task for names, task in TRAINERS if calls.has(*names)), Task.SFT)
+    task = task_of(calls)
     settings, loader, adapted = _collect(calls, task, version)
     recipe: dict[str, Any] = {"framework": settings.framework("unsloth"), "task": task}
     model = settings.raw("load.model_name", to="model") or loader.get("*0")
@@ -67,24 +70,13 @@ def _collect(
 ) -> tuple[Settings, dict[str, Any], bool]:
     """Return the constant keywords of the loader, adapter and trainer calls, and the loader's."""
     loader, adapter = calls.first(*LOADERS) or {}, calls.first(*ADAPTERS)
-    arguments = (
-        calls.last(
-            *(
-                name
-                for names, wanted in TRAINERS
-                if wanted is task
-                for name in names
-                if not name.endswith("Trainer")
-            )
-        )
-        or {}
-    )
+    arguments = arguments_of(calls, task)
     values = {f"load.{key}": value for key, value in constants(loader).items()}
     values |= {
         f"peft.{key}": value for key, value in constants(adapter).items() if key not in ("model",)
     }
-    trainer = constants(calls.last("SFTTrainer", "DPOTrainer", "GRPOTrainer"))
-    values |= {f"args.{key}": trainer[key] for key in TRAINER_KEYS if key in trainer}
+    trainer, _ = trainer_settings(calls, task)
+    values |= {f"args.{key}": value for key, value in trainer.items()}
     values |= {f"args.{key}": value for key, value in constants(arguments).items()}
     settings = Settings(values, tool="unsloth", version=version or VERSION, assumed=version is None)
     for key in (
@@ -142,11 +134,9 @@ def _batch(settings: Settings, recipe: dict[str, Any], task: Task, length: int) 
             settings.count("args.max_length", "args.max_seq_length", to="context") or length
         )
         recipe["packing"] = settings.flag("args.packing", to="packing")
-        if task is Task.DPO:
-            recipe["beta"], recipe["reference"] = (
-                settings.number("args.beta", to="beta", default=0.1),
-                Reference.ADAPTER_OFF,
-            )
+        if task in (Task.DPO, Task.KTO):
+            recipe["beta"] = settings.number("args.beta", to="beta", default=0.1)
+            recipe["reference"] = words.reference(recipe["method"], needed=True)
         return 1
     generations = settings.count("args.num_generations", to="num_generations", default=8) or 8
     recipe["num_generations"] = generations

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from planner.errors import UnsupportedError
 from planner.importers import words
+from planner.importers.launch import set_degrees
+from planner.importers.launchers import started
 from planner.importers.settings import Imported, Settings
 from planner.importers.shell import Script
 from planner.run.recipe import Checkpointing, EngineKind, Loss, Method, Reference, Sharding, Task
@@ -15,12 +16,14 @@ _M, _F = "actor_rollout_ref.model.", "actor_rollout_ref.ref."
 
 def read_script(script: Script, *, version: str | None = None) -> Imported | None:
     """Return the run of the first `verl.trainer` command, or None."""
-    for command in script.commands:
+    for command, environment in zip(script.commands, script.prefixes, strict=True):
         if any("verl.trainer" in word or "main_ppo" in word for word in command):
+            program = started(command, environment)
             return read(
                 overrides(command),
                 version=version,
                 sft=any("sft_trainer" in word for word in command),
+                gpus=program.gpus if program else None,
             )
     return None
 
@@ -37,46 +40,50 @@ def overrides(words_: list[str]) -> dict[str, Any]:
     return values
 
 
-def read(values: dict[str, Any], *, version: str | None = None, sft: bool = False) -> Imported:
-    """Return verl overrides as a run."""
+def read(
+    values: dict[str, Any],
+    *,
+    version: str | None = None,
+    sft: bool = False,
+    gpus: int | None = None,
+) -> Imported:
+    """Return verl overrides as a run; `gpus` are the launcher's, which SFT follows."""
     settings = Settings(values, tool="verl", version=version or VERSION, assumed=version is None)
     if sft:
-        return _read_sft(settings)
-    recipe: dict[str, Any] = {"framework": settings.framework("verl"), "task": Task.GRPO}
+        return _read_sft(settings, gpus)
+    adv = str(settings.raw("algorithm.adv_estimator", to="task", default="gae"))
+    critic = settings.flag("critic.enable", to="task", default=adv == "gae")
+    task = Task.PPO if critic else Task.GRPO
+    recipe: dict[str, Any] = {"framework": settings.framework("verl"), "task": task}
     model = str(settings.raw(f"{_M}path", to="model", default=""))
-    adv = str(settings.raw("algorithm.adv_estimator", to="algorithm", default="gae"))
-    recipe["algorithm"] = adv
-    if adv == "gae":
-        settings.effect("adv_estimator gae trains a critic beside the actor: it is not counted")
+    if task is Task.GRPO:
+        recipe["algorithm"] = adv
     strategy = str(settings.raw(f"{_A}strategy", "model_engine", to="sharding", default="fsdp"))
-    if "megatron" in strategy or "megatron" in " ".join(values):
-        raise UnsupportedError(
-            "verl: the megatron engine has another argument set, which is not mapped"
-        )
+    megatron = "megatron" in strategy or any(".megatron." in key for key in values)
     lora = _lora(settings)
     method = Method.LORA if lora else Method.FULL
     recipe["method"] = method
-    recipe["dtype"] = (
-        words.dtype(settings.raw(f"{_A}fsdp_config.model_dtype", to="dtype", default="fp32"))
-        or "fp32"
-    )
-    recipe["mixed_precision"] = "bf16"
-    settings.effect(
-        "the actor is held in fp32 (4 + 4 + 8 B/parameter) and sharded over the GPUs, computed in bf16"
-    )
-    gpus = (settings.count("trainer.n_gpus_per_node", to="gpus", default=8) or 8) * (
+    _precision(settings, recipe, megatron)
+    count = (settings.count("trainer.n_gpus_per_node", to="gpus", default=8) or 8) * (
         settings.count("trainer.nnodes", to="gpus", default=1) or 1
     )
-    _batch(settings, recipe, gpus)
+    _batch(settings, recipe, count)
     _model_switches(settings, recipe)
     recipe["optimizer"] = words.optimizer(
         settings, settings.raw(f"{_A}optim.optimizer", to="optimizer", default="AdamW")
     )
-    recipe["sharding"] = Sharding.FSDP
+    recipe["sharding"] = Sharding.ZERO1 if megatron else Sharding.FSDP
+    if strategy == "fsdp2":
+        recipe["sharding"] = Sharding.FSDP2
     _reference(settings, recipe, method)
+    if task is Task.PPO:
+        _companions(settings, recipe, model)
+    ranks = _degrees(settings, recipe, count, megatron)
     for key in ("param_offload", "optimizer_offload"):
-        if settings.flag(f"{_A}fsdp_config.{key}", to="engine"):
-            if key == "param_offload":
+        if settings.flag(f"{_A}fsdp_config.{key}", f"{_A}megatron.{key}", to="engine"):
+            if megatron:
+                settings.effect(f"megatron.{key}: moved to host memory between rollout and update")
+            elif key == "param_offload":
                 recipe["offload"] = {"parameters": True}
             else:
                 recipe["optimizer_offload"] = True
@@ -85,7 +92,59 @@ def read(values: dict[str, Any], *, version: str | None = None, sft: bool = Fals
             )
     engine = _engine(settings, method)
     _drop_rest(settings)
-    return settings.finish(model, recipe=recipe, lora=lora, engine=engine, gpus=gpus)
+    return settings.finish(model, recipe=recipe, lora=lora, engine=engine, gpus=ranks)
+
+
+def _precision(settings: Settings, recipe: dict[str, Any], megatron: bool) -> None:
+    if megatron:
+        settings.raw(f"{_A}fsdp_config.model_dtype")
+        recipe["dtype"], recipe["mixed_precision"], recipe["master_weights"] = "bf16", "none", True
+        settings.effect(
+            "Megatron holds bf16 weights and fp32 gradients on each rank, fp32 master and states divided"
+        )
+        return
+    given = settings.raw(f"{_A}fsdp_config.model_dtype", to="dtype", default="fp32")
+    recipe["dtype"] = words.dtype(given) or "fp32"
+    recipe["mixed_precision"] = "bf16"
+    settings.effect(
+        "the actor is held in fp32 (4 + 4 + 8 B/parameter) and sharded over the GPUs, computed in bf16"
+    )
+
+
+def _companions(settings: Settings, recipe: dict[str, Any], model: str) -> None:
+    """Read the critic, and the judge where one is a model."""
+    critic = str(settings.raw("critic.model.path", to="value_model", default="") or "")
+    recipe["value_model"] = critic if critic and critic != model else None
+    named = settings.raw(
+        "reward_model.model.path", "reward.reward_model.model_path", to="reward_model"
+    )
+    used = settings.flag("reward_model.enable", "reward.reward_model.enable", default=False)
+    recipe["reward_model"] = str(named) if named and used else "none"
+    settings.quiet("critic.", "reward_model.", "reward.")
+
+
+def _degrees(settings: Settings, recipe: dict[str, Any], gpus: int, megatron: bool) -> int | None:
+    ulysses = settings.count(
+        f"{_A}ulysses_sequence_parallel_size",
+        f"{_A}fsdp_config.ulysses_sequence_parallel_size",
+        "ulysses_sequence_parallel_size",
+        to="parallel.context",
+    )
+    settings.raw(f"{_F}ulysses_sequence_parallel_size", "critic.ulysses_sequence_parallel_size")
+    if not megatron:
+        size = settings.count(f"{_A}fsdp_config.fsdp_size", to="parallel.data_shard")
+        if size and size < gpus and gpus % size == 0:
+            recipe["parallel"] = {"data_shard": size, "data_replicate": gpus // size}
+        return set_degrees(settings, recipe, gpus, context=ulysses, context_kind="ulysses")
+    prefix = f"{_A}megatron."
+    degrees = {
+        "tensor": settings.count(f"{prefix}tensor_model_parallel_size", to="parallel.tensor"),
+        "pipeline": settings.count(f"{prefix}pipeline_model_parallel_size", to="parallel.pipeline"),
+        "context": settings.count(f"{prefix}context_parallel_size", to="parallel.context"),
+        "expert": settings.count(f"{prefix}expert_model_parallel_size", to="parallel.expert"),
+    }
+    settings.quiet(prefix, f"{_F}megatron.", "critic.megatron.")
+    return set_degrees(settings, recipe, gpus, **degrees)
 
 
 def _lora(settings: Settings) -> dict[str, Any]:
@@ -221,6 +280,23 @@ def _drop_rest(settings: Settings) -> None:
         f"{_R}val_kwargs",
         f"{_R}mode",
         "ray_",
+        "global_profiler",
+        "transfer_queue",
+        f"{_A}loss_agg",
+        f"{_A}policy_loss",
+        f"{_A}ppo_epochs",
+        f"{_A}grad_clip",
+        f"{_A}checkpoint",
+        f"{_A}shuffle",
+        f"{_A}data_loader",
+        f"{_R}temperature",
+        f"{_R}top_",
+        f"{_R}multi_turn",
+        f"{_R}agent",
+        f"{_R}calculate_log_probs",
+        f"{_R}disable_log",
+        f"{_R}enable_",
+        f"{_F}log_prob",
     )
     for key in settings.values:
         if key.startswith(prefixes) and key not in settings.used:
@@ -228,7 +304,7 @@ def _drop_rest(settings: Settings) -> None:
             settings.report.ignored += 1
 
 
-def _read_sft(settings: Settings) -> Imported:
+def _read_sft(settings: Settings, launched: int | None) -> Imported:
     recipe: dict[str, Any] = {
         "framework": settings.framework("verl"),
         "task": Task.SFT,
@@ -266,7 +342,16 @@ def _read_sft(settings: Settings) -> Imported:
         if settings.flag("model.enable_gradient_checkpointing", to="checkpointing", default=True)
         else Checkpointing.NONE
     )
-    gpus = settings.count("trainer.n_gpus_per_node", to="gpus", default=1)
+    told = settings.count("trainer.n_gpus_per_node", to="gpus", default=launched or 1) or 1
+    told *= settings.count("trainer.nnodes", to="gpus") or 1
+    shared = ("ulysses_sequence_parallel_size", "engine.ulysses_sequence_parallel_size")
+    gpus = set_degrees(
+        settings,
+        recipe,
+        launched or told,
+        context=settings.count(*shared, to="parallel.context"),
+        context_kind="ulysses",
+    )
     lora = {"rank": rank, "targets": "all-linear"} if rank else {}
     _drop_rest(settings)
     return settings.finish(model, recipe=recipe, lora=lora, engine={}, gpus=gpus)

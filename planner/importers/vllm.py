@@ -10,6 +10,16 @@ from planner.importers.shell import Script, flags
 from planner.run.recipe import EngineKind, Method, Sharding, Task
 
 VERSION = "0.32"
+OLD_VERSION = "0.10.2"
+OLD = (
+    "num-scheduler-steps",
+    "use-v2-block-manager",
+    "num-lookahead-slots",
+    "preemption-mode",
+    "scheduler-delay-factor",
+    "worker-use-ray",
+)
+"""Flags of the V0 engine, which releases from 0.11 on do not have."""
 _SHORT = {
     "tp": "tensor-parallel-size",
     "dp": "data-parallel-size",
@@ -57,7 +67,15 @@ def read(values: dict[str, Any], *, version: str | None = None, is_call: bool = 
     values = {
         _SHORT.get(str(key), str(key)).replace("_", "-"): value for key, value in values.items()
     }
-    settings = Settings(values, tool="vllm", version=version or VERSION, assumed=version is None)
+    old = next((key for key in OLD if values.get(key) is not None), None)
+    settings = Settings(
+        values,
+        tool="vllm",
+        version=version or (OLD_VERSION if old else VERSION),
+        assumed=version is None,
+        why=f"{old} was V0's, which 0.11 no longer has" if old and version is None else "",
+    )
+    settings.raw(*OLD)
     model = str(settings.raw("model", "model-tag", "*0", to="model", default=""))
     recipe: dict[str, Any] = {
         "framework": settings.framework("vllm"),
@@ -73,7 +91,7 @@ def read(values: dict[str, Any], *, version: str | None = None, is_call: bool = 
     _length(settings, recipe, model)
     tensor = settings.count("tensor-parallel-size", to="engine.tensor_parallel", default=1) or 1
     pipeline = settings.count("pipeline-parallel-size", to="engine.pipeline_parallel") or 1
-    data = settings.count("data-parallel-size", to="gpus", default=1) or 1
+    data = settings.count("data-parallel-size", to="engine.data_parallel", default=1) or 1
     experts = settings.flag("enable-expert-parallel", to="engine.expert_parallel")
     if data > 1 and experts:
         settings.effect(
@@ -83,7 +101,9 @@ def read(values: dict[str, Any], *, version: str | None = None, is_call: bool = 
     engine |= {
         "tensor_parallel": tensor,
         "pipeline_parallel": pipeline,
+        "data_parallel": data,
         "expert_parallel": bool(experts),
+        "cpu_offload_gib": settings.number("cpu-offload-gb", to="engine.cpu_offload_gib"),
         **_adapter_slots(settings),
     }
     gpus = tensor * pipeline * data
@@ -122,8 +142,6 @@ def _extras(settings: Settings) -> None:
             key for key in settings.values if key.startswith("speculative-config.")
         )
         settings.effect("a speculative drafter's weights and KV cache come on top")
-    if offload := settings.raw("cpu-offload-gb", to="engine"):
-        settings.effect(f"{offload} GiB of weights a GPU are kept in host memory")
     settings.raw(
         "enable-prefix-caching",
         "enable-chunked-prefill",

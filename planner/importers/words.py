@@ -35,6 +35,20 @@ def optimizer(settings: Settings, name: Any) -> Optimizer | None:
     return Optimizer.ADAMW
 
 
+def low_rank(settings: Settings, name: Any) -> None:
+    """Say that GaLore's, APOLLO's and their kind's projected states are not modelled."""
+    found = re.search(r"galore|apollo|lomo|badam|adam_mini|grokadamw", str(name).lower())
+    for key in ("optim_args", "optim_target_modules"):
+        if settings.has(key) or any(each.startswith(f"{key}.") for each in settings.values):
+            settings.raw(key)
+            settings.mapping(key)
+    if found:
+        settings.effect(
+            f"{found.group()}: its low-rank or reduced optimizer states are not modelled; whole states are "
+            "planned, an upper bound"
+        )
+
+
 def attention(name: Any) -> Attention | None:
     """Return the attention implementation of a tool's word, or None."""
     word = str(name).lower()
@@ -100,4 +114,6 @@ def hf_batch(
         "gradient_accumulation_steps", to="gradient_accumulation", default=1
     )
     settings.raw("per_device_eval_batch_size", "eval_accumulation_steps")
-    recipe["optimizer"] = optimizer(settings, settings.raw("optim", to="optimizer", default=optim))
+    name = settings.raw("optim", to="optimizer", default=optim)
+    low_rank(settings, name)
+    recipe["optimizer"] = optimizer(settings, name)

@@ -39,23 +39,53 @@ def attend(p: "Program", q: Value, k: Value, v: Value, shape: Shape) -> Value:
     grouped = s.attention == "sdpa" and k.size != q.size
     if grouped and (s.undeclared_groups or width == 4):
         return _math(p, q, k, v, heads, out_size, width)
+    if (
+        s.context_kind == "ulysses"
+    ):  # from a part of the tokens of all heads to all tokens of a part
+        q, k, v = (p.cast(part, part.size) for part in (q, k, v))
     lse = tape.statistics(heads * 4)
     saves = [q, k, v, lse]
     if masked and not (s.masked and s.additive_mask):
         # a boolean mask becomes an additive one in every layer, which is saved: zeros, its inverse
         bias = tape.op((), s.seq * width, forward_scratch=s.seq)
         saves.append(bias)
+    ring = ring_blocks(p, q, k, v, width)
     # the backward kernel accumulates dq in fp32
     out = tape.op(
         (q, k, v),
         out_size,
         saves=tuple(saves),
         saves_out=True,
-        scratch=q.size * 4 / width,
+        forward_scratch=ring.forward,
+        scratch=q.size * 4 / width + ring.backward,
         kind=Op.ATTENTION,
     )
     tape.drop(*saves)
-    return out
+    return p.cast(out, out_size) if s.context_kind == "ulysses" else out
+
+
+class Ring(NamedTuple):
+    """What other ranks' keys and values take while they go round, in bytes per token of one rank."""
+
+    forward: float
+    backward: float
+
+
+def ring_blocks(p: "Program", q: Value, k: Value, v: Value, width: int) -> Ring:
+    """Return the blocks of keys and values in flight where ranks share a sequence.
+
+    p2p (Transformer Engine, context_parallel.py): two at a time, with their gradients in the backward.
+    gathered (torch 2.13 distributed/tensor/experimental/_context_parallel/_attention.py: allgather is the
+    default): all of the group's beside the own ones' copy; the running sum, a block's result and their
+    difference in fp32; in the backward fp32 gradients, those of keys and values once more on their way.
+    """
+    s, own = p.s, k.size + v.size
+    if s.context_kind == "ring":
+        return Ring(2 * own, 4 * own)
+    if s.context_kind != "gathered":
+        return Ring(0, 0)
+    whole, wide = (s.context + 1) * own, 4 / width
+    return Ring(whole + 3 * q.size * wide, whole + 3 * own * wide)
 
 
 def _math(

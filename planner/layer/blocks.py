@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from planner.layer.experts import channel
+from planner.layer.megatron import megatron_layer
 from planner.layer.program import Program
 from planner.layer.tape import Value
 from planner.mixers.registry import mixer_of
@@ -15,7 +16,8 @@ from planner.models.spec import LayerSpec, MlpKind, ModuleKind
 
 def run_layer(p: Program, x: Value, layer: LayerSpec, hidden: int) -> Value:
     """Record one decoder layer on `x`; the caller drops `x`."""
-    out = _layer(p, x, layer, hidden)
+    record = megatron_layer if p.s.code == "megatron" else _layer
+    out = record(p, x, layer, hidden)
     p.end_layer()
     p.tape.layer_done(out)
     return out
@@ -64,12 +66,14 @@ def _block(
 ) -> Value:
     """Record x + norm(part(norm(x)))."""
     tape, width = p.tape, p.s.residual
-    normed = p.norm(x, width, hidden) if before else x
+    normed = p.norm(x, width, hidden // p.s.sequence) if before else x
+    normed = p.gathered(normed, hidden * (wide if before else width), keep=not before)
     out = part(p, normed, layer, hidden, wide if before else width)
     if normed is not x:
         tape.drop(normed)
+    out = p.summed(out, hidden)
     if after:
-        raw, out = out, p.norm(out, width, hidden)
+        raw, out = out, p.norm(out, width, hidden // p.s.sequence)
         tape.drop(raw)
     out = _dropout(p, out, hidden)
     if layer.scaled:
@@ -77,7 +81,7 @@ def _block(
         saves = (raw,) if p.s.full else ()
         out = tape.op((raw,), size, saves=saves, weight_grad=hidden * p.s.grad if p.s.full else 0)
         tape.drop(raw)
-    summed = tape.add(x, out, hidden * width)
+    summed = tape.add(x, out, p.s.stream(hidden))
     tape.drop(out)
     return summed
 
@@ -86,7 +90,7 @@ def _dropout(p: Program, x: Value, hidden: int) -> Value:
     """Record the residual dropout of older families; `x` is dropped."""
     if not p.s.hidden_dropout:
         return x
-    mask = p.tape.value(hidden, needs_grad=False)  # one byte an element
+    mask = p.tape.value(hidden / p.s.sequence, needs_grad=False)  # one byte an element
     out = p.tape.op((x,), x.size, saves=(mask,))
     p.tape.drop(mask, x)
     return out

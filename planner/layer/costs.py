@@ -79,7 +79,7 @@ def checkpointed_costs(layer: LayerSpec, hidden: int, settings: OpSettings) -> C
 
 def _no_grad(layer: LayerSpec, hidden: int, settings: OpSettings) -> Envelope:
     tape = layer_tape(settings.compiled, grad_enabled=False)
-    run_layer(Program(tape, settings), tape.value(hidden * settings.residual), layer, hidden)
+    run_layer(Program(tape, settings), tape.value(settings.stream(hidden)), layer, hidden)
     return envelope(tape.points)
 
 
@@ -89,19 +89,19 @@ def _kept(layer: LayerSpec, hidden: int, settings: OpSettings) -> KeptCosts:
     tape = layer_tape(
         settings.compiled, keep_weight_grads=not settings.accumulate, again=settings.again
     )
-    x = tape.value(hidden * settings.residual, needs_grad=settings.input_grad)
+    x = tape.value(settings.stream(hidden), needs_grad=settings.input_grad)
     out = run_layer(Program(tape, settings), x, layer, hidden)
     tape.drop(x, out)
     forward, kept, keeps_input = envelope(tape.points), tape.now(), x.storage.refs > 0
     tape.points.clear()
-    tape.start_backward(out, hidden * settings.residual)
+    tape.start_backward(out, settings.stream(hidden))
     tape.run()
     return KeptCosts(kept, forward, envelope(tape.points), keeps_input)
 
 
 def _kept_again(layer: LayerSpec, hidden: int, settings: OpSettings) -> KeptCosts:
     """Run a layer of which a checkpoint keeps its input and what its policy chooses."""
-    width = hidden * settings.residual
+    width = settings.stream(hidden)
     if settings.again == "all":
         forward = no_grad_costs(layer, hidden, settings._replace(again=""))
         again = checkpointed_costs(layer, hidden, settings._replace(again=""))
@@ -145,7 +145,7 @@ def again_tape(
     """Return the tape of a selectively checkpointed layer's second run, which stops early."""
     grads = not settings.accumulate
     trial = AgainTape(Policy(), keep_weight_grads=grads)
-    x = trial.value(hidden * settings.residual, needs_grad=settings.input_grad)
+    x = trial.value(settings.stream(hidden), needs_grad=settings.input_grad)
     trial.left_by(first)
     run_layer(Program(trial, settings), x, layer, hidden)
     return AgainTape(Policy(), keep_weight_grads=grads, asks=trial.needed)
@@ -155,7 +155,7 @@ def _checkpointed(layer: LayerSpec, hidden: int, settings: OpSettings) -> Checkp
     early, again, rest, saved = _recompute(layer, hidden, settings, fetched=False)
     stored = envelope(early + again + rest)
     if not saved:  # an input from the host is freed as soon as the forward has run again
-        width = hidden * settings.residual
+        width = settings.stream(hidden)
         return CheckpointedCosts(stored, envelope([*early, *shifted(again, width), *rest]))
     early, again, rest, _ = _recompute(layer, hidden, settings, fetched=True)
     return CheckpointedCosts(stored, envelope(early + again + rest))
@@ -171,7 +171,7 @@ def _recompute(
     if it was `fetched` from the host it is counted, and freed when nothing saved it. Returns the
     points before, during and after the recompute, and whether something saved the input.
     """
-    width = hidden * settings.residual
+    width = settings.stream(hidden)
     tape = layer_tape(settings.compiled, keep_weight_grads=not settings.accumulate, recomputed=True)
     x = tape.value(width)
     out = run_layer(Program(tape, settings), x, layer, hidden)

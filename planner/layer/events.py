@@ -69,7 +69,7 @@ def reentrant_held_events(layer: LayerSpec, hidden: int, settings: OpSettings) -
 
 def _forward(layer: LayerSpec, hidden: int, settings: OpSettings) -> LayerEvents:
     tape = layer_tape(settings.compiled, grad_enabled=False)
-    x = tape.value(hidden * settings.residual)
+    x = tape.value(settings.stream(hidden))
     out = run_layer(Program(tape, settings), x, layer, hidden)
     block = x.storage.block
     return LayerEvents(_without(tape.events, block), block, out.storage.block)
@@ -78,7 +78,7 @@ def _forward(layer: LayerSpec, hidden: int, settings: OpSettings) -> LayerEvents
 def _kept(layer: LayerSpec, hidden: int, settings: OpSettings) -> KeptEvents:
     if settings.again and not settings.compiled:
         return _kept_again(layer, hidden, settings)
-    width = hidden * settings.residual
+    width = settings.stream(hidden)
     tape = layer_tape(
         settings.compiled, keep_weight_grads=not settings.accumulate, again=settings.again
     )
@@ -109,7 +109,7 @@ def _kept_again(layer: LayerSpec, hidden: int, settings: OpSettings) -> KeptEven
         return KeptEvents(
             forward_events(layer, hidden, plain), recomputed_events(layer, hidden, plain)
         )
-    width = hidden * settings.residual
+    width = settings.stream(hidden)
     first = ForwardTape(Policy())
     x = first.value(width)
     out = run_layer(Program(first, settings), x, layer, hidden)
@@ -135,7 +135,7 @@ def _recomputed(
     layer: LayerSpec, hidden: int, settings: OpSettings, *, held: bool = False
 ) -> LayerEvents:
     tape = layer_tape(settings.compiled, keep_weight_grads=not settings.accumulate, recomputed=True)
-    x = tape.value(hidden * settings.residual)
+    x = tape.value(settings.stream(hidden))
     return _computed_again(tape, x, layer, hidden, settings, held=held)
 
 
@@ -149,7 +149,7 @@ def _computed_again(
     held: bool = False,
 ) -> LayerEvents:
     """Return a layer's second forward, as far as it goes, and its backward."""
-    width = hidden * settings.residual
+    width = settings.stream(hidden)
     before, there = len(tape.events), set(range(1, tape.blocks + 1))
     out = run_layer(Program(tape, settings), x, layer, hidden)
     tape.drop(out)
@@ -180,7 +180,7 @@ def _computed_again(
 def _reentrant(
     layer: LayerSpec, hidden: int, settings: OpSettings, *, held: bool = False
 ) -> LayerEvents:
-    width = hidden * settings.residual
+    width = settings.stream(hidden)
     tape = layer_tape(settings.compiled, keep_weight_grads=not settings.accumulate)
     x = tape.value(width)
     out = run_layer(Program(tape, settings), x, layer, hidden)

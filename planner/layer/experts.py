@@ -9,7 +9,7 @@ from dataclasses import replace
 from planner.layer.channel import activation, gated, mlp_block
 from planner.layer.program import Program, in_tiles
 from planner.layer.tape import Op, Value
-from planner.models.spec import LayerSpec, MlpKind, MlpSpec, ModuleKind
+from planner.models.spec import LayerSpec, MlpKind, MlpSpec, ModuleKind, ModuleSpec
 
 INTO, OUT = 0, 1
 """The sides of fused experts."""
@@ -30,8 +30,10 @@ def channel(p: Program, x: Value, layer: LayerSpec, hidden: int, width: int) -> 
 
 
 def moe_block(p: Program, x: Value, layer: LayerSpec, hidden: int, width: int) -> Value:
-    """Record router, routed experts and the shared ones."""
+    """Record router, routed experts and the shared ones: Qwen's run first, and are gated at the end."""
     s, tape, mlp = p.s, p.tape, layer.mlp
+    first = _gate(layer) is not None and mlp.shared_intermediate > 0
+    fed = _shared(p, x, layer, width) if first else None
     logits = _router(p, x, mlp, hidden, width)
     probs = tape.op((logits,), mlp.num_experts * 4, saves_out=True)
     indices = tape.value(mlp.top_k * 40, needs_grad=False)  # ids, order, inverse: int64 and fp32
@@ -46,12 +48,24 @@ def moe_block(p: Program, x: Value, layer: LayerSpec, hidden: int, width: int) -
         out = p.cast(out, hidden * width)
     if not mlp.shared_intermediate:
         return out
-    kind = MlpKind.GATED if mlp.expert_gated else MlpKind.PLAIN
-    dense = replace(mlp, kind=kind, intermediate=mlp.shared_intermediate)
-    fed = _opened(p, x, mlp_block(p, x, replace(layer, mlp=dense), width), layer, width)
+    if fed is None:
+        fed = _shared(p, x, layer, width)
+    fed = _opened(p, x, fed, layer, width)
     total = tape.add(out, fed, hidden * width)
     tape.drop(out, fed)
     return total
+
+
+def _shared(p: Program, x: Value, layer: LayerSpec, width: int) -> Value:
+    """Record the shared experts, one dense block."""
+    mlp = layer.mlp
+    kind = MlpKind.GATED if mlp.expert_gated else MlpKind.PLAIN
+    dense = replace(mlp, kind=kind, intermediate=mlp.shared_intermediate)
+    return mlp_block(p, x, replace(layer, mlp=dense), width)
+
+
+def _gate(layer: LayerSpec) -> ModuleSpec | None:
+    return next((m for m in layer.modules if m.leaf == "shared_expert_gate"), None)
 
 
 def _router(p: Program, x: Value, mlp: MlpSpec, hidden: int, width: int) -> Value:
@@ -79,7 +93,7 @@ def _router(p: Program, x: Value, mlp: MlpSpec, hidden: int, width: int) -> Valu
 def _opened(p: Program, x: Value, out: Value, layer: LayerSpec, width: int) -> Value:
     """Record Qwen's sigmoid gate of the shared expert, one number a token; `out` is dropped."""
     tape = p.tape
-    gate = next((m for m in layer.modules if m.leaf == "shared_expert_gate"), None)
+    gate = _gate(layer)
     if gate is None:
         return out
     asked = p.linear(x, gate, width)

@@ -103,6 +103,26 @@ class OpSettings(NamedTuple):
     keeps), all; empty: nothing."""
     float8: bool = False
     """Linears cast what they multiply to float8 (torchao)."""
+    code: str = "transformers"
+    """Whose layers they are: transformers, megatron."""
+    tensor: int = 1
+    """Ranks that share a layer's matrices."""
+    sequence: int = 1
+    """Ranks that share the tokens of the hidden stream (sequence parallelism)."""
+    context: int = 1
+    """Ranks that share a sequence."""
+    context_kind: str = ""
+    """How keys and values get round: ring (two blocks at once), gathered (all), ulysses; empty: not at all."""
+    attention_dropout: bool = False
+    """Scores in full are dropped out."""
+    expert_rows: float = 1.0
+    """Rows that a rank's experts get for every row that the rank sends."""
+    expert_groups: int = 1
+    """Ranks that the experts are divided over."""
+
+    def stream(self, hidden: int) -> int:
+        """Return bytes per token of the hidden stream between layers."""
+        return hidden * self.residual // self.sequence
 
 
 FLOAT8_MULTIPLE = 16
@@ -357,6 +377,30 @@ class Program:
         tape.drop(turned)
         out = tape.add(cosine, sine, size)
         tape.drop(cosine, sine, x)
+        return out
+
+    def gathered(self, x: Value, size: float, *, keep: bool = False) -> Value:
+        """Record that a tensor divided over the tensor ranks by tokens is made whole for a block's linears.
+
+        DTensor redistributes it into a new tensor, which the linears keep (torch.distributed.tensor.parallel
+        PrepareModuleInput). `x` is dropped unless `keep`.
+        """
+        if self.s.sequence == 1:
+            return x
+        whole = self.tape.op((x,), size, kind=Op.KERNEL)
+        if not keep:
+            self.tape.drop(x)
+        return whole
+
+    def summed(self, x: Value, hidden: int) -> Value:
+        """Record the sum of the tensor ranks' partial results; `x` is dropped.
+
+        Scattered over the tokens, or all-reduced: a functional collective, with a result of its own.
+        """
+        if self.s.tensor == 1:
+            return x
+        out = self.tape.op((x,), self.s.stream(hidden), kind=Op.KERNEL)
+        self.tape.drop(x)
         return out
 
     def sdpa(self, q: Value, k: Value, v: Value, heads: int, v_dim: int, width: int) -> Value:

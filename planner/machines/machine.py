@@ -16,6 +16,7 @@ from planner.errors import UnknownNameError, UsageError
 from planner.units import MiB, format_bytes, parse_bytes
 
 MAX_GPUS = 65536
+GPUS_PER_NODE = 8
 DEFAULT_CONTEXT_BYTES = 525 * MiB
 """CUDA context with torch's kernels loaded lazily, when only --vram is known: the middle of
 0.25-0.83 GiB measured on data-centre cards (data/gpus, context_mib)."""
@@ -82,6 +83,8 @@ class Machine:
     vram_bytes: int
     """Memory that torch sees on one GPU."""
     num_gpus: int = 1
+    nodes: int = 0
+    """Hosts that the GPUs are in; 0 = as few as hold eight each."""
     host_ram_bytes: int | None = None
     """None = not stated: host terms are shown but not judged."""
     gpu: GpuSpec | None = None
@@ -95,8 +98,18 @@ class Machine:
             raise UsageError(f"vram: {self.vram_bytes} is not a size", hint="more than 0 bytes")
         if not 1 <= self.num_gpus <= MAX_GPUS:
             raise UsageError(f"gpus: {self.num_gpus} is outside 1..{MAX_GPUS}")
+        if self.nodes and self.num_gpus % self.nodes:
+            raise UsageError(
+                f"nodes: {self.nodes} do not hold the same number of the {self.num_gpus} GPUs",
+                hint="a number that divides --gpus",
+            )
         if self.host_ram_bytes is not None and self.host_ram_bytes <= 0:
             raise UsageError(f"host-ram: {self.host_ram_bytes} is not a size")
+
+    @property
+    def node_gpus(self) -> int:
+        """GPUs of one host: boards of DGX and HGX machines have eight."""
+        return self.num_gpus // self.nodes if self.nodes else min(self.num_gpus, GPUS_PER_NODE)
 
     @property
     def label(self) -> str:
@@ -206,6 +219,7 @@ def make_machine(
     gpu: str | None = None,
     *,
     gpus: int = 1,
+    nodes: int | None = None,
     vram: str | int | None = None,
     host_ram: str | int | None = None,
 ) -> Machine:
@@ -227,6 +241,7 @@ def make_machine(
     return Machine(
         vram_bytes=total,
         num_gpus=gpus,
+        nodes=nodes or 0,
         host_ram_bytes=_size(host_ram, "host-ram") if host_ram is not None else None,
         gpu=spec,
         context_bytes=context if context is not None else 0,

@@ -16,6 +16,7 @@ MIXER = Mixer(
     assumes="",
     keeps_apart=True,
     reads_images=False,
+    divides=True,
     cache=Cache(
         token=a.keys_and_values, beyond=a.nothing, tokens_held=a.last_tokens, state=a.nothing
     ),

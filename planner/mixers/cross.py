@@ -10,6 +10,7 @@ MIXER = Mixer(
     assumes="",
     keeps_apart=False,
     reads_images=True,
+    divides=False,
     cache=Cache(token=a.nothing, beyond=a.nothing, tokens_held=a.every_token, state=a.nothing),
     pages=replace(a.PAGES, own_group=True),
     lora_roots=a.ROOTS,

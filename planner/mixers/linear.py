@@ -21,6 +21,7 @@ MIXER = Mixer(
     assumes="flash-linear-attention and causal-conv1d",
     keeps_apart=False,
     reads_images=False,
+    divides=False,
     cache=Cache(token=a.nothing, beyond=a.nothing, tokens_held=a.every_token, state=states),
     pages=replace(a.PAGES, states=running_and_block_end),
     lora_roots=a.ROOTS | {"linear_attn"},

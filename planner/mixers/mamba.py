@@ -46,6 +46,7 @@ MIXER = Mixer(
     assumes="mamba-ssm and causal-conv1d",
     keeps_apart=False,
     reads_images=False,
+    divides=False,
     cache=Cache(token=a.nothing, beyond=a.nothing, tokens_held=a.every_token, state=states),
     pages=replace(a.PAGES, states=states_held),
     lora_roots=frozenset({"mamba", "mixer", "conv"}),

@@ -67,6 +67,8 @@ class Mixer:
     """Positions and a mask tell packed samples apart in it: no state runs from one to the next."""
     reads_images: bool
     """Its keys and values are the images', not the text's."""
+    divides: bool
+    """Tensor-parallel ranks each take a part of its heads."""
     cache: Cache
     pages: Pages
     lora_roots: frozenset[str]

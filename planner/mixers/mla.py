@@ -68,6 +68,7 @@ MIXER = Mixer(
     assumes="",
     keeps_apart=True,
     reads_images=False,
+    divides=True,
     cache=Cache(token=latent, beyond=a.nothing, tokens_held=a.every_token, state=a.nothing),
     pages=replace(a.PAGES, divided=False),
     lora_roots=a.ROOTS | {"indexer"},

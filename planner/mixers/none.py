@@ -8,6 +8,7 @@ MIXER = Mixer(
     assumes="",
     keeps_apart=True,
     reads_images=False,
+    divides=True,
     cache=Cache(token=a.nothing, beyond=a.nothing, tokens_held=a.every_token, state=a.nothing),
     pages=a.PAGES,
     lora_roots=frozenset(),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import ceil, floor, sqrt
 
 from planner.errors import UnsupportedError, UsageError
-from planner.models.tiles import anyres_tokens, best_resolution, canvas, split
+from planner.models.tiles import anyres_tokens, best_resolution, canvas, fitted, split
 from planner.models.vision_spec import Cut, VisionSpec
 
 MAX_RATIO = 200
@@ -70,6 +70,16 @@ def cut_image(vision: VisionSpec, width: int, height: int, images: int = 1) -> C
         return _tiled(
             vision, tiles, tiles * vision.tokens + 2, _tiles_said(width, height, tiles, side)
         )
+    if vision.cut is Cut.EDGE:
+        wide, high = fitted(vision, width, height)
+        if not wide * high:
+            raise UsageError(
+                f"image_size: {width}x{height}: at a longest edge of {vision.edge} nothing is left of it",
+                hint="crop or pad the image",
+            )
+        rows, columns = (edge // (vision.patch * vision.merge) for edge in (high, wide))
+        said = f"{width} x {height} resized to {wide} x {high}"
+        return _cutting(vision, rows * columns * vision.merge**2, rows * (columns + 1), said)
     if vision.cut is Cut.SPLIT:
         columns, rows = split(vision, width, height)
         tiles = columns * rows + 1

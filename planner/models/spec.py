@@ -251,6 +251,8 @@ class ModelSpec:
     norm_first: bool = False
     """A layer norm before the first layer, which answers in fp32 under autocast: the stream stays so
     (the towers of CLIP and Llama 3.2 Vision)."""
+    router_loss: bool = False
+    """Its config has a loss that balances its experts, and its forward gives their logits."""
     residual_streams: int = 1
     """Copies of the residual stream between layers (DeepSeek-V4's hyper-connections)."""
     attention_dropout: float = 0.0

@@ -5,7 +5,7 @@ processing_llava_onevision.py, models/got_ocr2/image_processing_got_ocr2.py (Int
 models/idefics3/image_processing_idefics3.py, models/pixtral/image_processing_pixtral.py.
 """
 
-from math import ceil, sqrt
+from math import ceil, floor, sqrt
 
 from planner.models.vision_spec import VisionSpec
 
@@ -70,6 +70,17 @@ def split(vision: VisionSpec, width: int, height: int) -> tuple[int, int]:
         wide, high = _longest(wide, high, LARGEST_EDGE, even=False)
     columns, rows = _tiles(wide, high, vision.size)
     return (columns, rows) if max(columns, rows) > 1 else (0, 0)
+
+
+def fitted(vision: VisionSpec, width: int, height: int) -> tuple[int, int]:
+    """Return Pixtral's width and height: no edge above the longest, rounded up to whole merged patches.
+
+    0 for the shorter edge of an image that is longer than that many times its width.
+    """
+    ratio, unit = max(width, height) / vision.edge, vision.patch * vision.merge
+    if ratio > 1:
+        width, height = floor(width / ratio), floor(height / ratio)
+    return -(-width // unit) * unit, -(-height // unit) * unit
 
 
 def _longest(width: int, height: int, edge: int, *, even: bool) -> tuple[int, int]:

@@ -17,6 +17,8 @@ class Cut(StrEnum):
     """The whole image and tiles of the best of some resolutions (LLaVA-NeXT, LLaVA-OneVision)."""
     CROPS = "crops"
     """Tiles of the canvas nearest in aspect ratio, and a thumbnail (InternVL)."""
+    EDGE = "edge"
+    """Any size up to a longest edge, rounded up to whole merged patches; a token ends each row (Mistral 3)."""
     SPLIT = "split"
     """Scaled to a longest edge, split into tiles, and the whole image (Idefics3, SmolVLM)."""
 
@@ -36,6 +38,10 @@ class Projector:
     norm: str = ""
     """rmsnorm, layernorm, or none."""
     activation: str = "gelu"
+    merger: str = ""
+    """The linear that makes one row of a token's patches before the others (Mistral 3)."""
+    merged: int = 0
+    """Width of that row."""
     count: int = 1
     """How many, each on all rows: Qwen3-VL's deepstack has more than one."""
 
@@ -53,6 +59,8 @@ class TowerSpec:
     activation: str = "gelu_pytorch_tanh"
     fused_qkv: bool = False
     bias: bool = True
+    """Of attention's linears."""
+    mlp_bias: bool = True
     rope: bool = False
     norm_first: bool = False
     """A layer norm before the first block."""
@@ -63,6 +71,8 @@ class TowerSpec:
     Qwen-VL concatenates images and windows, Whisper's heads lie before the rows."""
     masked: bool = False
     """Attention gets an additive mask of [1, T, T], one for all blocks (Llama 3.2 Vision, Pixtral)."""
+    one_sequence: bool = False
+    """All of a micro-batch's images are one sequence, which such a mask parts again (Pixtral)."""
     unused: int = 0
     """Last blocks whose output nothing reads: LLaVA takes the features of the last but one."""
     states: int = 0

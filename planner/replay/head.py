@@ -9,7 +9,7 @@ from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
 from planner.replay.player import Player
 from planner.run.logits_law import LogitsLaw, width
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.adapters import trains_head
 from planner.terms.gradients import gradient_width
 from planner.terms.logits import (

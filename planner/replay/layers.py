@@ -17,7 +17,7 @@ from planner.models.spec import LayerSpec, ModelSpec
 from planner.replay.player import Blocks, Player
 from planner.replay.units import Units
 from planner.run.recipe import Checkpointing
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.activations import KEEPS_GRAPHS, layer_settings
 
 
@@ -39,7 +39,7 @@ class Layers:
     @property
     def width(self) -> int:
         """Bytes per token of the hidden stream."""
-        return self.model.hidden * self.settings.residual
+        return self.settings.stream(self.model.hidden)
 
     @property
     def order(self) -> list[LayerSpec]:
@@ -82,7 +82,9 @@ class Layers:
             self.units.before(layer, backward=backward)
 
     def _reduce(self, layer: LayerSpec, made: list[Chunk], grads: list[Chunk]) -> None:
-        if self.units is None:
+        if self.units is None and self.r.copies_into_buckets:
+            self.player.give(*made)
+        elif self.units is None:
             grads.extend(made)
         else:
             self.units.after_backward(layer, made, grads)

@@ -17,10 +17,10 @@ def norm_events(model: ModelSpec, settings: OpSettings) -> KeptEvents:
 
 @lru_cache(maxsize=1024)
 def _norm(hidden: int, settings: OpSettings) -> KeptEvents:
-    width = hidden * settings.residual
+    width = settings.stream(hidden)
     tape = layer_tape(beside_layers(settings), keep_weight_grads=not settings.accumulate)
     x = tape.value(width)
-    out = Program(tape, settings).norm(x, settings.residual, hidden)
+    out = Program(tape, settings).norm(x, settings.residual, hidden // settings.sequence)
     tape.layer_done(out)
     first, last = x.storage.block, out.storage.block
     tape.drop(x)

@@ -4,7 +4,7 @@ from planner.allocator.pool import Chunk
 from planner.dtypes import ELEMENT_BYTES, normal_dtype
 from planner.models.spec import ModelSpec
 from planner.replay.player import Player
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.kv_cache import layer_bytes_per_token, rollout_sequences, state_bytes
 
 

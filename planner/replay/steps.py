@@ -9,6 +9,7 @@ from planner.allocator.caching import AllocatorConfig
 from planner.allocator.pool import Chunk
 from planner.layer.program import OpSettings
 from planner.models.spec import ModelSpec
+from planner.replay.fsdp2 import Fsdp2Units, load_shards
 from planner.replay.head import Head
 from planner.replay.layers import Layers
 from planner.replay.norm import norm_events
@@ -18,8 +19,9 @@ from planner.replay.tensors import Trained, factored, loaded, trained
 from planner.replay.units import Units
 from planner.replay.update import Update
 from planner.replay.warmup import warmup_bytes
+from planner.replay.zero import flat_groups, load_zero, reduce_at_the_end, step_sizes, units_of
 from planner.run.recipe import Checkpointing, EngineKind, Method, Reference, Task
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.run.tasks import PREFERENCE, TASKS
 from planner.terms.activations import masks, op_settings
 from planner.terms.adapters import trains_embedding, trains_tied
@@ -112,13 +114,23 @@ class Run:
         self.player = player
         self.sharded = r.placement.gathers
         self.trained = self._trained() if r.trains else []
-        self.update = Update(r, self.trained, player, self._factored())
+        roots = KINDS[r.optimizer].square_roots
+        copies = (
+            step_sizes(model, r, square_roots=roots)
+            if r.trains and r.placement.zero is not None
+            else None
+        )
+        self.update = Update(r, self.trained, player, self._factored(), copies)
         self.outputs: Chunk | None = None
+        self.held: list[list[Chunk]] = []
+        """Whole gradients that wait for the last micro-batch."""
         self.once = op_settings(model, r)._replace(accumulate=False)
 
     def _trained(self) -> list[Trained]:
         """Return every tensor the optimizer sees on this rank."""
         r = self.r
+        if r.placement.zero is not None and r.method is Method.FULL:
+            return flat_groups(self.model, r)
         if self.sharded and r.method is Method.FULL:
             sizes = self._shards(-(-self.model.parameters // r.placement.state_shards))
             return [Trained(size, trained_width(r)) for size in sizes]
@@ -151,8 +163,9 @@ class Run:
             for each in self.trained:
                 copies = times if each.loads else times - 1
                 player.take_all([each.width * each.elements] * copies)
-        if self.r.placement.gradient_copies > 1:
+        if self.r.placement.buckets:
             player.take_all(self._buckets())
+        load_zero(self.model, self.r, player)
         player.take(workspace_bytes)
         player.take(resident_bytes)
 
@@ -182,6 +195,9 @@ class Run:
 
     def _shard(self) -> None:
         """Make flat units, layers first and the root last, and keep this rank's part of each."""
+        if self.r.placement.flat_buffers:
+            load_shards(self.model, self.r, self.player)
+            return
         root, *layers = self._shards(weights(self.model, self.r).bytes)
         for size in (*layers, root):
             flat = self.player.take(size * self.r.placement.weight_shards)
@@ -205,6 +221,7 @@ class Run:
                 self._columns(length, grads)
             else:
                 self._micro_batch(length, tokens, grads, accumulate=number > 0)
+        reduce_at_the_end(self.model, self.r, self.player, grads)
         self.update.step(grads)
 
     def _embed(self, tokens: int, settings: OpSettings) -> Chunk:
@@ -230,7 +247,7 @@ class Run:
 
     def score_plain(self, tokens: int) -> None:
         """Play one forward of this model and its head without a graph."""
-        units = Units(self.model, self.r, self.player) if self.sharded else None
+        units = units_of(self.model, self.r, self.player) if self.sharded else None
         layers = Layers(self.model, self.r, self.once, tokens, self.player, units)
         x = layers.no_grad(self._embed(tokens, self.once))
         head = Head(self.model, self.r, tokens, self.player)
@@ -239,6 +256,8 @@ class Run:
         out = left.pop(events.forward.out)
         self.player.give(*left.values())
         head.score(out)
+        if units is not None:
+            units.finish([], [])
 
     def _micro_batch(
         self, length: int, tokens: int, grads: list[Chunk], *, accumulate: bool
@@ -261,8 +280,11 @@ class Run:
 
     def _forward(self, length: int, tokens: int, *, accumulate: bool) -> "Running":
         player, settings = self.player, self.once._replace(accumulate=accumulate)
-        reduces = self.r.placement.gradient_shards > 1 or self.r.placement.offload.gradients
-        units = Units(self.model, self.r, player) if self.sharded or reduces else None
+        here = self.r.placement
+        reduces = here.gradient_shards > 1 or here.offload.gradients or here.zero is not None
+        units = units_of(self.model, self.r, player) if self.sharded or reduces else None
+        if isinstance(units, Fsdp2Units):
+            units.again, units.held = accumulate, self.held
         if units is not None:
             units.start()
         layers = Layers(self.model, self.r, settings, tokens, player, units)
@@ -271,6 +293,8 @@ class Run:
             [masks(self.model, self.r, settings) * length // self.r.seq_tokens]
         )
         last = layers.forward(self._embed(tokens, settings))
+        if units is not None:
+            units.forward_done()
         events = norm_events(self.model, settings)
         kept = player.play(events.forward, tokens, {events.forward.x: last})
         if self.r.checkpointing is Checkpointing.NONE:  # else every checkpoint has it
@@ -290,18 +314,28 @@ class Run:
             waiting = head.wait()
             self._score(tokens)
             player.give(*waiting)
+        if units is not None:
+            units.backward_starts()
         grad = head.run(out, outside, accumulate=accumulate)
         self.outputs = head.outputs
         left = player.play(events.backward, tokens, {**kept, events.backward.grad_out: grad})
         grad = left.pop(events.backward.grad_in)
         done = left.pop(events.forward.x, None)
         outside.extend(left.values())
+        self._into_buckets(outside)
         first = running.layers.backward(done, grad, grads)
         player.give(*running.rotary, *running.masked)
         self._embedding_grad(tokens, outside, accumulate=accumulate)
         player.give(first)
+        self._into_buckets(outside)
         if units is not None:
             units.finish(outside, grads)
+
+    def _into_buckets(self, grads: list[Chunk]) -> None:
+        """Free gradients that DDP has copied into its buckets, of which they are views from then on."""
+        if self.r.copies_into_buckets:
+            self.player.give(*grads)
+            grads.clear()
 
     @property
     def _asks(self) -> bool:

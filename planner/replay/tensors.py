@@ -9,9 +9,8 @@ from planner.models.spec import ModelSpec, ModuleKind, ModuleSpec
 from planner.quant.schemes import Scheme
 from planner.quant.table import BITSANDBYTES, packed_bytes, scheme_table, tensors
 from planner.run.recipe import Method
-from planner.run.resolve import Resolved
-from planner.terms.adapters import rest_width
-from planner.terms.counts import lora_of
+from planner.run.resolved import Resolved
+from planner.terms.counts import lora_of, rest_width
 from planner.terms.weights import trained_width
 
 

@@ -12,7 +12,7 @@ from planner.dtypes import element_bytes
 from planner.models.spec import LayerSpec, ModelSpec
 from planner.replay.player import Player
 from planner.run.recipe import Method
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.gradients import gradient_width
 from planner.terms.weights import gathered, trained_width
 
@@ -65,6 +65,12 @@ class Units:
         chunk = self.player.take(size, GATHER)
         if chunk is not None:
             self.waiting.append(chunk)
+
+    def forward_done(self) -> None:
+        """The last layer has run forward."""
+
+    def backward_starts(self) -> None:
+        """The loss is about to be differentiated."""
 
     def after_backward(self, layer: LayerSpec, made: list[Chunk], grads: list[Chunk]) -> None:
         """Reduce a layer's gradients: one flat copy, then this rank's shard."""

@@ -3,7 +3,7 @@
 from planner.allocator.pool import Chunk
 from planner.replay.player import Player
 from planner.replay.tensors import Trained
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.counts import SMALL_TENSOR
 from planner.terms.optimizer import BLOCK_8BIT, state_width
 from planner.terms.optimizer_kinds import KINDS
@@ -13,9 +13,16 @@ class Update:
     """The optimizer of one run."""
 
     def __init__(
-        self, r: Resolved, trained: list[Trained], player: Player, factored: list[int]
+        self,
+        r: Resolved,
+        trained: list[Trained],
+        player: Player,
+        factored: list[int],
+        copies: tuple[int, ...] | None = None,
     ) -> None:
         self.r = r
+        self.copies = copies
+        """Blocks that DeepSpeed's step makes; None where it is not at work."""
         self.factored = factored
         """Elements of Adafactor's statistics; empty for another optimizer."""
         self.trained = trained
@@ -28,7 +35,9 @@ class Update:
         if not (self.r.placement.offload.states or self.kind.paged):
             if not self.started:
                 self._start()
-            if self.kind.square_roots and not self.r.switches.step_scratch_bytes:
+            if self.copies is not None:
+                self.player.passing(*self.copies)
+            elif self.kind.square_roots and not self.r.switches.step_scratch_bytes:
                 self.player.passing(
                     *(each.elements * state_width(self.r, each.width) for each in self.trained)
                 )

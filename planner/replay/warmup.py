@@ -2,7 +2,7 @@
 
 from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.counts import base_weights
 
 KEPT_FREE = 1_288_490_188

@@ -2,11 +2,13 @@
 
 from typing import Any
 
+from planner.errors import UsageError
 from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
 from planner.run.framework_files import Framework
 from planner.run.recipe import EngineKind, Method, Recipe, Task
 from planner.run.tasks import TASKS
+from planner.units import GiB
 
 DEFAULT_LORA_RANK = 16
 """vLLM's max_lora_rank."""
@@ -72,6 +74,7 @@ def engine_fields(
             offline=section.offline,
             max_len=max_len,
             multimodal=bool(model.towers),
+            latent=any(layer.mixer.kv_lora_rank for layer in model.layers),
         )
     fallbacks = {
         "max_num_seqs": 0 if law.sequences_by_room else sequences if serves else most,
@@ -81,6 +84,11 @@ def engine_fields(
     chosen = {
         key: choose(getattr(section, key), defaults, key, value) for key, value in fallbacks.items()
     }
+    if section.cpu_offload_gib and not serves:
+        raise UsageError(
+            f"engine.cpu_offload_gib: {section.cpu_offload_gib:g} has no effect with task {recipe.task}",
+            hint="only serve has it",
+        )
     switches = framework.switches_of(recipe.task.value)
     if switches.drops_renewed_weights and section.sleep_level is None and chosen["sleep_level"]:
         chosen["sleep_level"] = usual_sleep(engine, recipe.method)
@@ -98,7 +106,10 @@ def engine_fields(
         "cuda_graphs": bool(choose(section.cuda_graphs, defaults, "cuda_graphs", True)),
         "tensor_parallel": section.tensor_parallel,
         "pipeline_parallel": section.pipeline_parallel,
+        "data_parallel": section.data_parallel,
+        "sync": section.sync or switches.sync_unit,
         "expert_parallel": section.expert_parallel,
+        "engine_offload_bytes": int(section.cpu_offload_gib * GiB),
         **_adapter_slots(recipe, engine),
     }
 

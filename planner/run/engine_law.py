@@ -51,6 +51,8 @@ class EngineLaw(Section):
     """Largest cards first; the first that matches counts."""
     whole_prompts_up_to: Number = 0
     """V0: a model no longer than this is not chunked, so the profile's batch holds whole prompts."""
+    latent_whole_prompts: Flag = False
+    """Models with latent attention are never chunked, so the profile's batch holds a whole prompt."""
     multimodal_tokens: Number = 0
     """V0: the least batch of a model with a vision or audio tower."""
     sequences_by_room: tuple[tuple[Number, Number], ...] = ()
@@ -120,7 +122,14 @@ class EngineLaw(Section):
     """Host memory for swapped blocks a GPU (V0's swap_space)."""
 
     def batch(
-        self, *, vram_bytes: int, name: str, offline: bool, max_len: int, multimodal: bool
+        self,
+        *,
+        vram_bytes: int,
+        name: str,
+        offline: bool,
+        max_len: int,
+        multimodal: bool,
+        latent: bool = False,
     ) -> tuple[int, int]:
         """Return (max_num_batched_tokens, max_num_seqs) when neither is stated."""
         found = next(
@@ -131,6 +140,8 @@ class EngineLaw(Section):
         )
         tokens = found.offline_tokens if offline else found.served_tokens
         if self.whole_prompts_up_to and (multimodal or max_len <= self.whole_prompts_up_to):
+            tokens = max(tokens, max_len)
+        if latent and self.latent_whole_prompts:
             tokens = max(tokens, max_len)
         if multimodal:
             tokens = max(tokens, self.multimodal_tokens)

@@ -10,7 +10,7 @@ from planner.run.recipe import Recipe, Task
 from planner.units import format_bytes
 
 if TYPE_CHECKING:
-    from planner.run.resolve import Resolved
+    from planner.run.resolved import Resolved
 
 GROUPED, FALLBACK, MODULES = "grouped_mm", "fallback", "modules"
 LOOPS = frozenset({"eager", MODULES})
@@ -76,6 +76,11 @@ def _before_ampere(machine: Machine) -> bool:
 
 def uneven_notes(model: ModelSpec, r: "Resolved", extra: int) -> list[str]:
     """Return what a plan says of experts in a loop: rows of the fullest when even, and at worst."""
+    if r.layout.expert > 1 and extra:
+        return [
+            f"experts over {r.layout.expert} ranks, evenly used; if every token chose this rank's, "
+            f"{format_bytes(extra)} more"
+        ]
     if r.experts not in LOOPS:
         return []
     mlp = next(layer.mlp for layer in model.layers if layer.mlp.num_experts)

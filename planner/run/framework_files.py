@@ -13,13 +13,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources.abc import Traversable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from planner.datafiles import data_dir
 from planner.errors import UsageError
 from planner.run.engine_law import EngineLaw
 from planner.run.logits_law import LogitsLaw
-from planner.run.recipe import EngineSection, Recipe, Section, Task
+from planner.run.recipe import BucketsSection, EngineSection, Recipe, Section, Task
 from planner.run.runfile import validate
 from planner.run.switches import Switches
 from planner.run.tasks import TASKS
@@ -52,6 +52,8 @@ class Framework:
     logits: dict[str, LogitsLaw] = field(default_factory=dict)
     engine: EngineLaw = field(default_factory=EngineLaw)
     """What its vLLM does: vLLM's own files state it, others have the newest."""
+    deepspeed: dict[str, BucketsSection] = field(default_factory=dict)
+    """Buckets of the DeepSpeed configs it ships, by scheme: zero1, zero2, zero3."""
     source: str = ""
     retrieved: str = ""
     notes: str = ""
@@ -133,9 +135,12 @@ class _File(Section):
     task_switches: dict[str, dict[str, Any]] = {}
     logits: dict[str, str | dict[str, Any]] = {}
     engine: EngineLaw = EngineLaw()
+    deepspeed: dict[Literal["zero1", "zero2", "zero3"], BucketsSection] = {}
 
 
-_INHERITED = ("defaults", "switches", "task_switches", "logits", "engine", "package")
+_INHERITED = (
+    *("defaults", "switches", "task_switches", "logits", "engine", "deepspeed", "package"),
+)
 
 
 def load_frameworks(folder: Traversable) -> dict[str, Framework]:

@@ -129,7 +129,7 @@ def sees_images_whole(model: ModelSpec, recipe: Recipe) -> bool:
 
 PLANNED = {
     "images": "Qwen-VL (2, 2.5, 3, 3.5), Gemma 3, Llama 3.2 Vision, LLaVA (1.5, NeXT, OneVision), InternVL, "
-    "Idefics3 and SmolVLM",
+    "Idefics3, SmolVLM and Mistral 3",
     "audio": "Qwen2-Audio and Voxtral",
 }
 

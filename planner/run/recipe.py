@@ -6,7 +6,7 @@ A field left at None means "whatever the framework does"; planner.run.framework 
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 MAX_TOKENS = 2**27
 """134 million tokens: an upper bound that catches typing errors, not a real limit."""
@@ -127,6 +127,8 @@ class Sharding(StrEnum):
     ZERO3 = "zero3"
     FSDP = "fsdp"
     FSDP2 = "fsdp2"
+    MEGATRON = "megatron"
+    """Megatron-Core's distributed optimizer: states divided over all ranks that hold the same weights."""
 
 
 class Optimizer(StrEnum):
@@ -193,8 +195,15 @@ class EngineSection(Section):
     cuda_graphs: bool | None = None
     tensor_parallel: Count = 1
     pipeline_parallel: Count = 1
+    data_parallel: Count = 1
+    """Engines side by side, each with its own attention weights and KV pool; they share the experts."""
     expert_parallel: bool = False
-    """Experts are divided whole among the tensor-parallel ranks (--enable-expert-parallel)."""
+    """Experts are divided whole among tensor and data parallel ranks (--enable-expert-parallel)."""
+    cpu_offload_gib: Annotated[float, Field(ge=0, le=2**20)] = 0.0
+    """serve: GiB of each GPU's weights that vLLM keeps in host memory (--cpu-offload-gb)."""
+    sync: Literal["tensor", "layer", "model"] | Count | None = None
+    """What of divided weights is whole at once while they are pushed to the engine; a number: the layers go
+    in so many parts (ms-swift's move_model_batches). None = the framework's way."""
     offline: bool = False
     """LLM() in a script instead of a server: its default batches are larger."""
     max_loras: Count | None = None
@@ -218,6 +227,66 @@ class OffloadSection(Section):
     pinned: bool | None = None
     """Buffers are page-locked, each rounded up to a power of two. Default: FSDP's are, DeepSpeed's
     are where its config says pin_memory."""
+
+
+Elements = Annotated[int, Field(ge=0, le=2**50, strict=True)]
+
+
+class BucketsSection(Section):
+    """DeepSpeed's buffers, in elements; None = the framework's config, else DeepSpeed's own default.
+
+    "auto": as transformers' Trainer and accelerate fill it in from the hidden size.
+    """
+
+    reduce: Elements | Literal["auto"] | None = None
+    """Gradients reduced at once (reduce_bucket_size)."""
+    allgather: Elements | None = None
+    """Weights gathered at once after a step; torch gathers them in place, without a buffer."""
+    prefetch: Elements | Literal["auto"] | None = None
+    """zero3: weights asked for ahead at once (stage3_prefetch_bucket_size)."""
+    live: Elements | None = None
+    """zero3: weights that are whole at most (stage3_max_live_parameters)."""
+    reuse: Elements | None = None
+    """zero3: weights needed again within so many elements stay whole (stage3_max_reuse_distance)."""
+    persistence: Elements | Literal["auto"] | None = None
+    """zero3: tensors of at most so many elements stay whole (stage3_param_persistence_threshold)."""
+    sub_group: Elements | None = None
+    """zero3: elements of the shard stepped at once (sub_group_size); 0 = a tensor's."""
+    overlap: bool | None = None
+    """Reduction beside the backward (overlap_comm): stages 1 and 2 have a second bucket for it."""
+    contiguous: bool | None = None
+    """Gradients are copied into a buffer of the bucket's size (contiguous_gradients)."""
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None
+    """Gradients are reduced in this dtype (communication_data_type); None = the weights'."""
+
+
+class ParallelSection(Section):
+    """How the GPUs of a training run divide the work (planner/run/parallel.py)."""
+
+    data_shard: Annotated[int, Field(ge=-1, le=2**20, strict=True)] | None = None
+    """Ranks over which `sharding` divides; None or -1 = the rest of the GPUs."""
+    data_replicate: Count | None = None
+    """Copies of such a group (HSDP); None = 1, the rest of the GPUs where nothing is divided."""
+    tensor: Count = 1
+    sequence: bool = False
+    """Norms and residuals divided over the tensor ranks by tokens."""
+    pipeline: Count = 1
+    schedule: Literal["1f1b", "interleaved"] | None = None
+    virtual_stages: Count = 1
+    """Chunks of layers that one pipeline rank holds (interleaved)."""
+    context: Count = 1
+    """Ranks that share one sequence's tokens."""
+    context_kind: Literal["ring", "ulysses"] = "ring"
+    expert: Count = 1
+    expert_tensor: Count | None = None
+    """Ranks that share one expert; None = tensor."""
+
+    @field_validator("data_shard")
+    @classmethod
+    def _some(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise ValueError("a count, or -1 for the rest of the GPUs")
+        return value
 
 
 class EvaluationSection(Section):
@@ -295,8 +364,9 @@ class Recipe(Section):
     tiled_mlp: bool | None = None
     neftune: bool = False
     """SFT: noise on the embeddings; run files say it in train.neftune_alpha."""
-    router_loss: bool = False
-    """SFT of a mixture: the loss that balances its experts; run files say it in train.router_aux_loss_coef."""
+    router_loss: bool | None = None
+    """SFT of a mixture: the loss that balances its experts; run files say it in train.router_aux_loss_coef.
+    None: as the model's config has it."""
     beta: Annotated[float, Field(ge=0)] | None = None
     reference: Reference | None = None
     teacher: str | None = None
@@ -318,6 +388,20 @@ class Recipe(Section):
     resume: bool = False
     """Plan the start from a checkpoint."""
     sharding: Sharding = Sharding.NONE
+    buckets: BucketsSection = BucketsSection()
+    loads: Literal["full", "rank0", "sharded"] | None = None
+    """How ranks get their shards of the weights: each reads all of them and divides then, the first reads and
+    broadcasts, or each reads its own (zero.Init, meta). None = the framework's way, not counted but litgpt's."""
+    parallel: ParallelSection = ParallelSection()
+    reshard_after_forward: bool | Annotated[int, Field(ge=2, le=2**20, strict=True)] | None = None
+    """fsdp2: what a layer is divided over between forward and backward: true = all ranks, false = it stays
+    whole, a number = that many ranks."""
+    reduce_dtype: str | None = None
+    """fsdp2: dtype in which gradients are reduced; None = the one they are computed in."""
+    accumulate_sync: bool | None = None
+    """Gradients are reduced after every micro-batch; None = the framework's habit."""
+    bucket_views: bool = False
+    """ddp: gradients are views of its buckets (gradient_as_bucket_view); torch's default doubles them."""
     compile: bool = False
     """torch.compile of the layers or the model, as the framework does it."""
     compile_loss: bool | None = None
@@ -337,6 +421,8 @@ class MachineSection(Section):
 
     gpu: str | None = None
     gpus: Count = 1
+    nodes: Count | None = None
+    """Hosts that the GPUs are in; None = as few as hold eight each."""
     vram: str | None = None
     """Instead of a GPU: memory that torch sees, for example 24GiB."""
     host_ram: str | None = None

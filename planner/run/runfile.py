@@ -110,7 +110,13 @@ def make_recipe(**fields: Any) -> Recipe:
 def machine_of(section: MachineSection) -> Machine:
     """Return the Machine that a run file names, with the overheads measured here if there are any."""
     return calibrated(
-        make_machine(section.gpu, gpus=section.gpus, vram=section.vram, host_ram=section.host_ram)
+        make_machine(
+            section.gpu,
+            gpus=section.gpus,
+            nodes=section.nodes,
+            vram=section.vram,
+            host_ram=section.host_ram,
+        )
     )
 
 

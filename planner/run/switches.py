@@ -50,10 +50,16 @@ class Switches(Section):
     skips_sync: Flag = False
     """FSDP reduces gradients after the last micro-batch alone, so that until then all of them are
     whole on every rank (transformers trainer.py: accelerator.no_sync for all but the last)."""
+    replicates_by_fsdp2: Flag = False
+    """Data parallel ranks are replicas of FSDP2 (a mesh of N x 1): units are copied before they run and
+    reduced through its buffers, and no DistributedDataParallel is made."""
     step_scratch_bytes: Annotated[int, Field(ge=0, strict=True)] = 0
     """The step works slice by slice in this many bytes; 0: all tensors at once, as torch's foreach."""
     embeddings_32bit_state: Flag = False
     """8-bit optimizers keep the embeddings' states in 32 bit (bitsandbytes GlobalOptimManager)."""
+    logits_beside_scores: Flag = False
+    """A reward model keeps the vocabulary's head and returns its logits, in fp32 too (trl
+    AutoModelForCausalLMWithValueHead): they are there when the forward ends, and in no gradient."""
 
     # quantised bases
     kbit_upcast: KbitUpcast = "none"
@@ -94,6 +100,32 @@ class Switches(Section):
 
     expandable_segments: Flag = False
     """The framework sets PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before torch starts."""
+
+    # parallel training code of its own
+    layers: Literal["transformers", "megatron"] = "transformers"
+    """Whose layers run: transformers' (and what keeps the same), or Megatron-Core's."""
+    gradient_buffers: Flag = False
+    """Gradients have places in one buffer from the start, as wide as `gradient_dtype`, fp32 if none is
+    asked for (Megatron-Core's ParamAndGradBuffer)."""
+    fused_weight_gradients: Flag = False
+    """Matrix products add weights' gradients to that buffer: no tensor of their own."""
+    tensor_plan: Literal["none", "megatron", "torchtitan", "transformers"] = "none"
+    """How tensor-parallel ranks divide the model: none do; megatron: embedding, head and loss by rows of the
+    vocabulary; torchtitan: the same by DTensor, norms by tokens; transformers: embedding whole, logits gathered."""
+    pipelines: Literal["none", "megatron", "torch"] = "none"
+    """Whose code divides layers into pipeline stages: Megatron-Core's, or torch.distributed.pipelining."""
+    contexts: frozenset[Literal["ring", "ulysses"]] = frozenset()
+    """How one sequence can be divided over ranks."""
+    expert_parallel: Flag = False
+    """Experts can be divided over ranks."""
+    vocab_padding: Annotated[int, Field(ge=1, strict=True)] = 1
+    """Rows of the vocabulary are padded to a multiple of this on every tensor parallel rank."""
+    kept_scores_buffer: Flag = False
+    """One buffer of a layer's attention scores stays for good: what baddbmm takes and does not read."""
+    grouped_workspaces: Annotated[int, Field(ge=0, strict=True)] = 0
+    """As many more where experts run in one grouped product over streams."""
+    library_workspaces: Annotated[int, Field(ge=0, strict=True)] = 0
+    """Workspaces of Transformer Engine beside torch's two, each as large as one of those."""
 
     # layers
     mask: Mask = "never"
@@ -167,6 +199,16 @@ class Switches(Section):
     """GRPO's micro-batch is raised to a multiple of the generations."""
     generates_quantized: Flag = True
     """vLLM inside the trainer's process generates with a 4-bit policy."""
+    sync_unit: Literal["tensor", "layer", "model"] = "tensor"
+    """What of divided weights is whole at once on every rank while they are pushed to the engine."""
+    merges_whole: Flag = False
+    """Under ZeRO-3 adapters are merged into a model that is gathered all at once, and pushed then."""
+    generates_gathered: Flag = False
+    """Under ZeRO-3 all of the model is whole while transformers generate (ds3_gather_for_generation)."""
+    syncs_adapters_alone: Flag = False
+    """An engine that has the base gets nothing but adapters."""
+    sync_bucket_bytes: Annotated[int, Field(ge=0, strict=True)] = 0
+    """Bytes of a buffer that weights go to the engine through."""
     drops_renewed_weights: Flag = False
     """A pushed copy whose weights all come anew gives them back asleep (level 2), not into host memory."""
     prefill_tokens: Annotated[int, Field(ge=0, strict=True)] = 0
@@ -177,5 +219,8 @@ class Switches(Section):
     fsdp_keeps_dtype: Flag = False
     """FSDP holds trained weights in the dtype they were loaded in (verl's model_dtype); accelerate
     makes them fp32 under mixed precision."""
+    fsdp2_first_pass_loads: Flag = False
+    """FSDP2's root unit is gathered once while the model is loaded; a quantised base is whole on every GPU
+    until then."""
     fsdp_loads_full: Flag = False
     """Under FSDP every rank loads the whole model before it is sharded."""

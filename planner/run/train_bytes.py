@@ -22,8 +22,8 @@ def with_train(run: RunFile) -> RunFile:
         more["packing"] = True
     if train.get("neftune_alpha"):
         more["neftune"] = True
-    if train.get("router_aux_loss_coef"):
-        more["router_loss"] = True
+    if train.get("router_aux_loss_coef") is not None:
+        more["router_loss"] = bool(train["router_aux_loss_coef"])
     return run.model_copy(update={"recipe": recipe.model_copy(update=more)}) if more else run
 
 
@@ -31,8 +31,9 @@ def beside(model: ModelSpec, recipe: Recipe, switches: Switches) -> dict[str, An
     """Return what a resolved run holds beside its layers, by field."""
     experts = any(layer.mlp.kind is MlpKind.MOE for layer in model.layers)
     trained = recipe.task is Task.SFT
+    balanced = model.router_loss if recipe.router_loss is None else recipe.router_loss
     return {
         "neftune": trained and recipe.neftune,
         # other frameworks' losses are made of other tensors
-        "router_loss": trained and experts and recipe.router_loss and switches.trace_step == "own",
+        "router_loss": trained and experts and balanced and switches.trace_step == "own",
     }

@@ -6,16 +6,19 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
 
-from planner.run.recipe import VLLM, Checkpointing, EngineKind, Loss, Method, Recipe, Task
+from planner.run.recipe import VLLM, Checkpointing, EngineKind, Loss, Method, Recipe, Sharding, Task
 from planner.run.tasks import TASKS, Head
 
 if TYPE_CHECKING:
-    from planner.run.resolve import Resolved
+    from planner.run.resolved import Resolved
 
 FIELDS_WITHOUT_BYTES = {
+    "buckets.allgather": "torch gathers in place",
     "engine.url": "an address",
     "engine.timeout_s": "a time",
     "lora.use_rslora": "a factor",
+    "parallel.data_shard": "what the other degrees leave of the GPUs",
+    "parallel.schedule": "says again what virtual_stages says, and is refused where it contradicts it",
 }
 """Recipe fields that move no byte of any plan, and why they are in a recipe."""
 ALGORITHMS = frozenset(
@@ -69,16 +72,47 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[["Resolved"], bool], str], ...] = 
     (
         ("engine.kv_bytes", "engine.gpu_memory_utilization", "engine.max_num_batched_tokens",
          "engine.block_size", "engine.sleep_level", "engine.cuda_graphs", "engine.tensor_parallel",
-         "engine.pipeline_parallel", "engine.expert_parallel", "engine.max_loras", "engine.max_lora_rank"),
+         "engine.pipeline_parallel", "engine.data_parallel", "engine.expert_parallel", "engine.max_loras", "engine.max_lora_rank"),
         lambda r: r.engine in VLLM,
         "no vLLM engine runs",
     ),
     (("engine.offline",), lambda r: r.task is Task.SERVE, "only serving has other defaults in LLM()"),
     (("neftune",), lambda r: r.neftune, "noise is for sft"),
-    (("router_loss",), lambda r: r.router_loss, "only vramwise's own sft of a mixture of experts has it"),
+    (
+        ("router_loss",),
+        lambda r: r.task is Task.SFT and bool(r.experts) and r.switches.trace_step == "own",
+        "only vramwise's own sft of a mixture of experts has it",
+    ),
     (("offload.device", "offload.pinned"), lambda r: r.placement.offload.by in ("zero", "zero3", "fsdp"), "no engine offloads"),
     (("experts_implementation", "expert_capacity_factor"), lambda r: bool(r.experts), "no experts are trained through"),
-    (("sharding",), lambda r: r.gpus > 1, "there is one GPU"),
+    (
+        ("sharding", "parallel.data_replicate"),
+        lambda r: r.gpus > 1,
+        "there is one GPU",
+    ),
+    (
+        ("reshard_after_forward", "reduce_dtype"),
+        lambda r: r.sharding is Sharding.FSDP2 and r.gpus > 1,
+        "no fsdp2 divides the run",
+    ),
+    (
+        ("accumulate_sync",),
+        lambda r: r.placement.reduces and r.placement.ranks > 1 and r.grad_accum > 1,
+        "no gradients of several ranks accumulate",
+    ),
+    (("parallel.sequence", "parallel.expert_tensor"), lambda r: r.layout.tensor > 1, "nothing is tensor-parallel"),
+    (("parallel.schedule", "parallel.virtual_stages"), lambda r: r.layout.pipeline > 1, "there is no pipeline"),
+    (("parallel.context_kind",), lambda r: r.layout.context > 1, "no sequence is divided"),
+    (("bucket_views",), lambda r: r.placement.buckets, "no ddp has buckets"),
+    (("engine.sync",), lambda r: r.pushes and r.placement.gathers, "no divided weights are pushed to an engine"),
+    (("loads",), lambda r: r.placement.weight_shards > 1, "no weights are divided"),
+    (
+        ("buckets.reduce", "buckets.prefetch", "buckets.live", "buckets.reuse", "buckets.persistence",
+         "buckets.sub_group", "buckets.overlap", "buckets.contiguous", "buckets.dtype"),
+        lambda r: r.placement.zero is not None,
+        "DeepSpeed neither divides nor offloads",
+    ),
+    (("buckets.overlap",), lambda r: not r.placement.window, "stage 3 has one bucket either way"),
 )  # fmt: skip
 
 

@@ -7,15 +7,15 @@ from planner.dtypes import element_bytes
 from planner.layer.compiled import layer_tape
 from planner.layer.costs import KeptCosts, checkpointed_costs, kept_costs, no_grad_costs
 from planner.layer.program import OpSettings, Program
+from planner.layer.tape import NOTHING as NOWHERE
 from planner.layer.tape import Envelope, Point, envelope, largest
 from planner.models.lora_rest import NOTHING
 from planner.models.spec import ModelSpec, ModuleKind
 from planner.quant.table import BITSANDBYTES
 from planner.run.recipe import Checkpointing, Method, Task
-from planner.run.resolve import Resolved
-from planner.terms.adapters import rest_width
+from planner.run.resolved import Resolved
 from planner.terms.beside_layers import with_noise_and_routers
-from planner.terms.counts import adapters, base_weights
+from planner.terms.counts import adapters, base_weights, rest_width
 from planner.terms.gradients import gradient_width
 from planner.terms.weights import trained_width
 
@@ -112,6 +112,10 @@ def op_settings(model: ModelSpec, r: Resolved, tokens: int | None = None) -> OpS
     lora = r.trains and not full
     rest = adapters(model, r).rest if lora else NOTHING
     many = (r.tokens if tokens is None else tokens) > MLP_TILE_TOKENS
+    layout, buffers = r.layout, r.switches.gradient_buffers
+    grad = (width if gathers else gradient_width(r)) if full else 0
+    if buffers:  # a product's own result, before it is added to the buffer
+        grad = 0 if r.switches.fused_weight_gradients else width
     tile = MLP_TILE_TOKENS if r.tiled_mlp and many else 0
     return OpSettings(
         full=full,
@@ -126,7 +130,7 @@ def op_settings(model: ModelSpec, r: Resolved, tokens: int | None = None) -> OpS
         weight=width,
         autocast=bool(r.autocast),
         adapter=element_bytes(r.adapter_dtype),
-        grad=(width if gathers else gradient_width(r)) if full else 0,
+        grad=grad,
         quantized=bool(r.quantization),
         saved_output=r.switches.saved_output,
         saved_input=r.switches.saved_input if lora else 0,
@@ -156,11 +160,40 @@ def op_settings(model: ModelSpec, r: Resolved, tokens: int | None = None) -> OpS
         mlp_tile=tile,
         tile_experts=r.switches.tiles_experts,
         norm_tile=tile if r.switches.tiled_norms else 0,
-        accumulate=r.grad_accum > 1,
+        accumulate=r.grad_accum > 1 or buffers,
         compiled=r.compiled,
         again="ops" if r.checkpointing is Checkpointing.SELECTIVE_OP else "",
         float8=r.float8 is not None,
+        code=r.switches.layers,
+        tensor=layout.tensor,
+        sequence=layout.tensor if layout.sequence else 1,
+        context=layout.context,
+        context_kind=_context_kind(r),
+        attention_dropout=model.attention_dropout > 0,
+        expert_rows=expert_rows(model, r),
+        expert_groups=layout.expert,
     )
+
+
+def _context_kind(r: Resolved) -> str:
+    """Return how keys and values get round: torch's ring gathers them."""
+    if r.layout.context == 1:
+        return ""
+    gathers = r.layout.context_kind == "ring" and r.switches.layers != "megatron"
+    return "gathered" if gathers else r.layout.context_kind
+
+
+def expert_rows(model: ModelSpec, r: Resolved) -> float:
+    """Return the rows that a rank's experts get for every row that the rank sends to experts.
+
+    Ranks that share an expert have the rows of all of them. Spread evenly an expert-parallel rank gets as
+    many as it sends; at worst it gets all that the group sends, as far as a capacity lets it.
+    """
+    layout = r.layout
+    worst: float = layout.expert if r.imbalance else 1
+    if r.expert_capacity:
+        worst = min(worst, r.expert_capacity)
+    return layout.expert_tensor * worst
 
 
 def layer_settings(r: Resolved, settings: OpSettings, index: int) -> OpSettings:
@@ -222,18 +255,25 @@ def tail_settings(settings: OpSettings) -> OpSettings:
     return settings._replace(saved_norms=settings.final_norm)
 
 
+NO_TAIL = Tail((NOWHERE,), 0, 0, (NOWHERE,))
 _TAILS: dict[tuple[int, OpSettings], Tail] = {}
 
 
 def _tail(model: ModelSpec, settings: OpSettings) -> Tail:
+    if not model.final:  # another stage's
+        return NO_TAIL
     key = (model.hidden, settings)
     if key in _TAILS:
         return _TAILS[key]
-    width = model.hidden * settings.residual
+    width = settings.stream(model.hidden)
     tape = layer_tape(beside_layers(settings))
     x = tape.value(width)
     own = tail_settings(settings)
-    out = Program(tape, own).norm(x, settings.residual, model.hidden)
+    out = Program(tape, own).norm(x, settings.residual, model.hidden // settings.sequence)
+    if (
+        settings.code != "megatron"
+    ):  # which gathers it in the head's product, and keeps its own part
+        out = Program(tape, own).gathered(out, model.hidden * settings.residual)
     tape.layer_done(out)
     tape.drop(x)
     forward, kept_forward = envelope(tape.points), tape.live
@@ -246,7 +286,7 @@ def _tail(model: ModelSpec, settings: OpSettings) -> Tail:
     if saved:
         tape.drop(out)
     tape.points.clear()
-    tape.start_backward(out, width)
+    tape.start_backward(out, out.size)
     tape.run()
     _TAILS[key] = Tail(forward, kept_forward, kept_backward, envelope(tape.points))
     return _TAILS[key]
@@ -344,7 +384,7 @@ def _everything(
     counts = Counter(places)
     mask = model.hidden * tokens if model.embedding_dropout and settings.embedding else 0
     kept = fixed + mask + sum(counts[key] * cost.kept.at(tokens) for key, cost in costs.items())
-    width = model.hidden * settings.residual
+    width = settings.stream(model.hidden)
     copies = sum(counts[key] * cost.kept.constant for key, cost in costs.items())
     first, last = costs[places[0]], costs[places[-1]]
     bottom = first
@@ -426,7 +466,7 @@ def _checkpointed(
     costs = [checkpointed_costs(layer, model.hidden, settings) for layer in model.layers]
     fixed = rotary + masked
     layers = model.num_layers
-    width = model.hidden * settings.residual
+    width = settings.stream(model.hidden)
     one = width * tokens
     offload = r.checkpointing is Checkpointing.OFFLOAD
     every = r.checkpoint_every if r.checkpointing is Checkpointing.EVERY_K else 1

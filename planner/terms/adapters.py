@@ -4,10 +4,9 @@ from typing import NamedTuple
 
 from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
-from planner.quant.table import BITSANDBYTES
 from planner.run.recipe import Method
-from planner.run.resolve import Resolved
-from planner.terms.counts import adapters, lora_of
+from planner.run.resolved import Resolved
+from planner.terms.counts import adapters, lora_of, rest_width
 from planner.terms.shards import adapter_shard
 from planner.terms.term import Term
 from planner.terms.weights import trained_width
@@ -67,6 +66,8 @@ def lora(model: ModelSpec, r: Resolved) -> Term:
         size = held + -(-(size - counts.parameters * width) // ranks)
         template += f" over {{{len(args)}}} ranks, each tensor in whole rows"
         args = (*args, ranks)
+        if r.placement.offload.weights:
+            size, template, args = 0, "on the host between uses: {0:,} B a rank", (size,)
     return Term(
         "adapters",
         size,
@@ -74,12 +75,6 @@ def lora(model: ModelSpec, r: Resolved) -> Term:
         args,
         "rank x (in + out) for each adapted linear, as PEFT makes them",
     )
-
-
-def rest_width(r: Resolved) -> int:
-    """Bytes of a parameter of a module trained whole, or of a bias: the base's, which PEFT copies."""
-    upcast = r.switches.kbit_upcast == "all" and r.quantization in BITSANDBYTES
-    return 4 if upcast else element_bytes(r.dtype)
 
 
 def trained_groups(model: ModelSpec, r: Resolved) -> tuple[Group, ...]:

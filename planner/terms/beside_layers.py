@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from planner.models.spec import MlpKind, ModelSpec
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 
 if TYPE_CHECKING:
     from planner.terms.activations import Activations
@@ -20,13 +20,13 @@ def with_noise_and_routers(
     """
     if r.neftune:
         found = _with_noise(model, r, found, tokens, width)
-    if not r.router_loss:
-        return found
     mixtures = [
         (layer.mlp.num_experts, layer.count)
         for layer in model.layers
         if layer.mlp.kind is MlpKind.MOE
     ]
+    if not r.router_loss or not mixtures:  # a part of a model, such as a tower, has none
+        return found
     count = sum(layers for _, layers in mixtures)
     logits = sum(experts * layers for experts, layers in mixtures) * tokens * act
     kept_softmax = logits // act * 4

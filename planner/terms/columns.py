@@ -5,15 +5,16 @@ from dataclasses import replace
 from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
 from planner.run.recipe import Method
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.run.task_fields import Column
 from planner.terms.activations import Activations, activations
+from planner.terms.pipeline import in_flight
 
 
 def micro_batch(model: ModelSpec, r: Resolved) -> Activations:
     """Return the activations of one micro-batch."""
     if not r.columns:
-        return activations(model, r, r.tokens)
+        return in_flight(activations(model, r, r.tokens), r)
     each = [activations(model, one_column(r, column), _tokens(column)) for column in r.columns]
     sizes = [_tokens(column) for column in r.columns]
     largest = each[sizes.index(max(sizes))]

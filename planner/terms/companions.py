@@ -7,7 +7,7 @@ from planner.dtypes import element_bytes
 from planner.run.companions import Companion
 from planner.run.framework_files import common_laws
 from planner.run.recipe import Method, Reference, TeacherPlacement
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.counts import base_weights
 from planner.terms.term import Term
 

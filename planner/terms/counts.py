@@ -9,7 +9,7 @@ from planner.models.lora_rest import Rest
 from planner.models.lora_targets import LoraCounts, lora_counts
 from planner.models.spec import ModelSpec
 from planner.quant.table import BITSANDBYTES, packed_bytes, scheme_table, tensors
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 
 SMALL_TENSOR = 4096
 """Elements below which 8-bit optimizers keep a tensor in 32 bit."""
@@ -65,7 +65,7 @@ _STORE: dict[tuple[int, object], tuple[ModelSpec, object]] = {}
 
 def base_weights(model: ModelSpec, resolved: Resolved) -> BaseWeights:
     """Return the bytes of the base model on one GPU before sharding."""
-    upcast = resolved.switches.kbit_upcast == "all" and resolved.quantization in BITSANDBYTES
+    upcast = upcasts_rest(resolved)
     key = BaseKey(
         resolved.dtype,
         resolved.quantization,
@@ -80,6 +80,16 @@ def base_weights(model: ModelSpec, resolved: Resolved) -> BaseWeights:
         _STORE[id(model), key] = stored
     assert isinstance(stored[1], BaseWeights)
     return stored[1]
+
+
+def upcasts_rest(resolved: Resolved) -> bool:
+    """Say whether what is not packed is in fp32: peft's prepare_model_for_kbit_training."""
+    return resolved.switches.kbit_upcast == "all" and resolved.quantization in BITSANDBYTES
+
+
+def rest_width(resolved: Resolved) -> int:
+    """Return bytes of what a quantised base does not pack: of modules trained whole and biases too."""
+    return 4 if upcasts_rest(resolved) else element_bytes(resolved.dtype)
 
 
 def _base_weights(model: ModelSpec, key: BaseKey) -> BaseWeights:

@@ -8,14 +8,16 @@ which updates before or after the actor (`critic_apart`).
 from typing import NamedTuple
 
 from planner.models.spec import ModelSpec
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.activations import Activations
 from planner.terms.adapters import lora
 from planner.terms.columns import micro_batch
+from planner.terms.communication import buckets
 from planner.terms.companions import as_trained
 from planner.terms.gradients import gradients
 from planner.terms.optimizer import optimizer
 from planner.terms.term import Term
+from planner.terms.zero import standing_gradients
 
 SOURCE = "trl experimental/ppo ppo_trainer.py: PolicyAndValueWrapper"
 
@@ -30,13 +32,17 @@ class Critic(NamedTuple):
     states: Term
     step: Term
     gradients: Term
+    buckets: Term
+    """DDP's or DeepSpeed's."""
+    kept: Term
+    """Gradients that are there from the start."""
     held: Term
     """Its graph, while the policy's forward and backward run; empty where it trains apart."""
 
     @property
     def standing(self) -> tuple[Term, ...]:
         """What it has for good beside its weights, which the weights' term counts."""
-        return (self.adapters, self.states)
+        return (self.adapters, self.states, self.buckets, self.kept)
 
 
 def critic(r: Resolved) -> Critic | None:
@@ -48,6 +54,7 @@ def critic(r: Resolved) -> Critic | None:
     acts, states = micro_batch(value.spec, own), optimizer(value.spec, own)
     held = 0 if r.switches.critic_apart else acts.loss_backward
     text = "the critic's graph until its own backward {0:,} B"
+    grads, together = gradients(value.spec, own), held and own.placement.zero is not None
     return Critic(
         value.spec,
         own,
@@ -55,7 +62,9 @@ def critic(r: Resolved) -> Critic | None:
         lora(value.spec, own),
         states.states,
         states.step,
-        gradients(value.spec, own),
+        grads,
+        Term("communication", 0) if together else buckets(value.spec, own),  # one engine of both
+        standing_gradients(own, grads),
         Term("activations", held, text, (held,), SOURCE),
     )
 

@@ -3,7 +3,7 @@
 from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
 from planner.run.recipe import Task, TeacherPlacement
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.term import Term
 
 TOKEN_ID, LOG_PROBABILITY = 8, 4

@@ -15,7 +15,7 @@ from planner.machines.vllm_overheads import Measured, communicators, graphs, ker
 from planner.mixers.registry import mixer_of
 from planner.models.spec import LayerSpec, ModelSpec
 from planner.run.recipe import VLLM, EngineKind, Task
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.run.tasks import TASKS
 from planner.terms.kv_cache import rollout_sequences, sequence_bytes
 from planner.terms.overhead import workspace
@@ -104,6 +104,8 @@ class EngineCosts(NamedTuple):
     """Why vLLM would refuse to start; "" = it starts."""
     serving: Serving | None = None
     """vLLM's figures; None without vLLM on this GPU."""
+    woken: Term = Term("engine", 0)
+    """What it has when its weights are awake and its pool is not."""
 
 
 NOTHING = Term("engine", 0)
@@ -202,7 +204,8 @@ def outside_torch(r: Resolved, machine: Machine) -> Measured:
         context = machine.context_bytes
         parts = [Measured(context - loaded.high, context, context + loaded.high)]
     if law.communicators_in_budget:
-        parts.append(communicators(machine, r.tensor_parallel))
+        degrees = (r.tensor_parallel, r.pipeline_parallel, r.data_parallel)
+        parts += [communicators(machine, ranks) for ranks in degrees if ranks > 1]
     return Measured(*(sum(sizes) for sizes in zip(*parts, strict=True)))
 
 
@@ -244,7 +247,12 @@ def engine_costs(model: ModelSpec, r: Resolved, machine: Machine, weights: int) 
         f"vLLM start-up profile, {r.framework.title}: planner/terms/vllm_profile.py",
     )
     figures = _figures(model, r, machine, step, outside, drawn, pool, how)
-    return EngineCosts(kv, busy, _resident(r, copy, held, pool), _slept(r, copy), problem, figures)
+    resident = _resident(r, copy, held, pool)
+    woken = resident
+    if r.sleep_level:
+        text = "its weights awake {0:,} B; adapter slot, graphs, outside torch {1:,} B"
+        woken = Term("engine", copy + held, text, (copy, held), "vLLM wake_up(tags=weights)")
+    return EngineCosts(kv, busy, resident, _slept(r, copy), problem, figures, woken)
 
 
 def _with_sequences(model: ModelSpec, r: Resolved, machine: Machine) -> Resolved:

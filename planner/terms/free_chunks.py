@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.adapters import lora
 from planner.terms.logits import scored_rows
 from planner.terms.weights import weights

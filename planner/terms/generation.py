@@ -4,7 +4,7 @@ from planner.layer.costs import no_grad_costs
 from planner.layer.tape import largest
 from planner.models.spec import ModelSpec
 from planner.run.recipe import EngineKind, Task
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.activations import op_settings
 from planner.terms.counts import base_weights
 from planner.terms.kv_cache import rollout_sequences, sequence_bytes
@@ -35,6 +35,15 @@ def generating(model: ModelSpec, r: Resolved) -> Term:
     template = "{0} sequence(s) x {1:,} logits x {2} B"
     args = (r.sequences, model.vocab, LOGIT_BYTES)
     return Term("activations", size, template, args, "transformers generation/utils.py")
+
+
+def gathered_to_generate(model: ModelSpec, r: Resolved, whole: Term) -> Term:
+    """Return the weights that are whole while transformers generate; `whole`: as a forward has them."""
+    if not (r.placement.window and r.switches.generates_gathered):
+        return whole
+    size, ranks = base_weights(model, r).total, r.placement.weight_shards
+    text = "all of the model, gathered of {0} ranks to generate {1:,} B"
+    return Term("weights", size, text, (ranks, size), "TRL unwrap_model_for_generation")
 
 
 def rolling(model: ModelSpec, r: Resolved, *, prompts: int = 0) -> Term:

@@ -1,13 +1,14 @@
 """gradients: one per trained parameter, alive from backward to the step (always with accumulation)."""
 
-from math import prod
+from math import ceil, prod
 
 from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
 from planner.run.recipe import Method
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.adapters import trained_groups, trained_parameters
 from planner.terms.counts import adapters
+from planner.terms.shards import trained_share
 from planner.terms.term import Term
 from planner.terms.weights import trained_width
 
@@ -30,41 +31,44 @@ def gradients(model: ModelSpec, r: Resolved) -> Term:
         return _largest(model, r, width)
     if r.placement.offload.gradients:
         return _passing(model, r, width)
-    shards, copies = r.placement.gradient_shards, r.placement.gradient_copies
+    if r.placement.bucket_views:
+        return _copied(model, r, width)
+    shards = r.placement.gradient_shards
     if r.method is not Method.FULL and len(trained_groups(model, r)) > 1:
         return _by_width(model, r)
-    size = -(-count * width * copies // shards)
+    size = ceil(count * width * trained_share(model, r, shards))
     return Term(
         "gradients",
         size,
-        "{0:,} trained parameters x {1} B x {2} / {3} shard(s)",
-        (count, width, copies, shards),
+        "{0:,} trained parameters x {1} B / {2} shard(s)",
+        (count, width, shards),
         "autograd: the parameter's dtype",
     )
 
 
 def _by_width(model: ModelSpec, r: Resolved) -> Term:
     """Return the gradients of adapters, and of modules and biases that have the base's dtype."""
-    shards, copies = r.placement.gradient_shards, r.placement.gradient_copies
+    shards = r.placement.gradient_shards
     adapted, rest = trained_groups(model, r)
     total = adapted.parameters * adapted.width + rest.parameters * rest.width
     return Term(
         "gradients",
-        -(-total * copies // shards),
-        "({0:,} adapters' parameters x {1} B + {2:,} of modules_to_save and biases x {3} B) x {4} / {5} "
-        "shard(s)",
-        (*adapted, *rest, copies, shards),
+        ceil(total * trained_share(model, r, shards)),
+        "({0:,} adapters' parameters x {1} B + {2:,} of modules_to_save and biases x {3} B) / {4} shard(s)",
+        (*adapted, *rest, shards),
         "autograd: the parameter's dtype",
     )
 
 
 def accumulated(model: ModelSpec, r: Resolved, grads: Term) -> Term:
     """Return the gradients that wait from one micro-batch to the next; none without accumulation."""
-    if r.grad_accum == 1:
+    if r.switches.gradient_buffers:
+        return grads
+    if r.grad_accum == 1 or r.copies_into_buckets:
         return Term("gradients", 0)
     if not r.accumulates_whole:
         return grads
-    count, width = trained_parameters(model, r), whole_width(r)
+    count, width = trained_parameters(model, r), reduce_width(r)
     return Term(
         "gradients",
         count * width,
@@ -76,27 +80,46 @@ def accumulated(model: ModelSpec, r: Resolved, grads: Term) -> Term:
 
 def whole_width(r: Resolved) -> int:
     """Return bytes of an element of a gradient before it is reduced: the gathered weight's dtype."""
+    if r.method is not Method.FULL or not r.placement.gathers:  # adapters are gathered as they are
+        return gradient_width(r)
     return min(element_bytes(r.compute_dtype), gradient_width(r))
+
+
+def reduce_width(r: Resolved) -> int:
+    """Return bytes of an element while it is reduced, and while it waits whole for its reduction."""
+    if r.placement.flat_buffers and r.reduce_dtype:
+        return element_bytes(r.reduce_dtype)
+    return whole_width(r)
+
+
+def _copied(model: ModelSpec, r: Resolved, width: int) -> Term:
+    """Return the one gradient that is not in its bucket yet."""
+    single = largest_trained(model, r)
+    return Term(
+        "gradients",
+        single * width,
+        "{0:,} elements of the largest x {1} B, until it is copied into its bucket",
+        (single, width),
+        "torch csrc/distributed/c10d/reducer.cpp: mark_variable_ready_dense",
+    )
 
 
 def _passing(model: ModelSpec, r: Resolved, width: int) -> Term:
     """Return gradients on their way to the host: what is reduced at once.
 
-    FSDP: one unit's shard. DeepSpeed: its bucket, hidden x hidden elements where the config says
-    "auto" (transformers/integrations/deepspeed.py), and one gradient that is larger.
+    FSDP: one unit's shard. DeepSpeed: one gradient beside its bucket, which is communication's.
     """
     if r.placement.offload.by == "fsdp":
         unit = max(layer.parameters for layer in model.layers)
         unit = unit if r.method is Method.FULL else trained_parameters(model, r)
         size = -(-unit * width // r.placement.gradient_shards)
         return Term("gradients", size, "{0:,} B of one unit, on the way to the host", (size,), FSDP)
-    bucket = min(model.hidden * model.hidden, trained_parameters(model, r))
     single = largest_trained(model, r)
     return Term(
         "gradients",
-        (bucket + single) * width,
-        "bucket {0:,} + largest {1:,} elements x {2} B, the others on the host",
-        (bucket, single, width),
+        single * width,
+        "largest of {0:,} elements x {1} B, the others in the bucket or on the host",
+        (single, width),
         "DeepSpeed stage3.py: IPGBucketZ3; stage_1_and_2.py: temp_grad_buffer_for_gpu_offload",
     )
 

@@ -6,24 +6,22 @@ has its own buffers.
 """
 
 from collections.abc import Iterator
+from math import ceil
 
 from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
 from planner.run.recipe import Method
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.activations import pinned
 from planner.terms.adapters import trained_parameters
-from planner.terms.counts import base_weights
+from planner.terms.counts import adapters, base_weights, rest_width
 from planner.terms.gradients import gradient_width, largest_trained
 from planner.terms.optimizer_kinds import KINDS
+from planner.terms.shards import tensor_shards, trained_share
 from planner.terms.term import Term
 from planner.terms.weights import flat_units, trained_width
 
-GPUS_PER_NODE = 8
-"""Ranks of a node where there are more: boards of DGX and HGX machines."""
 FP32 = 4
-SUB_GROUP = 10**9
-"""DeepSpeed sub_group_size: elements of one flat group (runtime/zero/config.py)."""
 SWAP_BUFFERS = 4
 """offload_optimizer.buffer_count: parameter, gradient and two states (offload_config.py)."""
 PARAMETER_BUFFERS, PARAMETER_BUFFER = 5, 10**8
@@ -34,18 +32,26 @@ STAGE3 = "DeepSpeed stage3.py: _create_fp32_partitions, initialize_optimizer_sta
 STAGE2 = (
     "DeepSpeed stage_1_and_2.py: __init__, initialize_optimizer_states, accumulated_grads_in_cpu"
 )
+FSDP2 = "torch 2.13 distributed/fsdp/_fully_shard/_fsdp_param.py: CPUOffloadPolicy"
 FSDP = "torch.distributed.fsdp _flat_param.py: _local_shard and _cpu_grad, pinned"
 
 
 def node_ranks(r: Resolved) -> int:
     """Return the processes that share one host."""
-    return min(r.gpus, GPUS_PER_NODE)
+    return r.node_gpus
 
 
-def host(model: ModelSpec, r: Resolved, states: Term, others: tuple[Term, ...]) -> tuple[Term, ...]:
+def host(
+    model: ModelSpec,
+    r: Resolved,
+    states: Term,
+    others: tuple[Term, ...],
+    once: tuple[Term, ...] = (),
+) -> tuple[Term, ...]:
     """Return what one node's host memory holds.
 
-    `states`: of an optimizer that keeps its own there; `others`: further terms of one rank.
+    `states`: of an optimizer that keeps its own there; `others`: further terms of one rank; `once`: those of
+    the node.
     """
     engine = r.placement.offload.by
     if engine in ("zero", "zero3"):
@@ -55,10 +61,11 @@ def host(model: ModelSpec, r: Resolved, states: Term, others: tuple[Term, ...]) 
     else:
         found = (*others, states)
     ranks = node_ranks(r)
-    return tuple(_of_node(term, ranks) for term in found if term.bytes)
+    return (*(of_node(term, ranks) for term in found if term.bytes), *once)
 
 
-def _of_node(term: Term, ranks: int) -> Term:
+def of_node(term: Term, ranks: int) -> Term:
+    """Return what `ranks` processes of a node hold of a term each."""
     if ranks == 1:
         return term
     template = "{0} ranks on the node x {1:,} B: {2}"
@@ -71,11 +78,19 @@ def _buffer(size: int, r: Resolved) -> int:
     return pinned(size, r) if r.offload.pinned else size
 
 
-def _groups(elements: int) -> Iterator[int]:
+def _groups(model: ModelSpec, r: Resolved, elements: int) -> Iterator[int]:
     """Yield the elements of each flat group of stage 3."""
+    size = _sub_group(model, r)
     while elements > 0:
-        yield min(SUB_GROUP, elements)
-        elements -= SUB_GROUP
+        yield min(size, elements)
+        elements -= size
+
+
+def _sub_group(model: ModelSpec, r: Resolved) -> int:
+    """Return elements of a flat group: at least a tensor's part."""
+    zero = r.placement.zero
+    assert zero is not None
+    return max(zero.sub_group, -(-largest_trained(model, r) // r.placement.state_shards), 1)
 
 
 def _deepspeed(model: ModelSpec, r: Resolved) -> Iterator[Term]:
@@ -84,10 +99,10 @@ def _deepspeed(model: ModelSpec, r: Resolved) -> Iterator[Term]:
     width = gradient_width(r) if r.method is not Method.FULL else element_bytes(r.dtype)
     stage3 = r.placement.offload.by == "zero3"
     if r.placement.offload.states and r.offload.device == "nvme":
-        yield from _swapped(r, part, width)
+        yield from _swapped(model, r, part, width)
     elif r.placement.offload.states:
         yield _states(r, part, stage3=stage3)
-        yield _gradients(r, part, width, stage3=stage3)
+        yield _gradients(model, r, part, width, stage3=stage3)
         if not stage3:
             one = largest_trained(model, r)
             size = _buffer(width * part, r) + _buffer(width * one, r)
@@ -115,10 +130,10 @@ def _states(r: Resolved, part: int, *, stage3: bool) -> Term:
     )
 
 
-def _gradients(r: Resolved, part: int, width: int, *, stage3: bool) -> Term:
+def _gradients(model: ModelSpec, r: Resolved, part: int, width: int, *, stage3: bool) -> Term:
     """Return the fp32 gradients that the step reads, and those as they arrive."""
     if stage3:
-        wide = sum(_buffer(FP32 * group, r) for group in _groups(part))
+        wide = sum(_buffer(FP32 * group, r) for group in _groups(model, r, part))
         arriving = _buffer(width * part, r)
     else:
         wide = _buffer(FP32 * part, r)
@@ -132,9 +147,9 @@ def _gradients(r: Resolved, part: int, width: int, *, stage3: bool) -> Term:
     )
 
 
-def _swapped(r: Resolved, part: int, width: int) -> Iterator[Term]:
+def _swapped(model: ModelSpec, r: Resolved, part: int, width: int) -> Iterator[Term]:
     """Yield the buffers through which a step's states come from the disk and go back."""
-    group = min(SUB_GROUP, part)
+    group = min(_sub_group(model, r), part)
     buffers = SWAP_BUFFERS * pinned(FP32 * group, r)
     disk = FP32 * part * (2 + KINDS[r.optimizer].states)
     yield Term(
@@ -177,7 +192,10 @@ def _parameters(model: ModelSpec, r: Resolved, part: int) -> Term:
 
 
 def _fsdp(model: ModelSpec, r: Resolved, states: Term) -> Iterator[Term]:
-    """Yield a rank's flat shards, their gradients and the states of an optimizer on the host."""
+    """Yield a rank's shards, their gradients and the states of an optimizer on the host."""
+    if r.placement.flat_buffers:
+        yield from _fsdp2(model, r, states)
+        return
     full = r.method is Method.FULL
     width = trained_width(r) if full else element_bytes(r.dtype)
     base = base_weights(model, r)
@@ -201,6 +219,28 @@ def _fsdp(model: ModelSpec, r: Resolved, states: Term) -> Iterator[Term]:
             (model.parameters, gradient_width(r), r.placement.gradient_shards),
             FSDP,
         )
+    yield states
+
+
+def _fsdp2(model: ModelSpec, r: Resolved, states: Term) -> Iterator[Term]:
+    """Yield what CPUOffloadPolicy keeps: each parameter's shard pinned, gradients, states of the shard."""
+    shards, template = r.placement.weight_shards, "{0:,} B on one of {1} rank(s)"
+    full = r.method is Method.FULL
+    width = trained_width(r) if full else rest_width(r)
+    sizes = [*tensor_shards(model, r, width, shards)]
+    if not full:
+        adapter = element_bytes(r.adapter_dtype)
+        sizes += [
+            (-(-rows // shards) * columns * adapter, count)
+            for rows, columns, count in adapters(model, r).matrices
+        ]
+    if r.offload.pinned is not False:
+        sizes = [(pinned(size, r), count) for size, count in sizes]
+    held = sum(size * count for size, count in sizes)
+    yield Term("weights", held, template, (held, shards), FSDP2)
+    share = trained_share(model, r, shards)
+    made = ceil(trained_parameters(model, r) * gradient_width(r) * share)
+    yield Term("gradients", made, template, (made, shards), FSDP2)
     yield states
 
 

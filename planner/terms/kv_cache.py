@@ -4,7 +4,7 @@ from planner.dtypes import ELEMENT_BYTES, normal_dtype
 from planner.mixers.registry import mixer_of
 from planner.models.spec import LayerSpec, ModelSpec
 from planner.run.recipe import EngineKind, Task
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 
 
 def layer_bytes_per_token(layer: LayerSpec, element: float) -> float:

@@ -13,14 +13,19 @@ from typing import TYPE_CHECKING, NamedTuple
 from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
 from planner.run.recipe import Method
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.run.tasks import TASKS, Head
 from planner.terms.activations import op_settings
 from planner.terms.adapters import trained_parameters
 from planner.terms.columns import micro_batch
+from planner.terms.gradients import gradients
+from planner.terms.host import node_ranks, of_node
+from planner.terms.loading import loading_host
 from planner.terms.logits import logits
 from planner.terms.term import Term
 from planner.terms.weights import gathered, weights
+from planner.terms.window import gathered_module
+from planner.terms.zero import standing_bucket, standing_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,6 +49,7 @@ def lifecycle(model: ModelSpec, r: Resolved, phases: "Sequence[Phase]") -> list[
     standing = tuple(term for term in forward.terms if term.name in STANDING)
     if r.placement.gathers:  # the forward's weights include what it gathers
         standing = (weights(model, r), *(term for term in standing if term.name != "weights"))
+    standing = (*standing, standing_bucket(model, r), standing_gradients(r, gradients(model, r)))
     found = []
     if r.eval_samples and TASKS[r.task].generates:
         rollout = next(phase for phase in phases if phase.name == "rollout")
@@ -58,15 +64,21 @@ def lifecycle(model: ModelSpec, r: Resolved, phases: "Sequence[Phase]") -> list[
 
 
 def lifecycle_host(model: ModelSpec, r: Resolved) -> tuple[Term, ...]:
-    """Return host memory of the same: the largest of the three, for they do not overlap."""
-    wanted = []
+    """Return a node's host memory of the same and of loading: the largest, for they do not overlap.
+
+    A whole checkpoint is made by the first rank alone: of accelerate get_state_dict, of DeepSpeed's
+    stage3_gather_16bit_weights_on_model_save. Evaluating and resuming every rank has its own copy.
+    """
+    ranks = node_ranks(r)
+    wanted = [loading_host(model, r)]
     if r.eval_samples and r.eval_logits:
-        wanted.append(_on_host(model, r))
+        wanted.append(of_node(_on_host(model, r), ranks))
     if r.save != "none":
-        wanted.append(_saved(model, r, "saved"))
+        wanted.append(of_node(_saved(model, r, "saved"), ranks if r.save == "sharded" else 1))
     if r.resume:
-        wanted.append(_saved(model, r, "loaded"))
-    return (max(wanted, key=lambda term: term.bytes),) if wanted else ()
+        wanted.append(of_node(_saved(model, r, "loaded"), ranks))
+    largest = max(wanted, key=lambda term: term.bytes)
+    return (largest,) if largest.bytes else ()
 
 
 def _evaluation(model: ModelSpec, r: Resolved) -> tuple[Term, ...]:
@@ -146,9 +158,13 @@ def _save(model: ModelSpec, r: Resolved) -> Term:
     """Return what rank 0 gathers at once; unsharded tensors go to the host one by one."""
     if r.save == "sharded" or not r.placement.gathers:
         return Term("weights", 0)
-    unit = gathered(model, r, 1)
-    text = "gathered for saving, a unit at a time {0:,} B"
-    return Term("weights", unit.bytes, text, (unit.bytes,), "accelerate get_state_dict")
+    ranks = r.placement.weight_shards
+    if r.placement.window:  # engine.py _zero3_consolidated_16bit_state_dict: a module at a time
+        size, what = gathered_module(model) * element_bytes(r.dtype), "a module"
+    else:
+        size, what = gathered(model, r, 1).bytes, "a unit"
+    text = "gathered of {0} ranks for saving, {1} at a time {2:,} B"
+    return Term("weights", size, text, (ranks, what, size), "accelerate get_state_dict")
 
 
 def _saved(model: ModelSpec, r: Resolved, what: str) -> Term:

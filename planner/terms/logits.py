@@ -7,8 +7,9 @@ from planner.models.spec import ModelSpec
 from planner.quant.table import BITSANDBYTES
 from planner.run.logits_law import LogitsLaw, width
 from planner.run.recipe import Method
-from planner.run.resolve import Resolved
-from planner.terms.adapters import rest_width, trains_head
+from planner.run.resolved import Resolved
+from planner.terms.adapters import trains_head
+from planner.terms.counts import rest_width
 from planner.terms.distillation import beside_student
 from planner.terms.gradients import gradient_width
 from planner.terms.term import Term, plus
@@ -71,9 +72,12 @@ def _student(model: ModelSpec, r: Resolved) -> Logits:
     """Return the bytes of the trained model's own head."""
     law, act = r.law, logit_width(r)
     rows, none = scored_rows(r, law), Term("logits", 0)
+    if not r.stage.last:  # another stage's; the gradient it sends is among the layers'
+        return Logits(none, none, none, none, 0, none)
     if law.kind in ("score", "none"):
         return _without_vocabulary(model, r)
     made, held = _new_head_gradient(model, r), _held(model, r, rows, act)
+    passing = _passing_head_gradient(model, r)
     if law.kind == "full":
         copies = law.entropy if r.entropy else ()
         extra, cap = _casts(model, r, rows, act), bool(model.softcap) and not law.caps_inside
@@ -82,7 +86,7 @@ def _student(model: ModelSpec, r: Resolved) -> Logits:
             _full(rows, model.vocab, (*law.forward, *copies), act, law.source, extra, cap),
             _full(rows, model.vocab, (*law.backward, *copies), act, law.source, extra + one, cap),
             _full(rows, model.vocab, law.forward, act, law.source, extra, cap),
-            _ending(model, r, rows, act, extra) if made else none,
+            _ending(model, r, rows, act, extra + passing) if made or passing else none,
             made,
             held,
         )
@@ -146,6 +150,18 @@ def _without_vocabulary(model: ModelSpec, r: Resolved) -> Logits:
         (rows, numbers, cast),
         r.law.source,
     )
+    if scores and r.switches.logits_beside_scores:
+        vocab = model.vocab
+        made = plus(
+            made,
+            Term(
+                "logits",
+                rows * vocab * (act + 4),
+                "{0:,} tokens x vocabulary {1:,} x ({2} B + their fp32 copy)",
+                (rows, vocab, act),
+                "trl models/modeling_value_head.py: lm_logits.float(), returned beside the values",
+            ),
+        )
     wide = _stream(r) if cast or not scores else act
     whole = rows * model.hidden * wide
     back = Term(
@@ -155,7 +171,8 @@ def _without_vocabulary(model: ModelSpec, r: Resolved) -> Logits:
         (rows, model.hidden, wide, 2 * numbers, cast),
         r.law.source,
     )
-    return Logits(made, back, made, none, 0, made)
+    held = made if not r.switches.logits_beside_scores else none
+    return Logits(made, back, made, none, 0, held)
 
 
 def _stream(r: Resolved) -> int:
@@ -165,11 +182,24 @@ def _stream(r: Resolved) -> int:
 
 def _new_head_gradient(model: ModelSpec, r: Resolved) -> int:
     """Return bytes of the head's gradient when a micro-batch makes it anew and whole."""
-    if not trains_head(model, r) or r.grad_accum > 1 or r.placement.reduces:
+    if (
+        not trains_head(model, r)
+        or r.grad_accum > 1
+        or r.placement.reduces
+        or r.switches.gradient_buffers
+    ):
         return 0
     # a head that runs chunk by chunk: a chunk's gradient, and the sum it is added to
     copies = 2 if r.law.chunk_count > 1 else 1
     return copies * model.vocab * model.hidden * head_gradient_width(r)
+
+
+def _passing_head_gradient(model: ModelSpec, r: Resolved) -> int:
+    """Return bytes of the head's gradient before it is added to a buffer; 0 where the product adds it."""
+    switches = r.switches
+    if not switches.gradient_buffers or switches.fused_weight_gradients:
+        return 0
+    return model.vocab * model.hidden * head_width(r) if trains_head(model, r) else 0
 
 
 def head_gradient_width(r: Resolved) -> int:

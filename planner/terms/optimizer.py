@@ -1,16 +1,20 @@
 """optimizer: states between steps, and the temporaries of the step itself."""
 
 from collections.abc import Iterator
-from math import prod
+from fractions import Fraction
+from math import ceil, prod
 from typing import NamedTuple
 
+from planner.models.rank_part import parameters_by_kind
 from planner.models.spec import ModelSpec, ModuleSpec
 from planner.run.recipe import Method
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.adapters import Group, trained_groups
 from planner.terms.counts import SMALL_TENSOR, adapters
 from planner.terms.optimizer_kinds import KINDS
+from planner.terms.shards import trained_share
 from planner.terms.term import Term
+from planner.terms.zero import step_copies
 
 BLOCK_8BIT = 256
 """bitsandbytes: elements that share one fp32 scale."""
@@ -40,13 +44,19 @@ def optimizer(model: ModelSpec, r: Resolved) -> OptimizerCosts:
         size = _factored(model, r)
     else:
         size = int(wide * states)
-    size = -(-(size + masters) // shards)
-    each = size * shards / max(1, count)
+    share = trained_share(model, r, shards)
+    routed = _routed(model, r)
+    size = _of_a_rank(size + masters, share, routed / max(1, count), r)
+    each = (size * shards / max(1, count)) if not routed else (masters + wide * states) / count
+    text = "{0:,} trained parameters x {1:.6g} B ({2} state(s), master copy {3} B) / {4} shard(s)"
+    if routed:
+        text = "({5:,} parameters / {4} + {6:,} of experts / {7}) x {1:.6g} B ({2} state(s), master copy {3} B)"
+    args = (count, each, states, _master(r, groups[0]) if groups else 0, shards)
     term = Term(
         "optimizer",
         size,
-        "{0:,} trained parameters x {1:.6g} B ({2} state(s), master copy {3} B) / {4} shard(s)",
-        (count, each, states, _master(r, groups[0]) if groups else 0, shards),
+        text,
+        (*args, count - routed, routed, expert_holders(r)),
         f"{r.optimizer}: states as wide as the parameter; 8-bit ones with a scale for 256 elements",
     )
     nothing = Term("optimizer", 0)
@@ -54,10 +64,12 @@ def optimizer(model: ModelSpec, r: Resolved) -> OptimizerCosts:
         # paged states are managed memory: no part of torch's pool, evicted to the host when pressed
         return OptimizerCosts(nothing, term, nothing)
     # foreach AdamW holds sqrt(exp_avg_sq) of every parameter at once
-    step = int(wide) // shards if kind.square_roots else 0
+    step = int(wide * share) if kind.square_roots else 0
     scratch = r.switches.step_scratch_bytes
+    if r.placement.zero is not None:
+        return OptimizerCosts(term, nothing, _flattened(model, r, square_roots=kind.square_roots))
     if scratch:  # our own optimizer steps slice by slice
-        step = min(int(count * 4 * 3) // shards, scratch)
+        step = min(int(count * 4 * 3 * share), scratch)
     return OptimizerCosts(
         term,
         nothing,
@@ -69,6 +81,37 @@ def optimizer(model: ModelSpec, r: Resolved) -> OptimizerCosts:
             "torch.optim.adamw _multi_tensor_adamw",
         ),
     )
+
+
+def _flattened(model: ModelSpec, r: Resolved, *, square_roots: bool) -> Term:
+    """Return the copies of DeepSpeed's step."""
+    size, at_once = step_copies(model, r, square_roots=square_roots)
+    return Term(
+        "optimizer",
+        size,
+        "{0:,} elements of 1 / {1} at once: fp32 gradients, with what they are made of or the roots {2:,} B",
+        (at_once, r.placement.state_shards, size),
+        "DeepSpeed runtime/zero: _prepare_fp32_grad_for_sub_group; stage_1_and_2.py: step",
+    )
+
+
+def _routed(model: ModelSpec, r: Resolved) -> int:
+    """Return the experts' parameters where their states are divided over other ranks than the rest's."""
+    apart = r.layout.expert * r.layout.expert_tensor > 1 and r.placement.state_shards > 1
+    return parameters_by_kind(model)[1] if apart and r.method is Method.FULL else 0
+
+
+def expert_holders(r: Resolved) -> int:
+    """Return the ranks that divide the states of the experts that all of them hold."""
+    return max(1, r.layout.expert_data // r.layout.data_replicate)
+
+
+def _of_a_rank(size: int, share: Fraction, routed: float, r: Resolved) -> int:
+    """Return one rank's bytes of states; `routed`: the experts' part, which their own ranks divide."""
+    experts = int(size * routed)
+    if not experts:
+        return ceil(size * share)
+    return ceil((size - experts) * share) + -(-experts // expert_holders(r))
 
 
 def _master(r: Resolved, group: Group) -> int:

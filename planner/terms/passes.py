@@ -6,7 +6,7 @@ from typing import NamedTuple
 from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
 from planner.run.recipe import Method, Reference, Task, TeacherPlacement
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.run.tasks import PREFERENCE
 from planner.terms.activations import Activations
 from planner.terms.columns import micro_batch

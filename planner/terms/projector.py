@@ -8,7 +8,7 @@ from planner.layer.program import Program
 from planner.layer.tape import Tape, Value, envelope, largest
 from planner.models.spec import ModelSpec
 from planner.models.vision_spec import Projector, TowerSpec
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.activations import op_settings
 from planner.terms.tower import Graph, adapted_names, tower_model, tower_run
 
@@ -65,6 +65,16 @@ def projector_costs(
     return Projected(kept + more, forward + more, backward + more)
 
 
+def _merged(p: Program, patches: Value, projector: Projector, width: int) -> Value:
+    """Record Mistral3PatchMerger: a token's patches unfolded and joined into one row, each a copy."""
+    tape, size = p.tape, projector.wide * width
+    unfolded = tape.op((patches,), size, forward_scratch=size, scratch=size)
+    joined = tape.join((unfolded,), size)
+    merged = p.linear(joined, linear(projector.merger, projector.wide, projector.merged), width)
+    tape.drop(patches, unfolded, joined)  # its variables live until it returns
+    return merged
+
+
 def _forward(p: Program, x: Value, projector: Projector) -> Value:
     """Record norm, linear, activation, linear: those that there are."""
     s, tape = p.s, p.tape
@@ -75,7 +85,10 @@ def _forward(p: Program, x: Value, projector: Projector) -> Value:
         tape.drop(x)
         if projector.norm == "layernorm" and s.autocast:
             width = 4
-    first = linear(projector.leaves[0], projector.wide, projector.inner or projector.out)
+    wide = projector.wide
+    if projector.merger:
+        value, wide, width = _merged(p, value, projector, width), projector.merged, s.act
+    first = linear(projector.leaves[0], wide, projector.inner or projector.out)
     out = p.linear(value, first, width)
     tape.drop(value)
     if not projector.inner:

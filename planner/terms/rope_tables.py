@@ -8,7 +8,7 @@ a model.
 
 from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 
 MOST_POSITIONS = 4 * 8192
 """Tables grow beyond this only when a longer sequence comes."""

@@ -4,12 +4,18 @@ fully_shard cuts every parameter on its own into ceil(rows / ranks) rows a rank 
 distributed/fsdp/_fully_shard/_fsdp_param.py); what is gathered has those rows from every rank.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from fractions import Fraction
 from math import prod
+from typing import NamedTuple
 
+from planner.dtypes import element_bytes
 from planner.models.spec import LayerSpec, ModelSpec, ModuleSpec
-from planner.run.resolve import Resolved
-from planner.terms.counts import adapters
+from planner.quant.schemes import Scheme
+from planner.quant.table import Table, packed_bytes, scheme_table, tensors
+from planner.run.recipe import Method
+from planner.run.resolved import Resolved
+from planner.terms.counts import adapters, rest_width
 
 
 def shard(modules: Iterable[ModuleSpec], ranks: int) -> int:
@@ -49,3 +55,126 @@ def adapter_shard(model: ModelSpec, r: Resolved, ranks: int) -> int:
     return sum(
         count * -(-rows // ranks) * columns for rows, columns, count in adapters(model, r).matrices
     )
+
+
+def trained_share(model: ModelSpec, r: Resolved, shards: int) -> Fraction:
+    """Return which part of all that is trained one of `shards` ranks holds, padding included.
+
+    Eight experts on 64 ranks are eight ranks' alone: a rank that has one holds an eighth of them.
+    """
+    if not r.placement.flat_buffers or shards == 1:
+        return Fraction(1, shards)
+    if r.method is Method.FULL:
+        return Fraction(model_shard(model, shards), model.parameters)
+    total = adapters(model, r).parameters
+    return Fraction(adapter_shard(model, r, shards), total) if total else Fraction(1, shards)
+
+
+FOUR_BIT = ("nf4", "fp4")
+"""Schemes whose packed codes are a parameter of bytes that is divided like any other."""
+
+
+class Packed(NamedTuple):
+    """One rank's part of modules whose linears are packed in 4 bits."""
+
+    divided: int
+    """Bytes of its rows: packed codes and what is not packed."""
+    constants: int
+    """Bytes of block maxima and code tables: attributes of a tensor, which nothing divides."""
+
+    def times(self, count: int) -> "Packed":
+        """Return the part of `count` such modules."""
+        return Packed(self.divided * count, self.constants * count)
+
+
+def packed_model(model: ModelSpec, r: Resolved, ranks: int) -> Packed:
+    """Return one rank's part of a 4-bit model."""
+    table, width = _table(model, r), rest_width(r)
+    parts = [
+        _packed(part.module, part.scheme, width, ranks).times(part.count) for part in table.parts
+    ]
+    return Packed(sum(each.divided for each in parts), sum(each.constants for each in parts))
+
+
+def packed_root(model: ModelSpec, r: Resolved, ranks: int) -> int:
+    """Return one rank's bytes of a 4-bit model's root unit, constants apart."""
+    table, width = _table(model, r), rest_width(r)
+    modules = [*outside_layers(model), *model.towers]
+    return sum(
+        module.count * _packed(module, table.outside.get(module.name), width, ranks).divided
+        for module in modules
+    )
+
+
+def packed_layer(model: ModelSpec, r: Resolved, ranks: int) -> int:
+    """Return the same of its largest decoder layer."""
+    table, width = _table(model, r), rest_width(r)
+    kinds = {kind: table.by_layer[place] for place, kind in enumerate(model.layer_order)}
+    return max(
+        sum(
+            module.count * _packed(module, schemes[module.name], width, ranks).divided
+            for module in model.layers[kind].modules
+        )
+        for kind, schemes in kinds.items()
+    )
+
+
+def _table(model: ModelSpec, r: Resolved) -> Table:
+    return scheme_table(
+        model,
+        r.quantization,
+        double_quant=r.double_quant,
+        linear_experts=r.linear_experts,
+        quantized_head=r.switches.quantized_head,
+    )
+
+
+def _packed(module: ModuleSpec, scheme: Scheme | None, width: int, ranks: int) -> Packed:
+    parts = list(_parts(module, scheme, width, ranks))
+    return Packed(sum(each.divided for each in parts), sum(each.constants for each in parts))
+
+
+def _parts(module: ModuleSpec, scheme: Scheme | None, width: int, ranks: int) -> Iterator[Packed]:
+    for shape, packs in tensors(module, scheme):
+        if packs and scheme is not None:
+            codes = -(-prod(shape) // 2)
+            yield Packed(-(-codes // ranks), packed_bytes(shape, scheme, module.kind) - codes)
+        elif shape:
+            yield Packed(-(-shape[0] // ranks) * prod(shape[1:]) * width, 0)
+
+
+def tensor_shards(
+    model: ModelSpec, r: Resolved, width: int, ranks: int
+) -> Iterator[tuple[int, int]]:
+    """Yield one rank's bytes of each tensor of the base, and how many such tensors there are."""
+    for part in _table(model, r).parts:
+        for each in _parts(part.module, part.scheme, width, ranks):
+            yield each.divided, part.count
+
+
+def unit_tensors(model: ModelSpec, r: Resolved, layer: LayerSpec | None) -> tuple[int, ...]:
+    """Return the bytes of each gathered tensor of a layer, its adapters among them, or of the root unit."""
+    ranks = r.placement.weight_shards
+    width = rest_width(r)
+    if r.method is Method.FULL:
+        width = min(element_bytes(r.compute_dtype), width if not r.placement.fp32_shards else 4)
+    table = _table(model, r) if r.quantization in FOUR_BIT else None
+    modules, schemes = [*outside_layers(model), *model.towers], table.outside if table else {}
+    if layer is not None:
+        modules = [*layer.modules]
+        index = next(kind for kind, each in enumerate(model.layers) if each is layer)
+        schemes = table.by_layer[model.layer_order.index(index)] if table else {}
+    sizes = [
+        part.divided * ranks
+        for module in modules
+        for part in _parts(module, schemes.get(module.name), width, ranks)
+        for _ in range(module.count)
+    ]
+    if layer is not None and r.method is not Method.FULL:
+        each = element_bytes(r.adapter_dtype) * ranks
+        sizes += [
+            -(-rows // ranks) * columns * each
+            for rows, columns, count in adapters(model, r).matrices
+            for _ in range(count // model.num_layers)
+        ]
+    return tuple(sizes)

@@ -13,7 +13,7 @@ from planner.models.spec import (
     ModuleSpec,
 )
 from planner.run.recipe import VLLM
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.adapters import lora
 from planner.terms.gradients import gradients
 from planner.terms.optimizer import optimizer

@@ -59,13 +59,12 @@ def merged(*terms: Term) -> tuple[Term, ...]:
     return tuple(found.values())
 
 
+@dataclass(frozen=True, slots=True)
 class _Both:
     """Two formulas, put into words only when printed."""
 
-    __slots__ = ("first", "second")
-
-    def __init__(self, first: Term, second: Term) -> None:
-        self.first, self.second = first, second
+    first: Term
+    second: Term
 
     def __format__(self, spec: str) -> str:
         return f"{self.first.formula} + {self.second.formula}"

@@ -17,8 +17,8 @@ from planner.models.spec import (
 )
 from planner.models.vision_spec import TowerSpec
 from planner.run.recipe import Attention, Checkpointing, Method
-from planner.run.resolve import Resolved
-from planner.terms.activations import Activations, activations, op_settings
+from planner.run.resolved import Resolved
+from planner.terms.activations import MASK_ALIGNMENT, Activations, activations, op_settings
 from planner.terms.counts import lora_of
 
 
@@ -70,7 +70,7 @@ def tower_model(tower: TowerSpec) -> ModelSpec:
     else:
         ins = tuple(linear(f"self_attn.{n}_proj", hidden, hidden, bias=bias) for n in "qkv")
     if tower.gated:
-        mlp = gated_mlp(hidden, tower.intermediate, bias=True)
+        mlp = gated_mlp(hidden, tower.intermediate, bias=tower.mlp_bias)
     else:
         mlp = (
             linear("mlp.up_proj", hidden, tower.intermediate, bias=True),
@@ -167,11 +167,14 @@ def tower_activations(
         own = replace(own, padded=True, switches=switches)
     model = tower_model(tower)
     found = activations(model, own, sequences * rows)
+    if tower.masked and own.attention is Attention.SDPA and graph is not Graph.NONE:
+        padded = padded_mask(rows) * sequences * element_bytes(own.compute_dtype)
+        found = _beside(found, tower.depth, padded, own, saved=True)
     joins = tower.joined and r.attention is not Attention.FLASH
     saved = graph is Graph.TRAINED or "self_attn.o_proj" in names
     if not joins or graph is Graph.NONE:
         return found
-    return _joined(
+    return _beside(
         found,
         tower.depth,
         sequences * rows * tower.hidden * element_bytes(own.compute_dtype),
@@ -180,8 +183,13 @@ def tower_activations(
     )
 
 
-def _joined(found: Activations, depth: int, one: int, r: Resolved, *, saved: bool) -> Activations:
-    """Add the joined outputs, which a trained output projection saves."""
+def padded_mask(rows: int) -> int:
+    """Return the elements of the copy of a mask that SDPA pads to whole rows of MASK_ALIGNMENT, and saves."""
+    return rows * -(-rows // MASK_ALIGNMENT) * MASK_ALIGNMENT if rows % MASK_ALIGNMENT else 0
+
+
+def _beside(found: Activations, depth: int, one: int, r: Resolved, *, saved: bool) -> Activations:
+    """Add `one` copy in each block, which its backward saves or not."""
     each = r.checkpointing is Checkpointing.NONE and saved
     kept = depth * one if each else 0
     here = kept if each else one

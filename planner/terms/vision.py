@@ -11,7 +11,7 @@ from planner.models.spec import ModelSpec
 from planner.models.vision_spec import AudioSpec, TowerSpec, VisionSpec
 from planner.run.image_fields import DEFAULT_IMAGE, DEFAULT_SECONDS, cuttings, sounds
 from planner.run.recipe import Attention, Checkpointing, Method
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.activations import Activations, activations
 from planner.terms.gradients import gradient_width
 from planner.terms.projector import projector_costs, projector_graph
@@ -143,7 +143,9 @@ def _seen(
         kept_late = sum(run.kept for run in late) + bridge.kept + saved + mask
         passing = max(run.forward for run in runs) + saved + mask
         own = _moments(model, r, late, bridge.backward, saved + mask, used.depth)
-    states = output * (tower.states if graph is Graph.NONE else 1)
+    # a layer norm's graph holds the stream between blocks anyway, a checkpoint too; an RMS norm's does not
+    holds = tower.norm == "layernorm" or r.checkpointing is not Checkpointing.NONE
+    states = output * (1 if holds and graph is not Graph.NONE else max(1, tower.states))
     held = max(states, output) + features * (1 + projector.count)
     return _Seen(
         rows=rows,
@@ -181,8 +183,10 @@ def _leaf(tower: TowerSpec, r: Resolved, graph: Graph, rows: int) -> int:
 def _run(
     tower: TowerSpec, one: Cutting, count: int, r: Resolved, graph: Graph, names: tuple[str, ...]
 ) -> Activations:
-    each = one.patches // one.sequences
-    return tower_activations(tower, r, each, count * one.sequences, graph=graph, names=names)
+    each, sequences = one.patches // one.sequences, count * one.sequences
+    if tower.one_sequence:
+        each, sequences = each * sequences, 1
+    return tower_activations(tower, r, each, sequences, graph=graph, names=names)
 
 
 def _moments(
@@ -201,9 +205,11 @@ def _moments(
 
 
 def _masks(tower: TowerSpec, cuts: tuple[tuple[Cutting, int], ...], r: Resolved, act: int) -> int:
-    """Return the additive masks of attention, one of [1, T, T] an image."""
+    """Return the additive masks of attention, one of [1, T, T] an image or for all of them."""
     if not tower.masked or r.attention is Attention.FLASH:
         return 0
+    if tower.one_sequence:
+        return act * (r.sequences * sum(count * one.patches for one, count in cuts)) ** 2
     return r.sequences * act * sum(count * one.patches**2 for one, count in cuts)
 
 

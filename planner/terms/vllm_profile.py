@@ -10,10 +10,10 @@ logit is the slope of the table in unsloth_zoo/vllm_utils.py (1.45 to 11.11 GiB,
 from typing import NamedTuple
 
 from planner.dtypes import element_bytes
+from planner.models.rank_part import INPUT_SPLIT
 from planner.models.spec import LINEARS, LayerSpec, MlpKind, ModelSpec, ModuleKind
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.term import Term
-from planner.terms.vllm_weights import INPUT_SPLIT
 
 SORT_SEGMENTS = 128
 """Rows from which CUDA sorts every row by itself; below, all rows are sorted at once (SortStable.cu)."""
@@ -111,7 +111,7 @@ def widest_layer(model: ModelSpec, r: Resolved) -> float:
     """Return elements a token alive at the largest layer's largest moment."""
     key = (
         *(r.dtype, r.quantization, r.framework.name, r.max_num_batched_tokens),
-        *(r.tensor_parallel, r.expert_parallel),
+        *(r.tensor_parallel, r.data_parallel, r.expert_parallel),
     )
     stored = _STORE.get((id(model), key))
     if stored is None:
@@ -156,13 +156,17 @@ def _mlp_width(model: ModelSpec, layer: LayerSpec, r: Resolved) -> float:
         copied = 1 if r.quantization in ("nf4", "fp4") and r.dtype == "fp16" else 0
         # bitsandbytes' method computes in bf16 and copies the result to fp16
         return (dense + copied) * mlp.intermediate / ranks
-    inner = mlp.intermediate if r.expert_parallel else mlp.intermediate / ranks
+    # data parallel ranks bring their tokens together for the experts, and give the sums back
+    together = r.data_parallel
+    inner = mlp.intermediate if r.expert_parallel else mlp.intermediate / (ranks * together)
     first, third = 2 * inner, model.hidden
     buffers = max(first, third) if law.shares_expert_buffers else first + third
     share = 1.0
     if law.expert_chunk_tokens:
-        share = min(1.0, law.expert_chunk_tokens / r.max_num_batched_tokens)
-    routed = mlp.top_k * (buffers + inner) * share
+        share = min(1.0, law.expert_chunk_tokens / (r.max_num_batched_tokens * together))
+    routed = together * mlp.top_k * (buffers + inner) * share
+    if together > 1:  # gathered, and their sums before they are scattered
+        routed += 2 * together * model.hidden
     shared = dense * mlp.shared_intermediate / ranks
     # the experts' sum; the shared expert ran before them and left its output
     return model.hidden + max(routed + (model.hidden if shared else 0), shared)

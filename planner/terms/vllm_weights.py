@@ -11,23 +11,17 @@ from math import prod
 from typing import NamedTuple
 
 from planner.dtypes import GGUF_BYTES, element_bytes
+from planner.models.rank_part import FUSED_QKV, INPUT_SPLIT, WHOLE
 from planner.models.spec import LINEARS, LayerSpec, MixerSpec, ModelSpec, ModuleKind, ModuleSpec
 from planner.quant.schemes import Scheme, quantized_bytes
 from planner.quant.table import Table, scheme_table, weight_bytes
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.term import Term
 
 VOCAB_PADDING = 64
 """DEFAULT_VOCAB_PADDING_SIZE."""
 SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The adapter ranks vLLM allocates for."""
-WHOLE = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "gate", "router", "shared_expert_gate", "wk"})
-"""ReplicatedLinear: every rank holds all of it."""
-INPUT_SPLIT = frozenset(
-    "o_proj down_proj out_proj dense dense_4h_to_h c_proj fc2 w2 wo".split()  # noqa: SIM905
-)
-"""RowParallelLinear: split over its inputs, the bias whole."""
-FUSED_QKV = frozenset({"qkv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack"})
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 EMBEDDED_ADAPTERS = frozenset(
     "llama mistral mixtral granite granitemoe granitemoeshared cohere exaone gpt_bigcode bamba jamba "  # noqa: SIM905
@@ -65,7 +59,7 @@ def vllm_weights(model: ModelSpec, r: Resolved) -> VllmWeights:
     """Return what one rank holds after loading."""
     key = (
         *(r.dtype, r.quantization, r.double_quant, r.framework.name),
-        *(r.tensor_parallel, r.pipeline_parallel, r.expert_parallel),
+        *(r.tensor_parallel, r.pipeline_parallel, r.data_parallel, r.expert_parallel),
         *(r.max_loras, r.max_lora_rank),
     )
     stored = _STORE.get((id(model), key))
@@ -115,9 +109,9 @@ def vllm_weights_term(model: ModelSpec, r: Resolved) -> Term:
     return Term(
         "weights",
         parts.total,
-        "one of {0} x {1} ranks: modules {2:,} B + absorbed latent matrices {3:,} B + rotary table "
-        "{4:,} B + adapter slots {5:,} B",
-        (r.tensor_parallel, r.pipeline_parallel, *parts),
+        "one of {0} tensor x {1} pipeline x {2} data ranks: modules {3:,} B + absorbed latent matrices "
+        "{4:,} B + rotary table {5:,} B + adapter slots {6:,} B",
+        (r.tensor_parallel, r.pipeline_parallel, r.data_parallel, *parts),
         "vLLM's parallel layers, module by module: planner/terms/vllm_weights.py",
     )
 
@@ -163,8 +157,8 @@ def _module(
     if module.kind is ModuleKind.EXPERTS and scheme is not None and scheme.name == "mxfp4":
         return module.count * _padded_experts(model, layer, module, r)
     whole = module.count * weight_bytes(module, scheme, width)
-    if module.kind is ModuleKind.EXPERTS:
-        return whole // ranks
+    if module.kind is ModuleKind.EXPERTS:  # by width or whole, over data parallel ranks too
+        return whole // (ranks * r.data_parallel)
     if module.leaf in WHOLE or (module.kind is ModuleKind.PARAMETER and "gate" in module.name):
         return whole
     if module.kind not in LINEARS:
@@ -179,10 +173,11 @@ def _padded_experts(model: ModelSpec, layer: LayerSpec, module: ModuleSpec, r: R
     """Return a rank's MXFP4 experts: both widths are rounded up to what the kernel's tiles need."""
     wide, deep = r.framework.engine.mxfp4_padding
     experts, inner = layer.mlp.num_experts, layer.mlp.intermediate
+    ranks = r.tensor_parallel * r.data_parallel
     if r.expert_parallel:
-        experts = -(-experts // r.tensor_parallel)
+        experts = -(-experts // ranks)
     else:
-        inner = -(-inner // r.tensor_parallel)
+        inner = -(-inner // ranks)
     hidden, inner = -(-model.hidden // wide) * wide, -(-inner // deep) * deep
     weights = quantized_bytes(
         3 * experts * hidden * inner, "mxfp4", double_quant=False, columns=hidden

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
@@ -38,15 +38,21 @@ def explain(
 ) -> None:
     """Say why it ran out of memory, how sure that is, and what to change."""
     from planner.doctor.report import diagnosis_dict, diagnosis_text
-    from planner.errors import UsageError
+    from planner.errors import UsageError, VramwiseError
 
-    imported = None
+    imported, unread = None, None
     if config is not None:
         from planner.importers import import_config
 
-        imported = import_config(config, version=tool_version)
+        try:
+            imported = import_config(config, version=tool_version)
+        except VramwiseError as error:  # the message is explained without it
+            unread = error
     run = imported.run if imported else None
     found = _diagnose_file(file, model=model, gpu=gpu, gpus=gpus, run=run)
+    if unread is not None:
+        said = f"config {str(config)[:120]!r} was not read, the message is explained without it: {unread.message}"
+        found = replace(found, notes=(said, *found.notes))
     if not found.scan.lines:
         raise UsageError("file: nothing to read", hint="pipe or paste an error message or a log")
     for note in found.notes:
@@ -54,6 +60,8 @@ def explain(
     if as_json:
         document = diagnosis_dict(found)
         document["config"] = imported.to_dict() if imported else None
+        if unread is not None:
+            document["config"] = {"error": unread.message, "hint": unread.hint}
         typer.echo(json.dumps(document, indent=2))
     else:
         typer.echo(diagnosis_text(found), nl=False)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from planner.errors import UsageError
+
 if TYPE_CHECKING:
     from planner.importers import Imported
     from planner.machines.machine import Machine
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 RUN_SUFFIXES = (".yaml", ".yml")
 _RUN, _SIZE, _HOW, _ENGINE = "Run", "Sizes", "How it is computed", "Generation"
+_SPREAD = "Several GPUs"
 
 
 def print_json(document: Any) -> None:
@@ -33,6 +36,7 @@ def _option(annotation: Any, flag: str, text: str, panel: str) -> Any:
 OPTIONS: dict[str, Any] = {
     "gpu": _option(str | None, "--gpu", "GPU name, for example h100, rtx-4090, a100-40gb.", _RUN),
     "gpus": _option(int | None, "--gpus", "How many of them.", _RUN),
+    "nodes": _option(int | None, "--nodes", "Hosts they are in; as few as hold eight each if not said.", _RUN),
     "vram": _option(str | None, "--vram", "Memory torch sees, instead of or on top of --gpu: 24GiB.", _RUN),
     "host_ram": _option(str | None, "--host-ram", "Host memory, for example 64GiB.", _RUN),
     "task": _option(str | None, "--task", "sft, grpo, dpo, kto, orpo, simpo, reward, ppo, distill, embed, rerank or serve.", _RUN),
@@ -42,6 +46,7 @@ OPTIONS: dict[str, Any] = {
     "revision": _option(str | None, "--revision", "Revision of a hub model.", _RUN),
     "offline": _option(bool, "--offline", "Read nothing from the network.", _RUN),
     "tool_version": _option(str | None, "--tool-version", "Version of the tool whose config is given.", _RUN),
+    "model": _option(str | None, "--model", "Of a config that does not say it, or whose path is another machine's.", _RUN),
     "variant": _option(str | None, "--variant", "Of a vLLM recipe: name, or name:hardware.", _RUN),
     "launch": _option(Path | None, "--launch", "accelerate or DeepSpeed file of the run.", _RUN),
     "batch_size": _option(int | None, "--batch-size", "Sequences in one forward pass on one GPU.", _SIZE),
@@ -99,7 +104,20 @@ OPTIONS: dict[str, Any] = {
     "save_checkpoint": _option(str | None, "--save-checkpoint", "Plan saving one: whole or sharded.", _HOW),
     "resume": _option(bool | None, "--resume/--no-resume", "Plan the start from a checkpoint.", _HOW),
     "packing": _option(bool | None, "--packing/--no-packing", "Sequences joined without padding.", _HOW),
-    "shard": _option(str | None, "--shard", "none, ddp, zero1, zero2, zero3 or fsdp.", _HOW),
+    "shard": _option(str | None, "--shard", "none, ddp, zero1, zero2, zero3, fsdp or fsdp2.", _SPREAD),
+    "reshard_after_forward": _option(str | None, "--reshard-after-forward", "fsdp2: true, false, or over how many ranks.", _SPREAD),
+    "reduce_dtype": _option(str | None, "--reduce-dtype", "fsdp2: dtype in which gradients are reduced.", _SPREAD),
+    "accumulate_sync": _option(bool | None, "--accumulate-sync/--no-accumulate-sync", "Gradients reduced after every micro-batch.", _SPREAD),
+    "data_replicate": _option(int | None, "--data-replicate", "Groups that hold the same shards (HSDP); for --task serve, vLLM's engines side by side.", _SPREAD),
+    "tensor_parallel": _option(int | None, "--tensor-parallel", "GPUs that share one layer; for --task serve, vLLM's.", _SPREAD),
+    "sequence_parallel": _option(bool | None, "--sequence-parallel/--no-sequence-parallel", "They share the tokens of norms and residuals too.", _SPREAD),
+    "pipeline_parallel": _option(int | None, "--pipeline-parallel", "Stages of layers, one after another.", _SPREAD),
+    "virtual_stages": _option(int | None, "--virtual-stages", "Chunks of layers on one pipeline rank.", _SPREAD),
+    "context_parallel": _option(int | None, "--context-parallel", "GPUs that share one sequence's tokens.", _SPREAD),
+    "context_kind": _option(str | None, "--context-kind", "ring or ulysses.", _SPREAD),
+    "expert_parallel": _option(int | None, "--expert-parallel", "GPUs that share a layer's experts; for --task serve, vLLM's.", _SPREAD),
+    "expert_tensor_parallel": _option(int | None, "--expert-tensor-parallel", "GPUs that share one expert.", _SPREAD),
+    "bucket_views": _option(bool | None, "--bucket-views/--no-bucket-views", "ddp: gradients are views of its buckets, not beside them.", _SPREAD),
     "engine": _option(str | None, "--engine", "none, transformers, vllm-shared, vllm-push, vllm-server.", _ENGINE),
     "kv_dtype": _option(str | None, "--kv-dtype", "bf16, fp16, fp32 or fp8.", _ENGINE),
     "gpu_memory_utilization": _option(float | None, "--gpu-memory-utilization", "vLLM's share of the GPU.", _ENGINE),
@@ -130,9 +148,32 @@ RECIPE_FIELDS = {
     "max_num_seqs": "engine.max_num_seqs",
     "engine_tensor_parallel": "engine.tensor_parallel",
     "sleep_level": "engine.sleep_level",
+    "data_replicate": "parallel.data_replicate",
+    "tensor_parallel": "parallel.tensor",
+    "sequence_parallel": "parallel.sequence",
+    "pipeline_parallel": "parallel.pipeline",
+    "virtual_stages": "parallel.virtual_stages",
+    "context_parallel": "parallel.context",
+    "context_kind": "parallel.context_kind",
+    "expert_parallel": "parallel.expert",
+    "expert_tensor_parallel": "parallel.expert_tensor",
 }
-MACHINE_FIELDS = ("gpu", "gpus", "vram", "host_ram")
-OTHER_FIELDS = ("revision", "offline", "framework_version", "tool_version", "variant", "launch")
+SERVING_FIELDS = {
+    "tensor_parallel": "engine.tensor_parallel",
+    "pipeline_parallel": "engine.pipeline_parallel",
+    "data_replicate": "engine.data_parallel",
+}
+"""The same words where nothing is trained."""
+MACHINE_FIELDS = ("gpu", "gpus", "nodes", "vram", "host_ram")
+OTHER_FIELDS = (
+    "revision",
+    "offline",
+    "framework_version",
+    "tool_version",
+    "variant",
+    "launch",
+    "model",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,11 +228,14 @@ def describe(subject: str, flags: dict[str, Any]) -> Described:
         version=flags.get("tool_version") or flags.get("framework_version"),
         launch=flags.get("launch"),
         variant=flags.get("variant"),
+        model=flags.get("model"),
+        gpus=flags.get("gpus"),
     )
     if imported is not None:
         document = imported.run.model_dump(exclude_unset=True)
     elif subject.endswith(RUN_SUFFIXES):
         document = load_run_file(Path(subject)).model_dump(exclude_unset=True)
+        document |= {"model": flags["model"]} if flags.get("model") else {}
     else:
         document = {"model": subject}
         if flags.get("launch"):
@@ -209,10 +253,14 @@ def describe(subject: str, flags: dict[str, Any]) -> Described:
 def _with_flags(
     document: dict[str, Any], flags: dict[str, Any], validate: Callable[..., Any]
 ) -> "RunFile":
-    from planner.run.recipe import RunFile
+    from planner.run.recipe import RunFile, Task
 
     recipe = dict(document.get("recipe") or {})
     machine = dict(document.get("machine") or {})
+    serves = (flags.get("task") or recipe.get("task")) == Task.SERVE
+    fields = RECIPE_FIELDS
+    if serves:
+        fields = {**RECIPE_FIELDS, **SERVING_FIELDS, "expert_parallel": "expert_parallel"}
     for name, value in flags.items():
         if value is None or (name in OTHER_FIELDS and name != "revision"):
             continue
@@ -224,10 +272,16 @@ def _with_flags(
             _nest(recipe, "lora.targets", _targets(value))
         elif name in ("lora_target_parameters", "lora_modules_to_save"):
             _nest(recipe, f"lora.{name.removeprefix('lora_')}", _names(value))
+        elif name == "reshard_after_forward":
+            recipe[name] = _reshard(value)
         else:
-            _nest(recipe, RECIPE_FIELDS.get(name, name), value)
+            _nest(recipe, fields.get(name, name), value)
+    if serves and flags.get("expert_parallel") is not None:
+        _serve_experts(recipe, recipe.pop("expert_parallel"))
     if flags.get("framework_version") is not None:
         recipe["framework"] = _versioned(recipe.get("framework"), flags["framework_version"])
+    if not serves and "framework" not in recipe:
+        _framework_of_degrees(recipe, flags)
     if flags.get("context") is not None:  # a new context replaces the lengths it summed up
         for length in ("prompt_length", "completion_length"):
             if flags.get(length) is None:
@@ -246,6 +300,48 @@ def _versioned(framework: str | None, version: str) -> str:
     if asked.version != version:
         pick(name, version)  # raises when the two contradict, or no law covers the version
     return name if asked.version else f"{asked.name}=={version}"
+
+
+DEGREES = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
+
+
+def _framework_of_degrees(recipe: dict[str, Any], flags: dict[str, Any]) -> None:
+    """Choose who divides a layer, a pipeline or a sequence where nobody is named, and say so."""
+    asked = [name for name in DEGREES if (flags.get(name) or 1) > 1]
+    if not asked:
+        return
+    if recipe.get("method", "lora") != "full":
+        name = "hf-trainer"
+    elif recipe.get("sharding") == "fsdp2":
+        name = "torchtitan"
+    else:
+        name = "megatron"
+        recipe.setdefault("sharding", name)
+    recipe["framework"] = name
+    flag = "--" + asked[0].replace("_", "-")
+    shard = f" --shard {recipe['sharding']}" if "sharding" in recipe else ""
+    typer.echo(
+        f"planned with --framework {name}{shard}: vramwise's own trainer has no {flag}", err=True
+    )
+
+
+def _reshard(text: str) -> bool | int | str:
+    """Return true, false or a count; anything else stays as it is, for the field's own error."""
+    words = {"true": True, "false": False}
+    return int(text) if text.isdigit() else words.get(text.lower(), text)
+
+
+def _serve_experts(recipe: dict[str, Any], ranks: int) -> None:
+    """Say vLLM's --enable-expert-parallel, whose ranks are all tensor and data parallel ones."""
+    engine = recipe.get("engine") or {}
+    tensor = engine.get("tensor_parallel", 1)
+    data = engine.get("data_parallel", 1)
+    if ranks not in (1, tensor * data):
+        raise UsageError(
+            f"expert-parallel: {ranks}, but vLLM divides experts over all of its {tensor} tensor x {data} "
+            "data parallel GPUs"
+        )
+    recipe["engine"] = {**engine, "expert_parallel": ranks > 1}
 
 
 def _targets(text: str) -> str | tuple[str, ...]:

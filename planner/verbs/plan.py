@@ -52,19 +52,23 @@ def _plan(
 ) -> None:
     """Say whether a run fits, what takes the memory, when, and what would make it fit.
 
-    The subject is a model, a run.yaml, or the config of axolotl, LLaMA-Factory, TRL, torchtune,
-    ms-swift, verl, Unsloth or vLLM (YAML, JSON, shell, Python or notebook; nothing is run).
+    The subject is a model, a run.yaml, or another tool's config, launch script, notebook or
+    manifest (docs/importers.md lists them; nothing is run).
     """
     from planner.answers.advise import levers
+    from planner.answers.layouts import laid_out, layouts
+    from planner.answers.pool_levers import pool_levers
     from planner.errors import DoesNotFitError
     from planner.plan import plan
-    from planner.report import text
+    from planner.report import layout_line, text
     from planner.run.runfile import save_run_file
     from planner.verbs.explain import export_text, foreign_extras
 
     described = describe(subject, flags)
     recipe = described.run.recipe
     result = plan(described.model, recipe, described.machine, risk=risk)
+    whole = not laid_out(recipe, described.machine)
+    best_layouts = layouts(described.model, recipe, described.machine, fitting=1) if whole else []
     extra = foreign_extras(described, lengths=lengths, order=order)
     if save is not None:
         save_run_file(described.file or described.run, save)
@@ -72,10 +76,13 @@ def _plan(
     if export is not None:
         typer.echo(export_text(described.run, export), nl=False)
     elif as_json:
-        print_json(result.to_dict() | extra.document)
+        found = {"layouts": [tried.to_dict() for tried in best_layouts]} if whole else {}
+        print_json(result.to_dict() | found | extra.document)
     else:
         best = levers(described.model, recipe, described.machine, result)
-        typer.echo(text(result, best) + extra.prose)
+        said = f"\n\n{layout_line(best_layouts)}" if whole else ""
+        others = pool_levers(described.model, recipe, described.machine, result)
+        typer.echo(text(result, best, others) + said + extra.prose)
     if check and not result.fits:
         if as_json:  # the document above is the whole answer
             raise typer.Exit(DoesNotFitError.exit_code)
@@ -133,7 +140,7 @@ def _compared(
 def _advise(subject: Subject, *, flags: dict[str, Any], as_json: Json = False) -> None:
     """Say what to change so that a run fits, and the largest that fits."""
     from planner.answers.advise import advise
-    from planner.report import table
+    from planner.report import layout_table, table
     from planner.units import format_bytes
 
     described = describe(subject, flags)
@@ -162,6 +169,8 @@ def _advise(subject: Subject, *, flags: dict[str, Any], as_json: Json = False) -
         typer.echo(f"\nShortest combination that fits: {names} (peak {peak})")
     elif not document["fits"]:
         typer.echo("\nNo combination of up to four of these changes fits.")
+    if "layouts" in document:
+        typer.echo(f"\n{layout_table(document['layouts'])}")
     largest = document["largest"]
     rows = [
         [name, f"{largest[name]:,}", f"{largest[name + '_safe']:,}"]
@@ -176,6 +185,7 @@ def _recommend(
     gpu: Annotated[str | None, typer.Option("--gpu", help="GPU name.")] = None,
     vram: Annotated[str | None, typer.Option("--vram", help="Memory torch sees: 24GiB.")] = None,
     gpus: Annotated[int, typer.Option("--gpus", help="How many.")] = 1,
+    nodes: Annotated[int | None, typer.Option("--nodes", help="Hosts they are in.")] = None,
     host_ram: Annotated[str | None, typer.Option("--host-ram", help="Host memory.")] = None,
     task: Annotated[str, typer.Option("--task", help="sft, grpo or serve.")] = "sft",
     context: Annotated[int, typer.Option("--context", help="Least context wanted.")] = 2048,
@@ -189,16 +199,27 @@ def _recommend(
     from planner.report import table
     from planner.units import format_bytes
 
-    machine = make_machine(gpu, gpus=gpus, vram=vram, host_ram=host_ram)
+    machine = make_machine(gpu, gpus=gpus, nodes=nodes, vram=vram, host_ram=host_ram)
     rows = recommend(machine, task=task, least_context=context, framework=framework)
     if as_json:
         print_json({"schema_version": 1, "gpu": machine.label, "rows": [r.to_dict() for r in rows]})
         return
     cells = [
         [r.model, f"{r.parameters / 1e9:.2f}", r.method, f"{r.context:,}", str(r.batch), r.settings,
-         format_bytes(r.peak_bytes), r.verdict]
+         *([r.layout] if machine.num_gpus > 1 else []), format_bytes(r.peak_bytes), r.verdict]
         for r in rows[:limit]
     ]  # fmt: skip
-    headers = ["model", "B params", "method", "context", "batch", "settings", "peak", "verdict"]
+    layout = ["layout"] if machine.num_gpus > 1 else []
+    headers = [
+        "model",
+        "B params",
+        "method",
+        "context",
+        "batch",
+        "settings",
+        *layout,
+        "peak",
+        "verdict",
+    ]
     typer.echo(f"{len(rows)} model x method pairs fit {machine.label}; the largest models first\n")
     typer.echo(table(headers, cells))

@@ -205,6 +205,7 @@ def _pack(linear: Any, dtype: torch.dtype, *, double_quant: bool) -> None:
     linear.weight = Params4bit(
         packed, requires_grad=False, quant_state=state, bnb_quantized=True, module=linear
     )
+    linear.quant_state = state  # where it is found when a parameter was made anew: under FSDP2
     if linear.bias is not None:
         linear.bias = torch.nn.Parameter(linear.bias.to(dtype), requires_grad=False)
 

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from planner.errors import UnsupportedError
+from planner.errors import UnsupportedError, UsageError
 from planner.families import model_spec_from_config
 from planner.machines.machine import GpuSpec
 from planner.models.lora_targets import peft_targets
 from planner.run.experts import MODULES
-from planner.run.recipe import Checkpointing, Method, Sharding
-from planner.run.resolve import Resolved
+from planner.run.recipe import Checkpointing, Method
+from planner.run.resolved import Resolved
 from planner.run.tasks import TASKS
 from planner.terms.overhead import blas_workspace_bytes
 from profiler.sharded import Shard
@@ -22,8 +22,10 @@ def step_options(
     gpu: GpuSpec | None = None,
     layers: int | None = None,
     steps: int = 2,
+    rank: int = 0,
 ) -> StepOptions:
-    """Return the options on `gpu` (None: an Ampere); raises UnsupportedError for what cannot be traced."""
+    """Return the options on `gpu` (None: an Ampere) as rank `rank`; raises UnsupportedError for what cannot
+    be traced."""
     if resolved.quantization not in ("", "nf4", "fp4"):
         raise UnsupportedError(f"a {resolved.quantization} base cannot be traced")
     if resolved.checkpointing is Checkpointing.EVERY_K:
@@ -85,29 +87,33 @@ def step_options(
         eval_logits=resolved.eval_logits,
         eval_accumulation=resolved.eval_accumulation,
         workspace_bytes=blas_workspace_bytes(gpu),
-        shard=_shard(resolved),
+        shard=_shard(resolved, rank),
     )
 
 
-def _shard(resolved: Resolved) -> Shard | None:
+def _shard(resolved: Resolved, rank: int) -> Shard | None:
     """Return how the model is divided; raises UnsupportedError for what no fake group can run."""
+    if rank >= resolved.gpus:
+        last = resolved.gpus - 1
+        raise UsageError(f"--rank: {rank} is none of {resolved.gpus}", hint=f"0 to {last}")
     if resolved.gpus == 1:
         return None
-    if resolved.sharding is not Sharding.FSDP2:
+    if not resolved.placement.flat_buffers:  # our own trainer's copies are FSDP2's too
         raise UnsupportedError(
             f"sharding {resolved.sharding.value} over {resolved.gpus} GPUs cannot be traced",
             hint="fsdp2 can: one rank of it runs beside ranks that are not there",
         )
-    if resolved.quantization:
-        raise UnsupportedError(f"a {resolved.quantization} base under fsdp2 cannot be traced")
-    if resolved.placement.offload.by:
-        raise UnsupportedError("fsdp2 with offload cannot be traced")
+    narrow = resolved.compute_dtype if _narrow(resolved) else ""
     return Shard(
         ranks=resolved.gpus,
-        syncs_each=not resolved.switches.skips_sync,
-        param_dtype=resolved.compute_dtype if _narrow(resolved) else "",
+        rank=rank,
+        replicate=resolved.layout.data_replicate if resolved.layout.data_replicate > 1 else 0,
+        syncs_each=resolved.accumulate_sync,
+        param_dtype=narrow,
         # accelerate gives both one dtype (utils/dataclasses.py, set_mixed_precision)
-        reduce_dtype=resolved.compute_dtype if _narrow(resolved) else "",
+        reduce_dtype=resolved.reduce_dtype or narrow,
+        reshard_after_forward=resolved.reshard_after_forward,
+        offload=resolved.placement.offload.by == "fsdp",
     )
 
 

@@ -83,6 +83,9 @@ def real_sizes(kind: str) -> Iterator[None]:
     os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"] = "1"
     for name, function in before.items():
         setattr(module, name, _outside(function))
+    if kind == "mistral3":
+        before["torch"] = vars(module)["torch"]
+        vars(module)["torch"] = _SizesAsNumbers()
     text: Any = getattr(module, "Qwen3VLTextModel", None)
     added = None if text is None else text._deepstack_process
     if text is not None:
@@ -98,6 +101,30 @@ def real_sizes(kind: str) -> Iterator[None]:
             del os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"]
         else:
             os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"] = checks
+
+
+class _SizesAsNumbers:
+    """torch as Mistral 3 sees it: the sizes of images, from which it makes lengths, stay numbers."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def as_tensor(sizes: Any, **_where: Any) -> "_Sizes":
+        return _Sizes(sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Heights and widths: `//` and `prod(dim=-1)` of an integer tensor."""
+
+    values: Any
+
+    def __floordiv__(self, unit: int) -> "_Sizes":
+        return _Sizes(self.values // unit)
+
+    def prod(self, dim: int) -> Any:
+        return self.values.prod(axis=dim)
 
 
 def _add_to_first_rows(

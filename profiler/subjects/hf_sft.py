@@ -14,7 +14,8 @@ import torch
 
 from planner.run.recipe import Checkpointing
 from planner.terms.overhead import handles
-from profiler.sharded import synced
+from profiler.materialise import materialise
+from profiler.sharded import Shard, allocate, divide, on_host, synced
 from profiler.storages import StorageTracker
 from profiler.subjects.autocast import FakeScaler, autocast
 from profiler.subjects.build import build
@@ -51,10 +52,18 @@ class HfSft:
         self.trained_embedding = tuple(embedding.shape) if embedding.requires_grad else ()
         return model
 
-    def units(self, model: torch.nn.Module) -> list[torch.nn.Module]:
-        """Return the decoder's layers."""
-        decoder: Any = decoder_of(model)
-        return list(decoder.layers)
+    def divide(self, model: torch.nn.Module) -> None:
+        """Make units of the decoder's layers."""
+        if self.shard is not None:
+            decoder: Any = decoder_of(model)
+            divide(model, list(decoder.layers), self.shard)
+
+    def allocate(self, model: torch.nn.Module, tracker: StorageTracker) -> None:
+        """Give the model, or this rank's shard of it, memory."""
+        if self.shard is None:
+            materialise(model, tracker)
+        else:
+            allocate(model, tracker, self.shard)
 
     def run(self, model: torch.nn.Module, tracker: StorageTracker) -> None:
         """Run the optimizer steps."""
@@ -66,7 +75,7 @@ class HfSft:
             OffloadedCheckpoints(model)
         scaler = FakeScaler() if options.autocast == "fp16" else None
         if options.warm_optimizer:
-            make_state(trained, optimizer, tracker)
+            make_state(trained, optimizer, tracker, self.shard)
         kept = matmul_keeps_input(on=options.keeps_matmul_input)
         with loss_phase(model, tracker), kept:
             for _ in range(options.steps):
@@ -134,10 +143,13 @@ class HfSft:
 
 
 def make_state(
-    trained: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer, tracker: StorageTracker
+    trained: list[torch.nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    tracker: StorageTracker,
+    shard: Shard | None = None,
 ) -> None:
     """Step once on gradients of zero."""
-    with tracker.in_phase("step"):
+    with tracker.in_phase("step"), on_host(tracker, shard):
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
             tracker.adopt(parameter.grad, term="gradients", module="")
@@ -154,7 +166,7 @@ def finish_step(
     tracker: StorageTracker,
 ) -> None:
     """Clip, step and drop the gradients, as the Trainer does."""
-    with tracker.in_phase("step"):
+    with tracker.in_phase("step"), on_host(tracker, options.shard):
         for parameter in trained if options.shard is not None else ():
             if parameter.grad is not None:  # a view of what the reduction left
                 tracker.adopt(parameter.grad, term="gradients", module="")

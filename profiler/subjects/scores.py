@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from planner.run.recipe import Task
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from profiler.storages import StorageTracker
 from profiler.subjects.autocast import FakeScaler, autocast
 from profiler.subjects.hf_sft import HfSft

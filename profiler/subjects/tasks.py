@@ -7,7 +7,7 @@ from planner.errors import UnsupportedError
 from planner.models.catalogue import load_catalogue, model_names
 from planner.models.config_file import read_config
 from planner.run.recipe import Loss, Reference, Task
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from profiler.subjects.distill import Distill
 from profiler.subjects.options import StepOptions
 from profiler.subjects.preferences import TrlOdds, TrlPairs

@@ -90,7 +90,14 @@ def with_more_open() -> AppTest:
     return at.run()
 
 
-@pytest.mark.parametrize("knob", KNOBS, ids=lambda knob: knob.key)
+MARKED = [
+    pytest.param(knob, marks=pytest.mark.slow) if knob.path.startswith("parallel.") else knob
+    for knob in KNOBS
+]
+"""Every one of them: the degrees of a layout, tested apart in tests/planner, with the slow tests."""
+
+
+@pytest.mark.parametrize("knob", MARKED, ids=lambda knob: knob.key)
 def test_every_control_changes_the_plan_as_the_recipe_says(shared: AppTest, knob: Knob) -> None:
     value = other_value(knob)
     task = DEFAULTS["task"] if applies(knob, DEFAULTS["task"], DEFAULTS["method"]) else "serve"

@@ -24,6 +24,7 @@ HOSTILE = {
     "method": "QLORA",
     "gpu": "<img src=x onerror=alert(1)>",
     "gpus": "-3",
+    "nodes": "0",
     "vram": "0",
     "model": "../../etc/passwd",
     "framework": "__import__('os').system('id')",

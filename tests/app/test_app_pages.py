@@ -187,7 +187,7 @@ def test_explain_works_its_example_out() -> None:
     at = open_page("explain")
     at.button(key="example").click().run()
     assert not at.exception
-    assert "Logits vocab" in [item.value for item in at.subheader]
+    assert "A tensor of tokens x vocabulary does not fit" in [item.value for item in at.subheader]
     assert any("15.66 GiB" in str(frame.value.to_dict()) for frame in at.dataframe)
 
 

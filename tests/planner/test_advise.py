@@ -3,7 +3,7 @@
 import pytest
 
 from planner.answers.advise import advise, apply, changes, combination, levers, limits
-from planner.answers.recommend import SERVING, TRAINING, recommend
+from planner.answers.recommend import LAYOUTS, SERVING, TRAINING, _best, recommend
 from planner.machines.machine import Machine, make_machine
 from planner.models.catalogue import catalogue_model
 from planner.plan import plan
@@ -116,3 +116,16 @@ def test_recommendations_really_fit(task: str) -> None:
             **variants[row.method],
         )
         assert plan(catalogue_model(row.model), run, machine).verdict == "fits"
+
+
+def test_recommendations_on_several_gpus_are_divided_and_said() -> None:
+    machine = make_machine("h100-sxm", gpus=16)
+    model = catalogue_model("llama-3.1-70b")
+    recipe = make_recipe(task="sft", method="lora", micro_batch_size=1)
+    tried = [layout.of(recipe, machine) for layout in LAYOUTS]
+    plans = [_best(model, machine, "lora", each, 2048) for each in tried if each is not None]
+    assert plans[0] is None  # a copy on each GPU
+    said = [found.said() for found in plans[1:] if found is not None]
+    assert [row.layout for row in said] == ["shard 8 x replicate 2, fsdp2", "shard 16, fsdp2"]
+    assert said[0].peak_bytes > said[1].peak_bytes
+    assert [layout.of(recipe, make_machine("h100-sxm", gpus=8)) for layout in LAYOUTS][1] is None

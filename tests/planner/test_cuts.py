@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from planner.errors import UsageError
 from planner.families import model_spec_from_config
 from planner.models.catalogue import catalogue_model
 from planner.models.images import cut_image, cut_video
@@ -54,6 +55,27 @@ def test_internvl_crops() -> None:
         assert (one.sequences, one.tokens) == (tiles, 256 * tiles + 2), (width, height)
         assert one.patches == tiles * 1025
     assert cut_video(vision, 640, 480, 8).tokens == 8 * 258
+
+
+def test_pixtral_sizes() -> None:
+    """Rows and columns as processing_pixtral.py asks its image processor for: patches of merged patches."""
+    code = pytest.importorskip("transformers.models.pixtral.image_processing_pil_pixtral")
+    numpy = pytest.importorskip("numpy")
+    vision = _vision("ministral-3-3b")
+    for width, height in MANY:
+        image = numpy.zeros((3, height, width), dtype=numpy.uint8)
+        high, wide = code.get_resize_output_image_size(
+            image, size=1540, patch_size=28, input_data_format="channels_first"
+        )
+        if not wide * high:
+            with pytest.raises(UsageError, match="nothing is left"):
+                cut_image(vision, width, height)
+            continue
+        one = cut_image(vision, width, height)
+        assert one.pixels == 3 * high * wide, (width, height)
+        assert one.patches == (high // 14) * (wide // 14)
+        # an image token a merged patch, [IMG_BREAK] or [IMG_END] at a row's end
+        assert one.tokens == (high // 28) * (wide // 28 + 1)
 
 
 @pytest.mark.parametrize("name", ["llava-1.6-mistral-7b", "llava-onevision-7b"])

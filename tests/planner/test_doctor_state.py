@@ -52,7 +52,8 @@ def test_static_state_of_full_fine_tuning_by_hand():
 
 def test_zero3_divides_all_of_it_by_hand():
     context = Context(parameters=8 * BILLION, method="full", sharding="zero3", numbers={"gpus": 4})
-    assert static_state(context).low_bytes == 16 * BILLION
+    # DeepSpeed's engine: 2 B weight + 2 B gradient + 4 B master + 8 B Adam = 16 B, over 4 ranks
+    assert static_state(context).low_bytes == 8 * BILLION * 16 // 4
 
 
 def test_sharding_without_a_number_of_ranks_says_nothing():

@@ -150,6 +150,7 @@ class Asked:
 
     kind, block, bytes = "alloc", 0, MiB + 512
     op = module = phase = ""
+    stream = 0
 
 
 def test_fragmentation_of_nothing_is_none() -> None:

@@ -17,7 +17,7 @@ from planner.machines.vllm_overheads import Measured
 from planner.plan import Plan
 from planner.quant.schemes import chosen
 from planner.quant.table import tensors
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.engine import capture_sizes, engine_costs, kv_sequence_bytes, outside_torch
 from planner.terms.vllm_blocks import VllmKv
 from planner.terms.vllm_profile import layer_width, profile

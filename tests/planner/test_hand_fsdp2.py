@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from planner.errors import UsageError
 from planner.families import model_spec_from_config
 from planner.machines.machine import make_machine
 from planner.models.catalogue import catalogue_model
@@ -105,3 +106,56 @@ def test_a_tower_is_in_the_root_unit() -> None:
     root = model.parameters - sum(layer.count * layer.parameters for layer in model.layers)
     gathered = term(result, "loss", "weights") - term(result, "load", "weights")
     assert gathered == 2 * root
+
+
+def test_layers_that_are_not_resharded_stay_whole_until_their_backward() -> None:
+    shard = 2 * (2 * LAYER + ROOT) // 8
+    result = planned(8, reshard_after_forward=False)
+    # in the forward the second layer runs while the first one stays; then both stay
+    assert term(result, "forward", "weights") == shard + 2 * (ROOT + 2 * LAYER)
+    assert term(result, "loss", "weights") == shard + 2 * (ROOT + 2 * LAYER)
+    assert term(result, "step", "weights") == shard
+    assert term(result, "backward", "weights") == shard + 2 * (ROOT + 2 * LAYER)
+    # nothing is gathered again, so nothing is asked for ahead
+    assert term(result, "backward", "communication") < 2 * LAYER
+
+
+def test_layers_resharded_over_two_ranks_leave_halves() -> None:
+    shard = 2 * (2 * LAYER + ROOT) // 8
+    result = planned(8, reshard_after_forward=2)
+    assert term(result, "forward", "weights") == shard + 2 * (ROOT + LAYER) + LAYER
+    assert term(result, "loss", "weights") == shard + 2 * ROOT + 2 * LAYER
+    assert planned(8, reshard_after_forward=8).peak_bytes == planned(8).peak_bytes
+
+
+def test_reduce_dtype_is_that_of_the_buffers_and_of_what_waits_for_the_last_micro_batch() -> None:
+    plain, wide = (planned(8, context=16, **fields) for fields in ({}, {"reduce_dtype": "fp32"}))
+    assert term(wide, "backward", "communication") == 4 * ROOT
+    assert term(plain, "backward", "communication") == 2 * ROOT
+    waiting = planned(8, reduce_dtype="fp32", gradient_accumulation=2)
+    assert term(waiting, "forward", "gradients") == 4 * (2 * LAYER + ROOT)
+    # with a sum at every micro-batch the shards alone wait
+    summed = planned(8, reduce_dtype="fp32", gradient_accumulation=2, accumulate_sync=True)
+    assert term(summed, "forward", "gradients") == 2 * (2 * LAYER + ROOT) // 8
+
+
+def test_replicas_hold_the_same_shard_and_their_sum_until_the_backward_ends() -> None:
+    """Eight GPUs in two groups of four: shards of a quarter."""
+    result = planned(8, context=16, parallel={"data_replicate": 2})
+    assert term(result, "load", "weights") == 2 * (2 * LAYER + ROOT) // 4
+    assert term(result, "backward", "communication") == 2 * ROOT
+    wide = planned(8, context=16, parallel={"data_replicate": 2}, reduce_dtype="fp32")
+    more = 4 * 2 * LAYER // 4  # every layer's sum in fp32, beside its cast
+    assert term(wide, "backward", "communication") == 4 * ROOT + more
+
+
+def test_replicas_alone_copy_units_through_no_flat_buffer() -> None:
+    result = planned(8, context=16, parallel={"data_replicate": 8})
+    assert term(result, "load", "weights") == 2 * (2 * LAYER + ROOT)
+    assert term(result, "forward", "communication") == 0
+    assert term(result, "forward", "weights") == 2 * (2 * LAYER + ROOT) + 2 * (ROOT + LAYER)
+
+
+def test_a_split_that_no_group_of_ranks_has_is_refused() -> None:
+    with pytest.raises(UsageError, match="3 does not divide the 8 ranks"):
+        planned(8, reshard_after_forward=3)

@@ -6,9 +6,11 @@ from planner.allocator.pool import Chunk
 from planner.machines.communicators import communicator
 from planner.machines.machine import make_machine
 from planner.machines.vllm_overheads import communicators, constant
+from planner.plan import plan_resolved
 from planner.replay.player import Player
 from planner.replay.steps import Run
 from planner.reserved import outside_bytes
+from planner.terms.groups import communicators as communicators_of
 from planner.units import MiB
 from tests.planner.toys import LLAMA, choices
 
@@ -61,3 +63,32 @@ def test_the_sort_behind_an_embeddings_gradient_is_played() -> None:
         run._embedding_grad(tokens, grads, accumulate=False)
         assert run.player.device.peak_allocated_bytes == 128_000 + sorting
         assert len(grads) == 1
+
+
+def test_every_group_of_a_rank_has_a_communicator_of_its_own() -> None:
+    machine = make_machine("a100-80gb", gpus=16)
+    fields = {"method": "full", "sharding": "fsdp2", "parallel": {"data_replicate": 2}}
+    r = choices(LLAMA, machine, framework="hf-trainer", **fields)
+    found = communicators_of(r, machine)
+    assert [(group.name, group.size) for group, _ in found.groups] == [
+        ("world", 16), ("shard", 8), ("replicate", 2),
+    ]  # fmt: skip
+    assert found.held.typical == (2 * 688 + 544) * MiB
+    assert outside_bytes(r, machine) == machine.context_bytes + found.held.typical
+    result = plan_resolved(LLAMA, r, machine)
+    assert result.capacity_bytes == machine.vram_bytes - outside_bytes(r, machine)
+    document = result.to_dict()["groups"]
+    assert [group["typical_bytes"] for group in document] == [688 * MiB, 688 * MiB, 544 * MiB]
+
+
+def test_vllm_beside_the_trainer_makes_groups_of_its_own() -> None:
+    machine = make_machine("a100-80gb", gpus=8)
+    engine = {"kind": "vllm-push", "tensor_parallel": 2}
+    fields = {"task": "grpo", "method": "full", "sharding": "fsdp", "engine": engine}
+    r = choices(LLAMA, machine, framework="trl", **fields)
+    names = [group.name for group, _ in communicators_of(r, machine).groups]
+    assert names == ["world", "vllm tensor"]
+    served = choices(
+        LLAMA, machine, framework="trl", **{**fields, "engine": {"kind": "vllm-server"}}
+    )
+    assert [group.name for group, _ in communicators_of(served, machine).groups] == ["world"]

@@ -163,7 +163,7 @@ def test_cuda_sorts_the_tokens_of_a_long_embedding_backward(tokens: int, scratch
 
 
 def test_sharding_keeps_the_root_unit_through_the_loss() -> None:
-    two = {"machine": gpus(2), "sharding": "zero3", **TRAINED}
+    two = {"machine": gpus(2), "sharding": "fsdp", **TRAINED}
     result = planned(**two)
     half = WEIGHTS // 2
     root, layer = 2 * 128_064, 2 * 36_992

@@ -293,7 +293,7 @@ def test_linears_in_order() -> None:
     assert one(autocast=True, width=4, residual=4, weight=4) == [128, 64]
 
 
-def test_a_shared_expert_runs_after_the_routed_ones() -> None:
+def test_qwen_s_shared_expert_runs_before_the_routed_ones() -> None:
     model = model_spec_from_config(
         {
             **CONFIG, "model_type": "qwen2_moe", "num_experts": 4, "num_experts_per_tok": 2,
@@ -301,9 +301,10 @@ def test_a_shared_expert_runs_after_the_routed_ones() -> None:
         }
     )  # fmt: skip
     forward, _ = passes(model)
-    # its gate, silu, up and product 64 each, down; its gate's number, the sigmoid and the product with
-    # it; the sum of both; then the residual's
-    assert forward[-10:] == [64, 64, 64, 64, 128, 2, 2, 128, 128, 128]
+    # its gate, silu, up and product 64 each, down; then the router's 4 logits (modeling_qwen2_moe.py)
+    assert forward[-22:-16] == [64, 64, 64, 64, 128, 8]
+    # at the end its gate's number, the sigmoid and the product with it; the sum of both; the residual's
+    assert forward[-5:] == [2, 2, 128, 128, 128]
 
 
 def test_keys_that_double_as_values() -> None:

@@ -8,7 +8,7 @@ import pytest
 from planner.families import model_spec_from_config
 from planner.models.spec import ModelSpec, ModuleKind, ModuleSpec
 from planner.run.engine_law import CURRENT, EngineLaw
-from planner.run.resolve import Resolved
+from planner.run.resolved import Resolved
 from planner.terms.vllm_blocks import vllm_kv
 from planner.terms.vllm_profile import dequantised_bytes, layer_width, profile, sampler_buffers
 from planner.terms.vllm_weights import adapter_slot_bytes, slot_rank, vllm_weights

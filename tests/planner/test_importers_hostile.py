@@ -76,7 +76,8 @@ def test_huge_powers_are_not_computed() -> None:
         ("hello: world\n", "not recognised"),
         ('{"architectures": ["X"], "hidden_size": 1}\n', "model's config.json"),
         ("base_model: x\nadapter: lora\nlora_r: 99999999\n", "lora_r"),
-        ("megatron sft --model x\n", "megatron"),
+        ("base_model: x\nproject_name: p\nparams:\n  lr: 1\n", "AutoTrain"),
+        ("nohup llamafactory-cli train mine/of/it.yaml &\n", "mine/of/it.yaml, which this line"),
     ],
 )
 def test_one_line_says_what_is_wrong(text: str, message: str) -> None:
@@ -136,6 +137,21 @@ def test_deepspeed_and_accelerate_files(tmp_path: Path) -> None:
         }
     )
     assert (fsdp.sharding, fsdp.gpus, fsdp.parameter_offload) == (Sharding.FSDP, 4, True)
+    kept = from_accelerate(
+        {
+            "distributed_type": "FSDP",
+            "fsdp_config": {
+                "fsdp_sharding_strategy": "SHARD_GRAD_OP",
+                "fsdp_cpu_ram_efficient_loading": True,
+            },
+        }
+    )
+    # whole between forward and backward, which is no ZeRO-2 of DeepSpeed's
+    assert (kept.sharding, kept.reshard, kept.loads) == (Sharding.FSDP2, False, "rank0")
+    late = {"zero_stage": 3, "zero3_init_flag": False}
+    assert (
+        from_accelerate({"distributed_type": "DEEPSPEED", "deepspeed_config": late}).loads == "full"
+    )
     folder = tmp_path / "configs"
     folder.mkdir()
     (folder / "z.json").write_text(json.dumps(zero), encoding="utf-8")

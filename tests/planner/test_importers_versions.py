@@ -217,12 +217,11 @@ def test_axolotl_fsdp_casts_full_fine_tuning_to_fp32() -> None:
     found = import_config(
         "base_model: Qwen/Qwen3-8B\nfsdp_version: 2\nfsdp_config:\n  reshard_after_forward: true\ndp_shard_size: 4\n"
     )
-    assert (found.run.recipe.sharding, found.run.recipe.dtype, found.run.machine.gpus) == (
-        Sharding.FSDP2,
-        "fp32",
-        4,
-    )
+    recipe = found.run.recipe
+    assert (recipe.sharding, recipe.dtype, found.run.machine.gpus) == (Sharding.FSDP2, "bf16", 4)
     assert any("16 B/parameter" in sentence for sentence in found.report.effects)
+    planned = plan(catalogue_model("qwen3-8b"), recipe, make_machine("h100-sxm", gpus=4))
+    assert planned.resolved.placement.fp32_shards
 
 
 def test_axolotl_grpo_reads_nested_keys() -> None:
@@ -335,7 +334,7 @@ def test_verl_default_arm_and_reference() -> None:
     "text",
     [
         "vllm serve Qwen/Qwen3-8B --max-model-len 32k -tp 2 --max_num_seqs=64\n",
-        "docker run --gpus all vllm/vllm-openai:v0.11 --model Qwen/Qwen3-8B --max-model-len 32000 --tensor-parallel-size 2 --max-num-seqs 64\n",
+        "docker run --gpus all vllm/vllm-openai:latest --model Qwen/Qwen3-8B --max-model-len 32000 --tensor-parallel-size 2 --max-num-seqs 64\n",
         "model: Qwen/Qwen3-8B\nmax-model-len: 32000\ntensor_parallel_size: 2\nmax-num-seqs: 64\n",
         "from vllm import LLM\nllm = LLM('Qwen/Qwen3-8B', max_model_len=32 * 1000, tensor_parallel_size=2, max_num_seqs=64)\n",
         "model:\n  model_id: Qwen/Qwen3-8B\n  base_args: ['--max-model-len', '32000']\nvariants:\n  default:\n    extra_args: ['-tp', '2', '--max-num-seqs', '64']\n",

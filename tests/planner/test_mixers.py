@@ -45,6 +45,7 @@ MIXER = Mixer(
     assumes="toy-kernels",
     keeps_apart=True,
     reads_images=False,
+    divides=True,
     cache=Cache(
         token=a.keys_and_values,
         beyond=a.nothing,

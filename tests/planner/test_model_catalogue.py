@@ -13,8 +13,8 @@ from planner.run.recipe import Method, Recipe, Task
 
 
 def test_the_catalogue_has_all_models() -> None:
-    assert len(catalogue_names()) == 220
-    assert len(set(catalogue_names())) == 220
+    assert len(catalogue_names()) == 221
+    assert len(set(catalogue_names())) == 221
 
 
 @pytest.mark.parametrize(

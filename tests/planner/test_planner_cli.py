@@ -203,3 +203,22 @@ def test_the_trace_tier_comes_from_the_console_script(monkeypatch):
     assert scored
     monkeypatch.setattr(planner.verbs.accuracy, "score_traces", None)
     assert main(["accuracy", "--tier", "trace"]) != 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "framework"),
+    [
+        (("--method", "full"), "megatron"),
+        (("--method", "full", "--shard", "fsdp2"), "torchtitan"),
+        ((), "hf-trainer"),
+    ],
+)
+def test_degrees_without_a_framework_say_whose_they_are(
+    capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], framework: str
+) -> None:
+    line = ("plan", "llama-3.2-1b", "--gpu", "h100", "--gpus", "4", "--tensor-parallel", "2")
+    code, out, err = run(capsys, *line, *flags, "--json")
+    assert code == 0
+    assert f"planned with --framework {framework}" in err
+    assert "has no --tensor-parallel" in err
+    assert json.loads(out)["recipe"]["framework"].startswith(framework)

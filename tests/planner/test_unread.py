@@ -16,13 +16,37 @@ from planner.run.unread import FIELDS_WITHOUT_BYTES, leaves
 MODEL = catalogue_model("llama-3.2-1b")
 GRPO: dict[str, Any] = {"task": "grpo", "framework": "trl-1.9"}
 FULL: dict[str, Any] = {"method": "full", "framework": "hf-trainer", "dtype": "bf16"}
+MEGATRON: dict[str, Any] = {"method": "full", "framework": "megatron"}
 VLLM: dict[str, Any] = {"task": "grpo", "engine": {"kind": "vllm-push"}}
 SERVE: dict[str, Any] = {"task": "serve"}
 GATHERED: dict[str, Any] = {**FULL, "evaluation": {"samples": 64, "logits": True}}
 DISTILL: dict[str, Any] = {"task": "distill", "framework": "trl", "teacher": "llama-3.2-3b"}
 TWO_CARDS = (
+    "loads",
+    "buckets.reduce",
+    "buckets.prefetch",
+    "buckets.live",
+    "buckets.reuse",
+    "buckets.persistence",
+    "buckets.sub_group",
+    "buckets.overlap",
+    "buckets.contiguous",
+    "buckets.dtype",
     "sharding",
+    "parallel.data_replicate",
+    "parallel.tensor",
+    "parallel.sequence",
+    "parallel.pipeline",
+    "parallel.virtual_stages",
+    "parallel.context",
+    "parallel.context_kind",
+    "parallel.expert",
+    "parallel.expert_tensor",
+    "accumulate_sync",
+    "reshard_after_forward",
+    "reduce_dtype",
     "float8_all_gather",
+    "bucket_views",
     "offload.parameters",
     "offload.device",
     "offload.pinned",
@@ -37,10 +61,13 @@ EXPERTS, OF_EXPERTS = (
     "qwen3-30b-a3b",
     (
         "engine.expert_parallel",
+        "engine.data_parallel",
         "lora.target_parameters",
         "experts_implementation",
         "expert_capacity_factor",
         "router_loss",
+        "parallel.expert",
+        "parallel.expert_tensor",
     ),
 )
 
@@ -48,6 +75,18 @@ BIASED, OF_BIASED = "qwen2.5-0.5b", ("lora.bias",)
 ADAPTER = str(Path(__file__).parent / "adapter")
 
 CASES: dict[str, tuple[dict[str, Any], Any]] = {
+    "parallel.tensor": (FULL, 2),
+    "parallel.sequence": ({**MEGATRON, "parallel": {"tensor": 2}}, True),
+    "parallel.pipeline": (MEGATRON, 2),
+    "parallel.virtual_stages": (
+        {**MEGATRON, "gradient_accumulation": 4, "parallel": {"pipeline": 2}},
+        2,
+    ),
+    "parallel.context": (FULL, 2),
+    "parallel.context_kind": ({**FULL, "parallel": {"context": 2}}, "ulysses"),
+    "parallel.expert": (MEGATRON, 2),
+    "parallel.expert_tensor": ({**MEGATRON, "parallel": {"tensor": 2, "sequence": True}}, 1),
+    "bucket_views": ({**FULL, "sharding": "ddp"}, True),
     "images": (LONG, 1),
     "image_size": ({**LONG, "images": 1}, "512x512"),
     "image_tokens": ({**LONG, "images": 1}, 64),
@@ -87,7 +126,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "entropy": ({"framework": "peft-loop", "method": "full", "loss": "full"}, True),
     "tiled_mlp": ({"framework": "axolotl", "context": 8192, "checkpointing": "full"}, True),
     "neftune": ({"framework": "vramwise"}, True),
-    "router_loss": ({"framework": "vramwise"}, True),
+    "router_loss": ({"framework": "vramwise"}, False),
     "beta": ({**GRPO, "method": "full"}, 0.1),
     "reference": ({**GRPO, "method": "full", "beta": 0.1}, "offloaded"),
     "evaluation.samples": (FULL, 64),
@@ -104,6 +143,23 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "negatives": ({"task": "embed", "method": "full"}, 4),
     "mini_batch": ({"task": "embed", "method": "full", "micro_batch_size": 64}, 4),
     "sharding": (FULL, "zero3"),
+    "loads": ({**FULL, "sharding": "zero3"}, "full"),
+    "buckets.reduce": ({**FULL, "sharding": "zero2"}, 10**8),
+    "buckets.prefetch": ({**FULL, "sharding": "zero3", "buckets": {"live": 10**8}}, 10**8),
+    "buckets.live": ({**FULL, "sharding": "zero3"}, 10**7),
+    "buckets.reuse": ({**FULL, "sharding": "zero3", "buckets": {"live": 10**7}}, 0),
+    "buckets.persistence": ({**FULL, "sharding": "zero3", "buckets": {"live": 10**7}}, 10**7),
+    "buckets.sub_group": ({**FULL, "sharding": "zero3"}, 10**7),
+    "buckets.overlap": ({**FULL, "sharding": "zero2"}, True),
+    "buckets.contiguous": ({**FULL, "sharding": "zero2"}, False),
+    "buckets.dtype": ({**FULL, "sharding": "zero3"}, "fp32"),
+    "parallel.data_replicate": ({**FULL, "sharding": "fsdp2"}, 2),
+    "reshard_after_forward": ({**FULL, "sharding": "fsdp2"}, False),
+    "reduce_dtype": ({**FULL, "sharding": "fsdp2", "context": 128}, "fp32"),
+    "accumulate_sync": (
+        {**FULL, "sharding": "fsdp2", "gradient_accumulation": 4, "framework": "hf-trainer"},
+        True,
+    ),
     "compile": ({"framework": "torchtune"}, True),
     "compile_loss": ({"framework": "torchtitan", "method": "full"}, True),
     "float8": ({"framework": "torchtitan", "method": "full", "compile": True}, "rowwise"),
@@ -143,8 +199,20 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "engine.cuda_graphs": (VLLM, False),
     "engine.tensor_parallel": (SERVE, 2),
     "engine.pipeline_parallel": (SERVE, 2),
+    "engine.data_parallel": (SERVE, 2),
+    "engine.sync": (
+        {
+            **GRPO,
+            "method": "full",
+            "framework": "trl",
+            "sharding": "fsdp2",
+            "engine": {"kind": "vllm-push"},
+        },
+        "model",
+    ),
     "engine.expert_parallel": ({**SERVE, "engine": {"tensor_parallel": 4}}, True),
     "engine.offline": (SERVE, True),
+    "engine.cpu_offload_gib": (SERVE, 1.0),
     "engine.max_loras": (SERVE, 4),
     "engine.max_lora_rank": ({**SERVE, "engine": {"max_loras": 1}}, 64),
 }
@@ -208,11 +276,14 @@ UNREAD: dict[str, tuple[dict[str, Any], Any]] = {
     "engine.sleep_level": (GRPO, 2),
     "engine.cuda_graphs": (GRPO, False),
     "engine.tensor_parallel": (GRPO, 2),
+    "engine.data_parallel": (GRPO, 2),
+    "engine.sync": (GRPO, "layer"),
     "engine.pipeline_parallel": (GRPO, 2),
     "engine.expert_parallel": (GRPO, True),
     "engine.offline": (GRPO, True),
     "engine.max_loras": (GRPO, 4),
     "engine.max_lora_rank": (GRPO, 64),
+    "loads": (FULL, "full"),
     "sharding": (FULL, "zero3"),
     "experts_implementation": (FULL, "eager"),
     "expert_capacity_factor": (FULL, 1.25),
@@ -250,7 +321,7 @@ def test_every_field_of_a_recipe_is_accounted_for() -> None:
 @pytest.mark.parametrize("field", sorted(CASES))
 def test_a_field_moves_the_plan_or_is_named_in_it(field: str) -> None:
     base, value = CASES[field]
-    gpus = 2 if field in TWO_CARDS else 1
+    gpus = 2 if field in TWO_CARDS else 4 if field.startswith("engine.") else 1
     model = catalogue_model(EXPERTS) if field in OF_EXPERTS else MODEL
     model = catalogue_model(BIASED) if field in OF_BIASED else model
     model = catalogue_model(SEEN) if field in OF_IMAGES else model
@@ -266,8 +337,16 @@ def test_a_field_moves_the_plan_or_is_named_in_it(field: str) -> None:
 
 @pytest.mark.parametrize("field", sorted(FIELDS_WITHOUT_BYTES))
 def test_a_field_without_bytes_moves_nothing(field: str) -> None:
-    values = {"engine.url": "http://host:1", "engine.timeout_s": 5.0, "lora.use_rslora": True}
-    assert sizes(planned(VLLM)) == sizes(planned(changed(VLLM, field, values[field])))
+    values = {
+        "engine.url": "http://host:1",
+        "engine.timeout_s": 5.0,
+        "lora.use_rslora": True,
+        "parallel.data_shard": -1,
+        "parallel.schedule": "1f1b",
+        "buckets.allgather": 10**8,
+    }
+    base = {**FULL, "sharding": "zero2"} if field.startswith("buckets.") else VLLM
+    assert sizes(planned(base)) == sizes(planned(changed(base, field, values[field])))
     assert FIELDS_WITHOUT_BYTES[field]
 
 

@@ -96,6 +96,15 @@ def internvl() -> tuple[dict[str, Any], Any, Any]:
     return config, code.InternVLVisionModel(settings), (torch.randn(1, 3, 448, 448),)
 
 
+def pixtral() -> tuple[dict[str, Any], Any, Any]:
+    from transformers.models.pixtral import modeling_pixtral as code
+
+    vision = {**SQUARE, "head_dim": 64, "hidden_act": "silu"}
+    config = {"model_type": "mistral3", "text_config": TEXT, "vision_config": vision}
+    settings = code.PixtralVisionConfig(**vision, attn_implementation="sdpa")
+    return config, code.PixtralVisionModel(settings), (torch.randn(1, 3, 448, 448),)
+
+
 def idefics3() -> tuple[dict[str, Any], Any, Any]:
     from transformers.models.idefics3 import modeling_idefics3 as code
 
@@ -124,6 +133,7 @@ TOWERS = {
     "llava": clip,
     "internvl": internvl,
     "idefics3": idefics3,
+    "mistral3": pixtral,
     "qwen2_audio": qwen2_audio,
 }
 """Each on 1,024 rows, a class token apart."""
@@ -147,7 +157,7 @@ def traced(tower: Any, inputs: Any) -> int:
             keep.append(tensor)
         return tensor
 
-    stack = getattr(tower, "encoder", tower)
+    stack = getattr(tower, "encoder", getattr(tower, "transformer", tower))
     blocks = next(getattr(stack, n) for n in ("blocks", "layers", "layer") if hasattr(stack, n))
     sizes: list[int] = []
 
@@ -186,7 +196,9 @@ def test_kept_by_the_blocks(name: str) -> None:
     )
     r = resolve(model, recipe, make_machine("h100"))
     rows = 1024 + getattr(tower_spec, "class_token", 0)
-    planned = tower_activations(tower_spec, r, rows, 1, graph=Graph.TRAINED)
+    planned = tower_activations(tower_spec, r, rows, 1, graph=Graph.TRAINED).kept
+    if tower_spec.masked:  # one for all blocks, which vision.py adds
+        planned += 2 * rows * rows
     found = traced(tower, inputs)
-    print(name, found, planned.kept, planned.kept / found)
-    assert planned.kept == pytest.approx(found, rel=0.05)
+    print(name, found, planned, planned / found)
+    assert planned == pytest.approx(found, rel=0.05)

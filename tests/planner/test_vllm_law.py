@@ -13,7 +13,8 @@ from planner.models.catalogue import catalogue_model
 from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
 from planner.run.framework import frameworks, pick
-from planner.run.resolve import Resolved, resolve
+from planner.run.resolve import resolve
+from planner.run.resolved import Resolved
 from planner.run.runfile import make_recipe
 from planner.terms.engine import Serving, capture_sizes, captured, kv_pool, outside_torch
 from planner.terms.vllm_profile import layer_width, profile, sampler_buffers

@@ -14,7 +14,8 @@ from planner.families import model_spec_from_config
 from planner.machines.machine import Machine, make_machine
 from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
-from planner.run.resolve import Resolved, resolve
+from planner.run.resolve import resolve
+from planner.run.resolved import Resolved
 from planner.run.runfile import make_recipe
 
 CONFIG: dict[str, Any] = {

@@ -35,7 +35,12 @@ class Case:
     dtype: str = "bf16"
     checkpointing: Checkpointing = Checkpointing.FULL
     accumulation: int = 1
+    prepares: bool = True
+    """QLoRA: norms, embeddings and head in fp32."""
+    single: bool = False
+    """QLoRA: block maxima are not quantised once more."""
     shard: dict[str, Any] = field(default_factory=dict)
+    ranks: int = 2
 
 
 CASES = {
@@ -47,13 +52,28 @@ CASES = {
     "accumulated": Case(accumulation=3),
     "accumulated without sync": Case(accumulation=3, shard={"syncs_each": False}),
     "kept after forward": Case(shard={"reshard_after_forward": False}),
+    "kept in part after forward": Case(shard={"reshard_after_forward": 2}, ranks=4),
+    "replicated": Case(shard={"replicate": 2}),
+    "replicated and accumulated": Case(shard={"replicate": 2}, accumulation=3),
+    "replicated once": Case(shard={"replicate": 1}),
+    "two shards twice": Case(
+        shard={"replicate": 2, "param_dtype": "bf16", "reduce_dtype": "fp32"}, ranks=4
+    ),
+    "offloaded": Case(shard={"offload": True}),
+    "offloaded lora accumulated": Case(method=Method.LORA, accumulation=3, shard={"offload": True}),
+    "offloaded fp32": Case(
+        dtype="fp32", shard={"offload": True, "param_dtype": "bf16", "reduce_dtype": "bf16"}
+    ),
     "lora": Case(method=Method.LORA),
     "lora without checkpointing": Case(method=Method.LORA, checkpointing=Checkpointing.NONE),
     "tied": Case(config=GEMMA),
+    "qlora": Case(method=Method.QLORA),
+    "qlora without checkpointing": Case(method=Method.QLORA, checkpointing=Checkpointing.NONE),
+    "qlora with everything in bf16": Case(method=Method.QLORA, prepares=False, single=True),
 }
 
 
-def subject(case: Case, *, ranks: int = 2, rank: int = 0) -> HfSft:
+def subject(case: Case, *, rank: int = 0) -> HfSft:
     """Return the case's step as rank `rank` of `ranks`."""
     return HfSft(
         StepOptions(
@@ -62,11 +82,13 @@ def subject(case: Case, *, ranks: int = 2, rank: int = 0) -> HfSft:
             dtype=case.dtype,
             adapter_dtype=case.dtype,
             lora_rank=4,
+            prepare_kbit=case.prepares,
+            double_quant=not case.single,
             checkpointing=case.checkpointing,
             gradient_accumulation=case.accumulation,
             micro_batch=1,
             length=96,
             workspace_bytes=0,
-            shard=Shard(ranks=ranks, rank=rank, **case.shard),
+            shard=Shard(ranks=case.ranks, rank=rank, **case.shard),
         )
     )

@@ -48,5 +48,11 @@ def beside(family: str, ranks: int, **fields: Any) -> Comparison:
 
 
 def _recipe(**fields: Any) -> Any:
-    settled = {"checkpointing": "full", "context": 1024, "micro_batch_size": 1, **fields}
-    return make_recipe(task="sft", framework="hf-trainer", sharding="fsdp2", **settled)
+    settled = {
+        "framework": "hf-trainer",
+        "checkpointing": "full",
+        "context": 1024,
+        "micro_batch_size": 1,
+        **fields,
+    }
+    return make_recipe(task="sft", sharding="fsdp2", **settled)

@@ -1,4 +1,4 @@
-"""One of two real ranks: runs the step of test_sharded.py on gloo and prints its peaks as JSON.
+"""One real rank: runs the step of test_sharded.py on gloo and prints its peaks as JSON.
 
 python -m tests.profiler.sharded_rank RANK FILE NAMES
 """
@@ -16,14 +16,17 @@ from tests.profiler.sharded_cases import CASES, subject
 
 
 def peaks(events: list[BlockEvent]) -> dict[str, int]:
-    """Return the largest bytes alive in each phase, without what gloo itself copies."""
-    alive, found = 0, dict[str, int]()
+    """Return the largest bytes alive in each phase and place, without what gloo itself copies."""
+    alive, found = dict[str, int](), dict[str, int]()
     for event in events:
         # gloo's reduce-scatter splits its input by a copy that no NCCL kernel makes
         if event.block.op == "aten.split.Tensor" and event.block.term == "communication":
             continue
-        alive += rounded(event.block.bytes) * (1 if event.alloc else -1)
-        found[event.phase] = max(found.get(event.phase, 0), alive)
+        place = event.block.place
+        size = rounded(event.block.bytes) * (1 if event.alloc else -1)
+        alive[place] = alive.get(place, 0) + size
+        name = f"{event.phase}, {place}"
+        found[name] = max(found.get(name, 0), alive[place])
     return found
 
 
@@ -32,7 +35,7 @@ def main(rank: int, file: str, names: list[str]) -> None:
     dist.init_process_group(
         "gloo",
         rank=rank,
-        world_size=2,
+        world_size=CASES[names[0]].ranks,
         init_method=f"file://{file}",
         timeout=timedelta(seconds=120),
     )
@@ -42,8 +45,7 @@ def main(rank: int, file: str, names: list[str]) -> None:
         tracker = run_subject(step, fake=False)
         assign_terms(tracker.events, vocab=step.vocab, embedding=step.trained_embedding)
         result[name] = peaks(tracker.events)
-    if rank == 0:
-        print(json.dumps(result))
+    print(json.dumps(result))
     dist.destroy_process_group()
 
 

@@ -10,7 +10,8 @@ from planner.families import model_spec_from_config
 from planner.machines.machine import make_machine
 from planner.phases import budget
 from planner.run.recipe import Checkpointing, Recipe
-from planner.run.resolve import Resolved, resolve
+from planner.run.resolve import resolve
+from planner.run.resolved import Resolved
 from profiler.subjects.from_recipe import step_options
 from profiler.subjects.hf_sft import HfSft
 from profiler.trace import trace

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import grpo_table, sft_vs_hf, trainer_vs_trl
+from benchmarks import grpo_table, ranks_overhead, sft_vs_hf, trainer_vs_trl
 from benchmarks.side_by_side import HEAD, REST, Meter, check, completion_ids, prompts
 from planner.units import GiB
 from profiler.storages import StorageTracker
@@ -107,3 +107,13 @@ def test_a_different_loss_is_noticed():
     check({"vramwise": same, "trl": same})
     with pytest.raises(AssertionError, match="grad_norm"):
         check({"vramwise": same, "trl": {**same, "grad_norm": 2.1}})
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ranks")
+def test_the_plumbing_of_two_ranks_is_a_share_of_a_step(capfd):
+    ranks_overhead.main(["--json", "--steps", "2", "--hidden", "64", "--layers", "2"])
+    made = json.loads(capfd.readouterr().out.strip().splitlines()[-1])
+    parts = made["pass_s"] + made["step_s"] + made["told_s"]
+    assert 0 < made["overhead_ratio"] < 1
+    assert 0 < parts <= made["seconds_per_step"] * 1.5, "medians of one run"

@@ -37,7 +37,7 @@ def both(**fields):
 
 @pytest.fixture(scope="module")
 def plain():
-    return both()
+    return both(router_loss=False)
 
 
 def grown(with_it, without, phase):
@@ -55,7 +55,7 @@ def test_router_logits_wait_for_the_loss_and_their_gradients_for_their_layer(pla
 
 
 def test_the_noise_is_gone_before_a_layer_needs_more(plain):
-    noisy = both(neftune=True)
+    noisy = both(neftune=True, router_loss=False)
     # the noise needs to know how long each token's sample is
     assert grown(noisy, plain, "forward") == (8 * TOKENS, 8 * TOKENS)
     # but where a layer needs next to nothing, it is what the forward holds most of
@@ -75,3 +75,17 @@ def test_a_plan_of_the_file_knows_what_its_train_section_says(train, field):
     run = with_train(RunFile(model="m", recipe=Recipe(task="sft"), train=train))
     assert getattr(run.recipe, field)
     assert with_train(RunFile(model="m", recipe=Recipe(task="grpo"), train=train)).recipe == Recipe(task="grpo")  # fmt: skip
+
+
+def test_a_plan_without_a_word_has_the_loss_that_the_trainer_takes_from_the_config():
+    from transformers import AutoConfig
+
+    from trainer.router_loss import router_coefficient
+
+    for given, on in (({}, True), ({"router_aux_loss_coef": 0.0}, False)):
+        config = {**CONFIG, **given}
+        assert bool(router_coefficient(AutoConfig.for_model(**config), None)) is on
+        recipe = make_recipe(task="sft", context=512)
+        model = model_spec_from_config(config)
+        resolved = plan(model, recipe, Machine(vram_bytes=2**40)).resolved
+        assert resolved.router_loss is model.router_loss is on

@@ -19,10 +19,14 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
 from planner.errors import UsageError, VramwiseError
+from planner.models.hub import find_model
+from planner.run.parallel import layout_of
 from planner.run.recipe import Method, Recipe
+from tests.trainer.parallel.gloo import on_ranks
 from trainer.engines.protocol import SamplingSettings
 from trainer.engines.vllm_server import VllmServerEngine
-from trainer.model import Policy
+from trainer.model import Policy, load_policy
+from trainer.parallel.sharding import over_ranks, shard_policy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm")]
 
@@ -152,6 +156,27 @@ def test_adapters_and_then_full_weights_reach_the_server(server, folder):
     engine = VllmServerEngine(make_policy(folder, full, Method.FULL), recipe=recipe(server, "full"))
     agrees(engine, full)
     engine.close()
+
+
+def served_from_two(ranks, folder, url, method):
+    wanted = recipe(url, method, sharding="fsdp2", dtype="fp32", lora={"rank": 4})
+    policy = load_policy(folder, recipe=wanted)
+    layout = layout_of(find_model(folder), wanted, ranks.size)
+    policy = shard_policy(policy, over_ranks(wanted, ranks.size), layout, ranks)
+    engine = VllmServerEngine(policy, recipe=wanted)
+    torch.manual_seed(ranks.rank)
+    with torch.no_grad():
+        for _, rows in policy.stepped():
+            rows.add_(torch.randn_like(rows) * 0.3)
+    engine.update_weights()
+    agrees(engine, lambda input_ids: policy.whole(lambda: policy.model(input_ids=input_ids)))
+    engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_what_two_ranks_hold_reaches_the_server_whole(server, folder, method):
+    on_ranks(2, served_from_two, folder, server, method)
 
 
 def test_a_context_longer_than_the_servers_is_refused(server, folder):

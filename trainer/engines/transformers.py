@@ -4,6 +4,7 @@ A group's prompt runs once and its KV cache is repeated for the group; finished 
 Shapes: U prompts, B rows, P prompt tokens, V vocabulary.
 """
 
+import contextlib
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -59,6 +60,7 @@ class TransformersEngine:
             rows = self._attempt(prompts, settings)
             if rows is not None:
                 break
+            self._policy.settle()
             if self._wave == 1:
                 raise VramwiseError(
                     "out of memory while generating one completion at a time",
@@ -68,6 +70,7 @@ class TransformersEngine:
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
+        self._end_together()
         return [
             Completion(
                 prompt_index=row.prompt_index,
@@ -185,6 +188,11 @@ class TransformersEngine:
 
     def _forward(self, ids: Tensor, mask: Tensor, cache: Any) -> Tensor:
         """Return logits [B, V] of the token after `ids` [B, t]; positions skip the left padding."""
+        if self._gathers:
+            self._policy.ranks.any(True)  # the others run along
+        return self._policy.whole(lambda: self._logits(ids, mask, cache), keep=True)
+
+    def _logits(self, ids: Tensor, mask: Tensor, cache: Any) -> Tensor:
         positions = (mask.cumsum(dim=1) - 1).clamp_(min=0)[:, -ids.shape[1] :]
         output = self._policy.base(
             input_ids=ids,
@@ -194,7 +202,24 @@ class TransformersEngine:
             use_cache=True,
             logits_to_keep=1,
         )
-        return output.logits[:, -1]
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether a forward needs every rank: layers are gathered from all of them."""
+        return self._policy.ranks.shards > 1
+
+    def _end_together(self) -> None:
+        """Run along with ranks whose completions go on: as many forwards on each as on the slowest."""
+        one = torch.zeros(1, 1, dtype=torch.long, device=self._policy.device)
+        while self._gathers and self._policy.ranks.any(False):
+            # where another one's memory ran out, it starts again, and is waited for again
+            with contextlib.suppress(torch.OutOfMemoryError):
+                self._policy.whole(
+                    lambda: self._policy.base(input_ids=one, use_cache=False), keep=True
+                )
+        self._policy.settle()
 
     def max_rows(self, wanted: int) -> int:
         """Return how many of `wanted` completions are under way at once."""
@@ -218,6 +243,7 @@ class TransformersEngine:
             mask = ids.new_ones(rows, prompt_tokens + completion_tokens)
             logits = self._forward(ids.new_zeros(rows, 1), mask, cache)
         draw(shape_logits(logits, temperature=1.0, top_k=0, top_p=1.0), generator=None)
+        self._end_together()
 
     def update_weights(self) -> None:
         """Do nothing: the weights are the policy's own."""

@@ -1,5 +1,7 @@
 """vllm-server: a client of a running `vllm serve`, on this machine or one that sees the same files.
 
+Of several ranks each asks for its own prompts; the first one hands over the weights.
+
 Start it with what an update needs:
 
     VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve MODEL \\
@@ -18,13 +20,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from planner.errors import UsageError, VramwiseError
+import torch
+
+from planner.errors import UnsupportedError, UsageError, VramwiseError
 from planner.plan import Plan
 from planner.run.recipe import Method, Recipe
 from trainer.engines import vllm_llm
 from trainer.engines.protocol import Completion, SamplingSettings
 from trainer.engines.vllm_adapters import merged_weights, needs_merging
 from trainer.model import Policy
+from trainer.parallel.saving import gathered
+from trainer.parallel.together import together
 
 ADAPTER_NAME = "vramwise-policy"
 CONNECT_TIMEOUT_S = 10.0
@@ -50,7 +56,14 @@ class VllmServerEngine:
                 hint="start it with a larger --max-model-len",
             )
         self._model = served[0]["id"]
-        self._adapter = policy.method is not Method.FULL and not needs_merging(policy.model)
+        why = needs_merging(policy.model)
+        if policy.ranks.several and why:
+            raise UnsupportedError(
+                f"recipe.engine.kind: vllm-server cannot be trained on {policy.ranks.size} ranks: {why}, and "
+                "a weight that is divided cannot be merged",
+                hint="plain LoRA, method: full, or engine kind transformers",
+            )
+        self._adapter = policy.method is not Method.FULL and not why
         self._folder = Path(tempfile.mkdtemp(prefix="vramwise-server-"))
         self.update_weights()
 
@@ -95,9 +108,22 @@ class VllmServerEngine:
         ]
 
     def update_weights(self) -> None:
-        """Publish the trained weights: the adapter in place, or all weights through a folder."""
+        """Publish the trained weights: the adapter in place, or all weights through a folder.
+
+        Of several ranks the first does it, with what it gathers of all; the others wait.
+        """
+        ranks = self._policy.ranks
+        tensors = gathered(self._policy) if ranks.several else None
+        together(ranks, lambda: self._publish(tensors) if ranks.first else None)
         if self._adapter:
-            self._policy.model.save_pretrained(self._folder, safe_serialization=True)
+            self._model = ADAPTER_NAME
+
+    def _publish(self, tensors: dict[str, torch.Tensor] | None) -> None:
+        """Hand `tensors`, or the policy's own, to the server."""
+        if self._adapter:
+            self._policy.model.save_pretrained(
+                self._folder, safe_serialization=True, state_dict=tensors
+            )
             self._post(
                 "/v1/load_lora_adapter",
                 {
@@ -106,15 +132,15 @@ class VllmServerEngine:
                     "load_inplace": True,
                 },
             )
-            self._model = ADAPTER_NAME
         else:
-            self._push_all()
+            self._push_all(tensors)
         self._post("/reset_prefix_cache", None)
 
-    def _push_all(self) -> None:
+    def _push_all(self, tensors: dict[str, torch.Tensor] | None) -> None:
         from safetensors.torch import save_file
 
-        weights = {name: tensor.contiguous() for name, tensor in merged_weights(self._policy.model)}
+        own = merged_weights(self._policy.model) if tensors is None else tensors.items()
+        weights = {name: tensor.contiguous() for name, tensor in own}
         part = self._folder / "model.safetensors.part"
         save_file(weights, part)
         part.replace(self._folder / "model.safetensors")

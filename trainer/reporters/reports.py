@@ -35,7 +35,8 @@ class Reports:
 
     def __init__(self, ready: Preflight, output: Path) -> None:
         train = ready.train
-        names = train.trackers if os.environ.get("RANK", "0") == "0" else ()
+        own = ready.ranks.first and os.environ.get("RANK", "0") == "0"
+        names = train.trackers if own else ()
         self._couriers = [Courier(name, make_reporter) for name in names]
         self._ready = ready
         self._output = output

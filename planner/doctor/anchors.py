@@ -1,0 +1,148 @@
+"""What a line worth reading contains, in lower case: a cheap test for blocks and for lines.
+
+Every rule of events.py, host_events.py, cuda_message.py and vllm_log.py needs one of these in each
+line that it matches; a test checks it on examples.
+"""
+
+WORDS: tuple[str, ...] = (
+    # devices
+    "out of memory",
+    "outofmemory",
+    "out_of_device_memory",
+    "tried to allocate",
+    "would exceed allowed",
+    "allocation on device",
+    "alloc_failed",
+    "cudaerrormemoryallocation",
+    "cuda failure",
+    "failed to cuda",
+    "torch_memory_saver",
+    "torchmemorysaver",
+    "expandable_segments",
+    "dispatched on the",
+    "offloaded to the disk",
+    "train a model that",
+    "max_ma",
+    # engines
+    "max seq len",
+    "max model len",
+    "maximum model len",
+    "kv cache is needed",
+    "cache blocks",
+    "auto-fit",
+    "free memory on device",
+    "memory profiling",
+    "sleep mode freed",
+    "mem-fraction-static",
+    "capacity is unbalanced",
+    "allocating memory for batch_",
+    "allocate memory for batch_",
+    "load weight end",
+    "memory pool end",
+    "model loading took",
+    "loading model weights took",
+    "model weights take",
+    "total_gpu_memory",
+    "non kv cache memory",
+    "desired gpu memory",
+    "kv cache size",
+    "available kv",
+    "gpu blocks",
+    "cuda blocks",
+    "graph capturing",
+    "cuda graph memory",
+    "maximum concurrency",
+    "llm engine",
+    "vllm api server",
+    "vllm (",
+    "vllm v",
+    "non-default args",
+    # host
+    "killed",
+    "oom-kill",
+    "oom_kill",
+    "oomkill",
+    "oom kill",
+    "oom-killer",
+    "oom_reaper",
+    "earlyoom",
+    "cpu oom",
+    "host oom",
+    "ram oom",
+    "system oom",
+    "memory oom",
+    "memory on the node",
+    "of the memory on node",
+    "root causes",
+    "system_error",
+    "died unexpectedly",
+    "process has died",
+    "actor died",
+    "memory limit",
+    "out_of_me",
+    "low on resource",
+    "bus error",
+    "shared memory",
+    "/dev/shm",
+    "objectstorefull",
+    "defaultcpuallocator",
+    "unable to allocate",
+    "bad_alloc",
+    "memoryerror",
+    "cannot allocate memory",
+    "can't allocate memory",
+    "exitcode",
+    "exit code",
+    "exit_code",
+    "exited with",
+    "exit status",
+    "return code",
+    "returned 137",
+    "signal 9",
+    "signal 7",
+    "all available ram",
+    "out of ram",
+    "out of system ram",
+    "due to time limit",
+    "due to preemption",
+    "watchdog caught",
+    "cuda driver error",
+    "cudamalloc failed",
+    "hsa_status_error",
+    "hiperroroutofmemory",
+    "signal: killed",
+    "by signal",
+    "sigkill",
+    "杀死",
+    "ray::",
+    "cpu virtual memory",
+)
+NOTICES: tuple[bytes, ...] = (
+    b"max_ma",
+    b"sleep mode freed",
+    b"load weight end",
+    b"memory pool end",
+    b"cpu virtual memory",
+    b"ray::",
+)
+"""What a log may print at every step: of these the last one of a block is enough."""
+ANCHORS: tuple[bytes, ...] = (
+    *(word.encode() for word in WORDS),
+    b"traceback (most recent",
+)
+
+
+_DIGITS = b"0123456789"
+_PLAIN = tuple(anchor.translate(None, _DIGITS) for anchor in ANCHORS)
+
+
+def may_speak(block: bytes) -> bool:
+    """Return False when no anchor stands in a block: lines that differ in their digits alone are looked at once."""
+    shapes = b"\n".join(set(block.translate(None, _DIGITS).split(b"\n"))).lower()
+    return any(anchor in shapes for anchor in _PLAIN)
+
+
+def speaks(text: str) -> bool:
+    """Return whether any rule may match this line."""
+    lowered = text.lower()
+    return any(word in lowered for word in WORDS)

@@ -1,0 +1,170 @@
+"""Shell and Python scripts -> the importer of what they start or build."""
+
+import json
+import re
+from dataclasses import replace
+
+from planner.importers import (
+    hf_script,
+    megatron_flags,
+    ms_swift,
+    openrlhf,
+    policies,
+    sglang,
+    supervised,
+    trl_script,
+    unsloth,
+    verl,
+    vllm,
+)
+from planner.importers.commands import (
+    Reader,
+    hf_command,
+    llamafactory_command,
+    nested_config,
+    trl_command,
+)
+from planner.importers.context import Context
+from planner.importers.launchers import Started, started
+from planner.importers.mappings import from_mapping, unknown
+from planner.importers.python_calls import UNKNOWN, Calls, read_calls
+from planner.importers.settings import Imported
+from planner.importers.shell import Script, flags, parse_shell
+
+
+def overrides_command(program: Started, context: Context) -> Imported | None:
+    """Return the run of SkyRL's Hydra overrides, or None."""
+    if not re.match(r"skyrl(?:_train)?\.", program.program):
+        return None
+    values = verl.overrides(program.arguments)
+    return policies.read_skyrl(values, version=context.version_of("skyrl"))
+
+
+def litgpt_command(program: Started, context: Context) -> Imported | None:
+    """Return the run of `litgpt finetune_lora MODEL --flags` without a config file, or None."""
+    words = program.arguments
+    if program.name != "litgpt" or not words or not words[0].startswith("finetune"):
+        return None
+    values = flags(words[1:])
+    if "config" in values:
+        return None
+    verb = words[0] if "_" in words[0] else f"finetune_{words[1]}" if len(words) > 1 else words[0]
+    place = next((word for word in words[1:] if not word.startswith("-") and "/" in word), None)
+    values.setdefault("checkpoint_dir", place or "")
+    if "full" not in verb:
+        values.setdefault("lora_r", 8)  # litgpt/finetune/lora.py
+    return supervised.read_litgpt(values, version=context.version_of("litgpt"))
+
+
+_COMMANDS: tuple[Reader, ...] = (
+    openrlhf.from_command,
+    megatron_flags.swift_command,
+    megatron_flags.slime_command,
+    overrides_command,
+    litgpt_command,
+    llamafactory_command,
+    trl_command,
+    hf_command,
+)
+"""Readers of one command's own flags, the ones that look closest first."""
+
+
+def from_shell(script: Script, context: Context) -> Imported | None:
+    """Return the run that a script starts: of training if there is one, else of serving."""
+    found = (
+        _training(script, context)
+        or vllm.read_script(script, version=context.version_of("vllm"))
+        or sglang.read_script(script, version=context.version_of("sglang"))
+    )
+    if found is not None and script.cut_off:
+        found.report.effects.append(
+            "a comment line stands inside a continued command: bash ends the command there, so what follows is "
+            f"not passed: {', '.join(script.cut_off[:12])}"
+        )
+    return found
+
+
+def _training(script: Script, context: Context) -> Imported | None:
+    for tool, reader in (("ms-swift", ms_swift.read_script), ("verl", verl.read_script)):
+        if (found := reader(script, version=context.version_of(tool))) is not None:
+            return found
+    programs = [
+        program
+        for words, environment in zip(script.commands, script.prefixes, strict=True)
+        if (program := started(words, environment)) is not None
+    ]
+    runs = [run for program in programs if (run := _of_command(program, context)) is not None]
+    if len(runs) > 1:
+        runs[0].report.effects.append(f"the file starts {len(runs)} runs: the first is planned")
+    return runs[0] if runs else None
+
+
+def _of_command(program: Started, context: Context) -> Imported | None:
+    for reader in _COMMANDS:
+        if (found := reader(program, context)) is not None:
+            return found
+    nested = nested_config(program, context)
+    if nested is None:
+        return None
+    if nested.python:
+        found = from_python(nested.python, replace(context, path=nested.path, text=nested.python))
+        return _with_preset(found, program)
+    inside = replace(context, path=nested.path, text=nested.comment, tool=None)
+    return from_mapping(nested.document, nested.comment, inside)
+
+
+def _with_preset(found: Imported, program: Started) -> Imported:
+    name = flags(program.arguments).get("deepspeed")
+    return supervised.with_deepspeed(found, name) if isinstance(name, str) else found
+
+
+def from_python(source: str, context: Context) -> Imported:
+    """Return the run that a Python source builds."""
+    calls = read_calls(source, gpus=context.gpus)
+    if isinstance(model := calls.names.get("model"), dict) and "llm" in model:
+        return supervised.read_xtuner(calls, calls.names, version=context.version_of("xtuner"))
+    if calls.has(*unsloth.LOADERS):
+        return unsloth.read(calls, version=context.version_of("unsloth"))
+    if calls.has("LLM") and not calls.has("GRPOTrainer", "SFTTrainer"):
+        values = trl_script.constants(calls.last("LLM"))
+        if isinstance(model := (calls.last("LLM") or {}).get("*0"), str):
+            values.setdefault("model", model)
+        return vllm.read(values, version=context.version_of("vllm"), is_call=True)
+    if _has_trl(calls):
+        return trl_script.read(calls, version=context.version_of("trl"))
+    if calls.has("TrainingArguments", "Seq2SeqTrainingArguments"):
+        return hf_script.from_calls(calls, version=context.version_of("hf-trainer"))
+    shell = "\n".join(
+        re.sub(r"^[#!%\s]+", "", line)
+        for line in text_lines(source)
+        if re.match(r"\s*[#!%]*\s*[!%]", line) or "vllm serve" in line or "swift " in line
+    )
+    inside = replace(context, written={**_dumped(calls, shell), **context.written})
+    if shell and (found := from_shell(parse_shell(shell), inside)) is not None:
+        return found
+    raise unknown()
+
+
+def _dumped(calls: Calls, shell: str) -> dict[str, str]:
+    """Return the config files that a notebook writes by json.dump or yaml.dump, as LLaMA-Factory's does."""
+    if not calls.has("json.dump", "yaml.dump", "yaml.safe_dump"):
+        return {}
+    marks = {"model_name_or_path", "base_model", "finetuning_type"}
+    given = [
+        value for value in calls.names.values() if isinstance(value, dict) and marks & set(value)
+    ]
+    files = re.findall(r"[\w./-]+\.(?:json|ya?ml)", shell)
+    if len(given) != 1 or not files:
+        return {}
+    kept = {key: value for key, value in given[0].items() if value is not UNKNOWN}
+    return {files[0]: json.dumps(kept, default=str)}
+
+
+def text_lines(source: str) -> list[str]:
+    """Return a source's lines, continued ones joined, so that a cell's command is whole."""
+    joined = re.sub(r"\\\n\s*#?", " ", source)
+    return joined.split("\n")
+
+
+def _has_trl(calls: Calls) -> bool:
+    return calls.has(*(name for names, _ in trl_script.TRAINERS for name in names))

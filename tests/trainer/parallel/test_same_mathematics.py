@@ -1,0 +1,132 @@
+"""Two ranks with a share of the batch each are one rank with the batch: gradients, losses, weights."""
+
+import pytest
+import torch
+
+from tests.trainer.parallel.gloo import on_ranks
+from tests.trainer.parallel.work import every, grpo_run, sft_curve, sft_gradients
+from trainer.parallel.ranks import Ranks
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+FULL = {"method": "full"}
+CUT = {"sharding": "fsdp2"}
+
+
+def apart(one, other):
+    """Return the largest relative distance of two sets of tensors."""
+    assert one.keys() == other.keys()
+    return max(
+        float((one[name] - other[name]).norm() / one[name].norm().clamp(min=1e-12)) for name in one
+    )
+
+
+def both(work, cases, *more):
+    """Return [(of one process, of each of two ranks)] for all `cases`."""
+    alone = [work(Ranks.alone(), *case, *more) for case in cases]
+    first, second = on_ranks(2, every, work, [(*case, *more) for case in cases])
+    return list(zip(alone, zip(first, second, strict=True), strict=True))
+
+
+def test_gradients_of_sft(sft_document, tmp_path):
+    settings = (
+        CUT,
+        FULL | CUT,
+        FULL,
+        FULL | CUT | {"checkpointing": "offload", "tiled_mlp": True},
+        {"checkpointing": "none", "tiled_mlp": False},
+        {"sharding": "ddp", "packing": True},
+        CUT | {"method": "qlora"},
+        {"method": "qlora", "checkpointing": "full"},
+    )
+    cases = [(sft_document(**each), str(tmp_path)) for each in settings]
+    for each, (alone, ranks) in zip(settings, both(sft_gradients, cases), strict=True):
+        for loss, gradients in ranks:
+            assert loss == pytest.approx(alone[0], rel=1e-6), each
+            assert apart(alone[1], gradients) < 1e-6, each
+
+
+def test_curves_of_sft(sft_document, tmp_path):
+    settings = (
+        CUT,
+        FULL | CUT,
+        {"sharding": "ddp", "optimizer": "lion"},
+        # whole matrices: copies have them
+        FULL | {"sharding": "ddp", "optimizer": "adafactor"},
+    )
+    cases = [(sft_document(**each), str(tmp_path)) for each in settings]
+    for each, (alone, (first, second)) in zip(settings, both(sft_curve, cases, 20), strict=True):
+        assert first == second, each
+        assert first == pytest.approx(alone, rel=2e-5), each
+        assert alone[-2] < 0.6 * alone[0], "it learnt"
+
+
+def test_low_precision_curves_stay_near(sft_document, tmp_path):
+    settings = (
+        {"dtype": "bf16", **CUT},
+        {"dtype": "fp16", **CUT},
+        FULL | CUT | {"dtype": "bf16", "optimizer": "adamw-8bit"},
+        FULL | CUT | {"optimizer": "paged-adamw", "optimizer_offload": True},
+    )
+    cases = [(sft_document(**each), str(tmp_path)) for each in settings]
+    for each, (alone, (first, second)) in zip(settings, both(sft_curve, cases, 10), strict=True):
+        assert first == second, each
+        losses = torch.tensor(first[::2]) - torch.tensor(alone[::2])
+        assert losses.abs().max() < 0.1, (each, first[::2], alone[::2])
+
+
+def test_grpo_learns_the_same(grpo_document, tmp_path):
+    settings = (
+        ({}, CUT),
+        ({"loss": {"scale_rewards": "batch", "mask_truncated": True}, "lr": 1e-3}, FULL),
+        ({"updates_per_rollout": 2, "loss": {"type": "dapo"}}, CUT | {"beta": 0.1}),
+    )
+    cases = [(grpo_document(train=train, **recipe), str(tmp_path)) for train, recipe in settings]
+    flat = 0
+    for each, (alone, ranks) in zip(settings, both(grpo_run, cases, 3), strict=True):
+        for metrics, weights in ranks:
+            assert apart(alone[1], weights) < 1e-6, each
+            for one, other in zip(alone[0], metrics, strict=True):
+                assert one.keys() == other.keys()
+                for name in ("loss", "reward", "reward_std", "grad_norm", "kl", "train_tokens"):
+                    if name in one:
+                        assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
+                flat += one["frac_reward_zero_std"] > 0
+    assert flat, "no group without an advantage: the case is not tested"
+
+
+@pytest.mark.slow
+def test_the_curve_of_grpo(grpo_document, tmp_path):
+    cases = [(grpo_document(**each), str(tmp_path)) for each in (CUT, {"sharding": "ddp"})]
+    for alone, ranks in both(grpo_run, cases, 20):
+        for metrics, weights in ranks:
+            assert apart(alone[1], weights) < 1e-5
+            rewards = [[step["reward"] for step in each] for each in (alone[0], metrics)]
+            assert rewards[0] == pytest.approx(rewards[1], abs=1e-6)
+
+
+@pytest.mark.slow
+def test_gradients_on_four_ranks(sft_document, tmp_path):
+    """Groups of two with a copy of each, and layers that stay whole, or half, between the passes."""
+    groups = {"parallel": {"data_shard": 2, "data_replicate": 2}}
+    settings = (
+        groups,
+        groups | FULL,
+        {"reshard_after_forward": False},
+        {"reshard_after_forward": 2} | FULL,
+        {"lora": {"rank": 4, "dora": True}},
+        {"lora": {"rank": 4, "modules_to_save": ["embed_tokens"]}},
+    )
+    alone = [
+        sft_gradients(
+            Ranks.alone(),
+            sft_document(**{k: v for k, v in each.items() if k in ("method", "lora")}),
+            str(tmp_path),
+        )
+        for each in settings
+    ]
+    cases = [(sft_document(**each | CUT), str(tmp_path)) for each in settings]
+    for rank in on_ranks(4, every, sft_gradients, cases):
+        for each, (loss, gradients), (expected, whole) in zip(settings, rank, alone, strict=True):
+            assert loss == pytest.approx(expected, rel=1e-6), each
+            assert apart(whole, gradients) < 1e-6, each

@@ -1,0 +1,226 @@
+"""What the two-rank tests run on every rank: a prepared run, its gradients on one batch, its losses."""
+
+import copy
+import zlib
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from planner.errors import VramwiseError
+from trainer.checkpointing import decoder_layers
+from trainer.config import parse_run
+from trainer.data import Order, load_samples
+from trainer.grpo import Grpo
+from trainer.parallel.ranks import Ranks
+from trainer.preflight import longest_prompt, longest_sequence, prepare
+from trainer.prompt_data import read_prompts
+from trainer.rewards import load_rewards
+from trainer.rollout import sampling_settings
+from trainer.session import Session
+from trainer.sft import loss, make_order, next_batch, split
+from trainer.sft_data import read_examples
+
+
+def prepared(ranks: Ranks, document: dict[str, Any], root: str) -> Any:
+    """Return (run, train section, the run ready to step)."""
+    run, train = parse_run(document, root=Path(root))
+    return run, train, prepare(run, train, ranks=ranks)
+
+
+def gradients(policy: Any) -> dict[str, torch.Tensor]:
+    """Return every trained parameter's whole gradient."""
+    found = {}
+    for name, parameter in policy.trainable():
+        grad = parameter.grad
+        if grad is not None:
+            found[name] = (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
+    return found
+
+
+def sft_batches(ready: Any, run: Any, train: Any, root: str) -> Any:
+    """Return a function that takes the next step's batch."""
+    samples = load_samples(train.dataset, root=Path(root))
+    examples = read_examples(
+        samples,
+        ready.policy.tokenizer,
+        train.dataset,
+        limit=longest_sequence(run),
+        loss_on=train.loss_on,
+    )
+    order, _ = make_order(examples, run, train)
+    return lambda: next_batch(examples, order, ready=ready)
+
+
+def sft_gradients(ranks: Ranks, document: dict[str, Any], root: str, budget: int = 64) -> Any:
+    """Return the loss and the gradients of one batch."""
+    run, train, ready = prepared(ranks, document, root)
+    batch = sft_batches(ready, run, train, root)()
+    count = sum(sum(sequence.scored) for sequence in batch)
+    total = 0.0
+    with ready.policy.training():
+        for part in split(batch, budget, ready=ready):
+            share, _ = loss(part, ready=ready, num_tokens=count)
+            share.backward()
+            total += share.item()
+    return ready.policy.ranks.sum(total), gradients(ready.policy)
+
+
+def sft_curve(ranks: Ranks, document: dict[str, Any], root: str, steps: int) -> list[float]:
+    """Return the losses and gradient norms of `steps` steps."""
+    run, train, ready = prepared(ranks, document, root)
+    take = sft_batches(ready, run, train, root)
+    figures = []
+    for step in range(steps):
+        batch = take()
+        count = sum(sum(sequence.scored) for sequence in batch)
+        update = ready.stepper.run(
+            step,
+            micro_batches=lambda budget, batch=batch: split(batch, budget, ready=ready),
+            loss=lambda part, count=count: loss(part, ready=ready, num_tokens=count),
+            longest=max(len(sequence.token_ids) for sequence in batch),
+        )
+        figures += [update.loss, update.grad_norm]
+    return figures
+
+
+class PerPrompt:
+    """The run's own engine, asked prompt by prompt, each seeded by what it says: the same on any rank."""
+
+    name = "transformers"
+
+    def __init__(self, engine: Any, ranks: Ranks) -> None:
+        self._engine, self._ranks, self._calls = engine, ranks, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def generate(self, prompts: Any, settings: Any) -> list[Any]:
+        self._calls += 1
+        found = []
+        for index in range(int(self._ranks.max(float(len(prompts))))):
+            own = prompts[index : index + 1]
+            seed = zlib.crc32(repr((self._calls, *own)).encode())
+            made = self._engine.generate(own, replace(settings, seed=seed))
+            found += [replace(each, prompt_index=index) for each in made]
+        return found
+
+
+def grpo_run(ranks: Ranks, document: dict[str, Any], root: str, steps: int) -> Any:
+    """Return the logged figures of `steps` steps, and every trained weight behind them."""
+    run, train, ready = prepared(ranks, document, root)
+    ranks = ready.ranks
+    samples = load_samples(train.dataset, root=Path(root))
+    limit = longest_prompt(run)
+    prompts = read_prompts(
+        samples, ready.policy.tokenizer, train.dataset, limit=limit, rewards=train.rewards
+    )
+    order = Order(size=len(prompts), seed=train.seed, shuffle=train.dataset.shuffle)
+    output = Path(root) / f"out-{ranks.size}-{ranks.rank}"
+    output.mkdir(exist_ok=True)
+    session = Session(train, output=output, policy=ready.policy, stepper=ready.stepper, order=order)
+    settings = sampling_settings(
+        train.sampling,
+        ready.policy.tokenizer,
+        num_generations=ready.num_generations,
+        max_new_tokens=ready.completion_tokens,
+    )
+    with closing(load_rewards(train.rewards, root=Path(root))) as rewards:
+        engine: Any = PerPrompt(ready.engine, ranks)
+        grpo = Grpo(train, prompts, order, rewards, ready, engine, settings, session)
+        with session, ready.device:
+            for step in range(steps):
+                grpo.step(step)
+    weights = {
+        name: getattr(parameter, "full_tensor", lambda p=parameter: p)().detach().clone()
+        for name, parameter in ready.policy.trainable()
+    }
+    return session.metrics, weights
+
+
+def every(ranks: Ranks, work: Any, cases: Any) -> list[Any]:
+    """Return what `work(ranks, *case)` returns for each of `cases`."""
+    return [work(ranks, *case) for case in cases]
+
+
+def spoiled(
+    ranks: Ranks, document: dict[str, Any], root: str, kind: str, layer: int, call: int
+) -> Any:
+    """Return two steps' figures where, on rank 1 alone, the MLP of a layer fails in its n-th call.
+
+    `kind`: "memory" runs out, or "nan" comes of it; "" nothing happens.
+    """
+    run, train, ready = prepared(ranks, document, root)
+    ranks = ready.ranks
+    take = sft_batches(ready, run, train, root)
+    calls = 0
+
+    def spoil(_module: Any, inputs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls != call or ranks.rank != 1:
+            return None
+        if kind == "memory":
+            raise torch.OutOfMemoryError("as if")
+        return (inputs[0] * float(kind),)
+
+    if kind:
+        decoder_layers(ready.policy.base)[layer].mlp.register_forward_pre_hook(spoil)
+    before = {name: local.detach().clone() for name, local in ready.policy.stepped()}
+    found: list[Any] = []
+    for step in range(2):
+        batch = take()
+        count = sum(sum(sequence.scored) for sequence in batch)
+        update = ready.stepper.run(
+            step,
+            micro_batches=lambda budget, batch=batch: split(batch, budget, ready=ready),
+            loss=lambda part, count=count: loss(part, ready=ready, num_tokens=count),
+            longest=max(len(sequence.token_ids) for sequence in batch),
+        )
+        stays = all(torch.equal(before[name], local) for name, local in ready.policy.stepped())
+        found.append((update.loss, update.grad_norm, update.skipped, stays, update.scale))
+    return found, ready.stepper.budget.halvings, calls
+
+
+def short_of_memory(ranks: Ranks, document: dict[str, Any], root: str, call: int) -> Any:
+    """Return what a rollout makes where, on rank 1, memory runs out in the n-th forward."""
+    _, train, ready = prepared(ranks, document, root)
+    ranks = ready.ranks
+    prompts = [list(range(5, 9 + 3 * place)) for place in range(3)]
+    settings = sampling_settings(
+        train.sampling, ready.policy.tokenizer, num_generations=4, max_new_tokens=6
+    )
+    calls = 0
+
+    def spoil(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call and ranks.rank == 1:
+            raise torch.OutOfMemoryError("as if")
+
+    ready.policy.base.model.norm.register_forward_pre_hook(spoil)
+    # rank 0 has one prompt, rank 1 two: they end after different numbers of tokens
+    own = prompts[:1] if ranks.rank == 0 else prompts[1:]
+    made = ready.engine.generate(own, replace(settings, seed=3, temperature=1e-3))
+    return [list(each.token_ids) for each in made], ready.engine._wave
+
+
+def step_zero(
+    ranks: Ranks, document: dict[str, Any], root: str, memory: list[str] | None = None
+) -> Any:
+    """Return planned and measured bytes by phase, and what was said; or why the run does not fit.
+
+    `memory`: what each rank's machine has.
+    """
+    document = copy.deepcopy(document)
+    if memory:
+        document["train"]["device_memory"] = memory[ranks.rank]
+    run, train = parse_run(document, root=Path(root))
+    said: list[str] = []
+    try:
+        ready = prepare(run, train, ranks=ranks, say=said.append)
+    except VramwiseError as error:
+        return error.message.partition(";")[0]
+    return ready.planned_bytes, ready.measured_bytes, "\n".join(said)
