@@ -136,7 +136,7 @@ def rank_bars(plan: Plan) -> Spec:
         for kind in plan.ranks
         for name, size in kind.terms.items()
     ]
-    terms = {row["term"] for row in rows}
+    terms = {name for kind in plan.ranks for name in kind.terms}
     longest = 1.15 * to_gib(max(plan.peak_bytes, plan.capacity_bytes))
     gib = {"field": "gib", "type": "quantitative", "stack": "zero", "axis": GIB_AXIS}
     bars = {

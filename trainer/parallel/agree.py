@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ def check_alike(ranks: Ranks, path: Path, given: Given) -> None:
     """Raise the same UsageError on every rank where they would not train the same thing."""
     if not ranks.several:
         return
-    every = ranks.gather_objects(
+    every: list[dict[str, Any]] = ranks.gather_objects(
         {"host": socket.gethostname(), "facts": _facts(path, given), "gpu": _gpu()}
     )
     first, here = every[0], [f"rank {rank} on {each['host']}" for rank, each in enumerate(every)]
