@@ -9,7 +9,7 @@ from typing import Any
 from planner.importers import words
 from planner.importers.fsdp_config import fsdp_setting
 from planner.importers.image_limits import image_limit
-from planner.importers.launch import apply_launch, deepspeed_setting, finish_sharding
+from planner.importers.launch import apply_launch, finish_sharding, launched
 from planner.importers.names import quantization_in_name, resolve_model
 from planner.importers.python_calls import UNKNOWN, Calls
 from planner.importers.settings import Imported, Settings, as_int, as_names
@@ -176,9 +176,7 @@ def _sharding(
     launch: Launch | None,
     base: Path | None,
 ) -> int | None:
-    gpus = apply_launch(settings, recipe, launch) if launch else None
-    if value := settings.mapping("deepspeed") or settings.raw("deepspeed", to="sharding"):
-        gpus = apply_launch(settings, recipe, deepspeed_setting(settings, value, base)) or gpus
+    gpus = launched(settings, recipe, launch, base)
     if fsdp := fsdp_setting(settings):
         apply_launch(settings, recipe, fsdp)
     sharded = recipe.get("sharding") in (Sharding.FSDP, Sharding.FSDP2)

@@ -122,6 +122,16 @@ def from_words(text: str) -> Launch:
     )
 
 
+def launched(
+    settings: Settings, recipe: dict[str, Any], launch: Launch | None, base: Path | None
+) -> int | None:
+    """Apply a launcher's words, then the Trainer's `deepspeed` field; return the GPUs that they say."""
+    gpus = apply_launch(settings, recipe, launch) if launch else None
+    if value := settings.mapping("deepspeed") or settings.raw("deepspeed", to="sharding"):
+        gpus = apply_launch(settings, recipe, deepspeed_setting(settings, value, base)) or gpus
+    return gpus
+
+
 def deepspeed_setting(settings: Settings, value: Any, base: Path | None) -> Launch:
     """Return a tool's `deepspeed` value: a mapping, a file beside the config, or a preset's name."""
     if isinstance(value, dict):

@@ -8,9 +8,9 @@ from planner.importers.fsdp_config import fsdp_setting
 from planner.importers.image_limits import image_limit
 from planner.importers.launch import (
     apply_launch,
-    deepspeed_setting,
     finish_sharding,
     from_words,
+    launched,
     set_degrees,
 )
 from planner.importers.names import quantization_in_name
@@ -193,9 +193,7 @@ def _sharding(
     text: str,
     launch: Launch | None,
 ) -> int | None:
-    gpus = apply_launch(settings, recipe, launch) if launch else None
-    if value := settings.mapping("deepspeed") or settings.raw("deepspeed", to="sharding"):
-        gpus = apply_launch(settings, recipe, deepspeed_setting(settings, value, base)) or gpus
+    gpus = launched(settings, recipe, launch, base)
     zero3 = recipe.get("sharding") is Sharding.ZERO3
     if zero3 and recipe["method"] is Method.FULL and recipe["mixed_precision"] != "none":
         recipe["dtype"], recipe["master_weights"] = "bf16", True  # no fp32 cast under ZeRO-3

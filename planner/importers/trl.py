@@ -9,7 +9,7 @@ from typing import Any
 
 from planner.importers import words
 from planner.importers.fsdp_config import fsdp_setting
-from planner.importers.launch import apply_launch, deepspeed_setting, finish_sharding
+from planner.importers.launch import apply_launch, finish_sharding, launched
 from planner.importers.names import quantization_in_name, resolve_model
 from planner.importers.settings import Imported, Settings, Taken, as_names
 from planner.importers.spread import Launch
@@ -139,10 +139,7 @@ def _sharding(
     launch: Launch | None,
     base: Path | None,
 ) -> int | None:
-    gpus = apply_launch(settings, recipe, launch) if launch else None
-    deepspeed = settings.mapping("deepspeed") or settings.raw("deepspeed", to="sharding")
-    if deepspeed:
-        gpus = apply_launch(settings, recipe, deepspeed_setting(settings, deepspeed, base)) or gpus
+    gpus = launched(settings, recipe, launch, base)
     if fsdp := fsdp_setting(settings):
         apply_launch(settings, recipe, fsdp)
     if recipe.get("sharding") in (Sharding.FSDP, Sharding.FSDP2) and method is Method.FULL:

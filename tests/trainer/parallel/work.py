@@ -68,20 +68,24 @@ def sft_gradients(ranks: Ranks, document: dict[str, Any], root: str, budget: int
     return ready.policy.ranks.sum(total), gradients(ready.policy)
 
 
+def sft_step(ready: Any, batch: Any, step: int) -> Any:
+    """Make one optimizer step on a batch; return its update."""
+    count = sum(sum(sequence.scored) for sequence in batch)
+    return ready.stepper.run(
+        step,
+        micro_batches=lambda budget: split(batch, budget, ready=ready),
+        loss=lambda part: loss(part, ready=ready, num_tokens=count),
+        longest=max(len(sequence.token_ids) for sequence in batch),
+    )
+
+
 def sft_curve(ranks: Ranks, document: dict[str, Any], root: str, steps: int) -> list[float]:
     """Return the losses and gradient norms of `steps` steps."""
     run, train, ready = prepared(ranks, document, root)
     take = sft_batches(ready, run, train, root)
     figures = []
     for step in range(steps):
-        batch = take()
-        count = sum(sum(sequence.scored) for sequence in batch)
-        update = ready.stepper.run(
-            step,
-            micro_batches=lambda budget, batch=batch: split(batch, budget, ready=ready),
-            loss=lambda part, count=count: loss(part, ready=ready, num_tokens=count),
-            longest=max(len(sequence.token_ids) for sequence in batch),
-        )
+        update = sft_step(ready, take(), step)
         figures += [update.loss, update.grad_norm]
     return figures
 
@@ -171,14 +175,7 @@ def spoiled(
     before = {name: local.detach().clone() for name, local in ready.policy.stepped()}
     found: list[Any] = []
     for step in range(2):
-        batch = take()
-        count = sum(sum(sequence.scored) for sequence in batch)
-        update = ready.stepper.run(
-            step,
-            micro_batches=lambda budget, batch=batch: split(batch, budget, ready=ready),
-            loss=lambda part, count=count: loss(part, ready=ready, num_tokens=count),
-            longest=max(len(sequence.token_ids) for sequence in batch),
-        )
+        update = sft_step(ready, take(), step)
         stays = all(torch.equal(before[name], local) for name, local in ready.policy.stepped())
         found.append((update.loss, update.grad_norm, update.skipped, stays, update.scale))
     return found, ready.stepper.budget.halvings, calls
