@@ -1,16 +1,40 @@
 """Shows a chart: ink and paper follow the reader's theme, everything else is in the spec."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import pandas as pd
 import streamlit as st
 
 from app.charts import Spec
 from app.palette import DARK, LIGHT, RANGE_COLOUR
 
 
-def draw(spec: Spec, *, key: str, alt: str, **options: Any) -> Any:
-    """Show a Vega-Lite spec at full width; `alt` says it in words."""
-    return st.vega_lite_chart(themed(spec), width="stretch", key=key, alt=alt, **options)
+def draw(
+    spec: Spec,
+    *,
+    key: str,
+    alt: str,
+    figures: Sequence[Spec] = (),
+    columns: Sequence[str] = (),
+    **options: Any,
+) -> Any:
+    """Show a Vega-Lite spec at full width; `alt` says it in words.
+
+    `figures`: the rows behind it, as a table for who cannot point at a bar; made when it is opened.
+    """
+    shown = st.vega_lite_chart(themed(spec), width="stretch", key=key, alt=alt, **options)
+    if figures:
+        opened = st.expander("The figures of this chart", key=f"{key}_figures", on_change="rerun")
+        if opened.open:
+            with opened:
+                st.dataframe(
+                    pd.DataFrame(list(figures), columns=list(columns) or None),
+                    hide_index=True,
+                    width="stretch",
+                    alt=alt,
+                )
+    return shown
 
 
 def themed(spec: Spec) -> Spec:

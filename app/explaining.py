@@ -3,7 +3,7 @@
 import pandas as pd
 import streamlit as st
 
-from app.answer import escape
+from app.words import escape, section
 from planner.doctor.diagnose import Diagnosis, Failure, diagnose
 from planner.doctor.report import diagnosis_text
 from planner.doctor.serving import serving_report
@@ -77,7 +77,7 @@ def show(found: Diagnosis) -> None:
         st.caption(escape(note))
     serving = serving_report(found.scan.vllm, found.context)
     if serving is not None:
-        st.subheader("The server's memory", anchor=False)
+        section("The server's memory")
         st.text(serving.text())
     if not (serving is not None and found.failures[0].event is None):
         for number, failure in enumerate(found.failures):
@@ -92,7 +92,7 @@ def _failure(number: int, failure: Failure, *, many: bool) -> None:
         if many:
             st.caption(f"Error {number + 1}")
         colour = CERTAINTY.get(lead.certainty.value, "gray")
-        st.subheader(lead.title, anchor=False)
+        section(lead.title)
         st.badge(lead.certainty.value, color=colour)  # type: ignore[arg-type]
         st.markdown(escape(lead.explanation[:1].upper() + lead.explanation[1:]))
         if lead.formula:
@@ -115,7 +115,7 @@ def _failure(number: int, failure: Failure, *, many: bool) -> None:
 
 def _fixes(failure: Failure) -> None:
     if failure.advice.fixes:
-        st.subheader("What to change", anchor=False)
+        section("What to change")
         lines = [
             f"{index}. {escape(fix.change)}"
             + (f" **saves {format_bytes(fix.saved_bytes)}**" if fix.saved_bytes else "")
@@ -131,7 +131,7 @@ def _fixes(failure: Failure) -> None:
 def _budget(number: int, failure: Failure) -> None:
     if failure.budget is None:
         return
-    st.subheader("Memory at that moment", anchor=False)
+    section("Memory at that moment")
     rows = [(name, format_bytes(size)) for name, size in failure.budget.rows()]
     if failure.budget.requested_bytes is not None:
         rows.append(("requested", format_bytes(failure.budget.requested_bytes)))
@@ -151,7 +151,7 @@ def _budget(number: int, failure: Failure) -> None:
 def _candidates(number: int, failure: Failure) -> None:
     if not failure.candidates:
         return
-    st.subheader("What the request may have been", anchor=False)
+    section("What the request may have been")
     st.dataframe(
         pd.DataFrame(
             [(f"{c.likelihood:.0%}", c.name, c.formula) for c in failure.candidates[:6]],

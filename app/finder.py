@@ -1,9 +1,8 @@
-"""What fits where: recommendations for a machine and machines for a model, cached and filtered."""
+"""What fits where: recommendations for a machine and machines for a model, filtered. No Streamlit here."""
 
 from typing import Any
 
-import streamlit as st
-
+from app.runs import Sent, received
 from planner.answers.recommend import Recommendation, recommend
 from planner.errors import VramwiseError
 from planner.machines.machine import GpuSpec, gpu_catalogue, make_machine
@@ -14,14 +13,12 @@ from planner.run.recipe import MachineSection
 from planner.run.runfile import machine_of, make_recipe
 from planner.units import format_bytes
 
-MAX_CACHED = 64
 METHODS = ("qlora", "lora", "full")
 KINDS = ("consumer", "workstation", "datacenter", "unified", "embedded", "mig")
 
 
-@st.cache_data(max_entries=MAX_CACHED, show_spinner="Planning every model of the catalogue ...")
-def fitting(section: str, *, task: str, least: int, framework: str) -> list[Recommendation]:
-    """Return what fits a machine (a MachineSection as JSON): the largest models first."""
+def recommended(section: str, task: str, least: int, framework: str) -> list[Recommendation]:
+    """Return what the planner recommends for a machine; the job of a worker."""
     machine = machine_of(MachineSection.model_validate_json(section))
     return recommend(machine, task=task, least_context=least, framework=framework)
 
@@ -69,17 +66,16 @@ def largest_size() -> float:
     return max(entry["parameters"] for entry in load_catalogue().values()) / 1e9
 
 
-@st.cache_data(max_entries=MAX_CACHED, show_spinner="Planning for every GPU ...")
-def machines_for(
-    _model: ModelSpec, name: str, *, task: str, context: int, framework: str, gpus: int
-) -> list[dict[str, Any]]:
-    """Return a cell for every GPU and method: verdict, peak and headroom; the smallest GPU first."""
+def every_machine(sent: Sent, context: int) -> list[dict[str, Any]]:
+    """Return the cells of a run's model, task and framework; the job of a worker."""
+    run = received(sent)
+    task, framework, gpus = run.recipe.task.value, run.recipe.framework, run.section.gpus
     methods = METHODS if task != "serve" else ("lora",)
     cells = []
     cards = [gpu for gpu in gpu_catalogue().values() if gpu.torch_total_bytes]
     for gpu in sorted(cards, key=lambda card: (card.torch_total_bytes or 0, card.id)):
         for method in methods:
-            cell = _cell(_model, gpu, gpus, task, method, context, framework)
+            cell = _cell(run.model, gpu, gpus, task, method, context, framework)
             if cell is not None:
                 cells.append(cell)
     return cells

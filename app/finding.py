@@ -5,11 +5,11 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from app import finder, inputs, maps, sidebar, spread
-from app.answer import escape
+from app import cached, finder, inputs, maps, sidebar, spread
 from app.draw import draw
 from app.inputs import state
 from app.knobs import BY_KEY
+from app.words import escape
 from planner.answers.recommend import Recommendation
 from planner.units import format_bytes
 
@@ -58,12 +58,13 @@ def _gpu_filters() -> None:
 def models() -> None:
     """Show the heat map model x method, and the same as a table."""
     section, machine = inputs.machine_from_state()
-    found = finder.fitting(
-        section.model_dump_json(),
-        task=state("task"),
-        least=int(st.session_state["least"]),
-        framework=state("framework"),
-    )
+    with st.spinner("Planning every model of the catalogue ..."):
+        found = cached.recommended(
+            section.model_dump_json(),
+            state("task"),
+            int(st.session_state["least"]),
+            state("framework"),
+        )
     kept = finder.filtered(
         found, search=st.session_state["search"] or "", sizes=st.session_state["sizes"]
     )
@@ -159,15 +160,10 @@ def _model_filters() -> None:
 
 def gpus() -> None:
     """Show which GPUs take a model, by method."""
-    name, model = inputs.model_from_state()
-    cells = finder.machines_for(
-        model,
-        f"{name} {model.source}",
-        task=state("task"),
-        context=int(state("context") or 2048),
-        framework=state("framework"),
-        gpus=int(state("gpus") or 1),
-    )
+    run = inputs.run_from_state()
+    model = run.model
+    with st.spinner("Planning for every GPU ..."):
+        cells = cached.machines_for(run, int(state("context") or 2048))
     kept = [cell for cell in cells if cell["kind"] in st.session_state["kinds"]]
     fit = sum(cell["verdict"] == "fits" for cell in kept)
     st.markdown(

@@ -2,7 +2,7 @@
 
 import streamlit as st
 
-from app import answer, explaining, runs
+from app import explaining, runs, words
 from planner.errors import VramwiseError
 
 
@@ -43,7 +43,7 @@ try:
         text or "", log, imported, model=explaining.known_model(model or ""), gpu=gpu
     )
 except VramwiseError as error:
-    answer.problem(error)
+    words.problem(error)
     st.stop()
 if imported is not None:
     explaining.import_report(imported)

@@ -135,24 +135,24 @@ def test_plain_gib_instead_of_a_gpu() -> None:
 
 def test_levers_are_the_planners_and_one_click_makes_it_fit() -> None:
     at = start(framework="trl", method="lora", model="llama-3.1-8b", context="4096", batch="8")
-    assert "Does not fit" in at.subheader[0].value
+    assert "Does not fit" in at.header[0].value
     before = metric(at, "Peak")
     at.button(key="lever_0").click().run()
     assert metric(at, "Peak") != before
     at.get_by_key("model").set_value("qwen2.5-3b").run()
     for _ in range(3):
-        if "Does not fit" not in at.subheader[0].value:
+        if "Does not fit" not in at.header[0].value:
             break
         at.button(key="make_it_fit").click().run()
         assert not at.exception
-    assert "Does not fit" not in at.subheader[0].value
+    assert "Does not fit" not in at.header[0].value
 
 
 @pytest.mark.parametrize("key", ["context", "batch", "generations", "rank"])
 def test_the_largest_that_fits_can_be_used_and_fits(key: str) -> None:
     at = start(model="qwen2.5-3b")
     at.button(key=f"use_{key}").click().run()
-    assert "Fits" in at.subheader[0].value
+    assert "Fits" in at.header[0].value
     assert f"Use {at.session_state[key]:,}" == at.button(key=f"use_{key}").label
 
 
