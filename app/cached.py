@@ -56,7 +56,7 @@ def levers(run: Run) -> list[Lever]:
 
 def mended(run: Run) -> Mended | None:
     """Return changes after which a run fits."""
-    found: Mended | None = ask(jobs.mended, run, kind=workers.LONG)
+    found: Mended | None = ask(jobs.mended, run)
     return found
 
 

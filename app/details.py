@@ -27,8 +27,9 @@ def show(run: Run, result: Plan) -> None:
     peak, largest, curve, take = st.tabs(names, key="part", on_change="rerun")
     if peak.open:
         with peak:
-            _peak_table(result)
-            _host(result)
+            with st.container(key="terms"):
+                _peak_table(result)
+                _host(result)
     if largest.open:
         with largest:
             _largest(run)

@@ -10,6 +10,22 @@ from app.charts import Spec
 from app.palette import DARK, LIGHT, RANGE_COLOUR
 
 
+LOOKS = """<style>
+@media (max-width: 640px) {
+  .st-key-terms th:nth-child(4), .st-key-terms td:nth-child(4) { display: none }
+  .st-key-terms td:nth-child(3) { font-size: 0.75rem; overflow-wrap: anywhere }
+}
+%s</style>"""
+"""On a phone a table of terms leaves the sources out; the chart's own figures have them."""
+CHOSEN = "button[data-variant=segmented_control][aria-checked=true] p { color: #9CC4FF }"
+"""In the dark: Streamlit writes it in the primary colour, which white must be readable on too."""
+
+
+def looks() -> None:
+    """Have the page look as the theme's options alone cannot."""
+    st.html(LOOKS % (CHOSEN if st.context.theme.type == "dark" else ""))
+
+
 def draw(
     spec: Spec,
     *,

@@ -9,6 +9,7 @@ from planner.doctor.report import diagnosis_text
 from planner.doctor.serving import serving_report
 from planner.errors import UsageError
 from planner.importers import Imported, import_config, resolve_model
+from planner.importers.pasted import decode
 from planner.importers.report import report_text
 from planner.units import format_bytes
 
@@ -34,7 +35,7 @@ def config_of(file: object) -> Imported | None:
     """Return an uploaded config of any tool, or None; raises UsageError naming what is wrong."""
     if file is None:
         return None
-    text = file.getvalue().decode("utf-8-sig", errors="replace")  # type: ignore[attr-defined]
+    text = decode(file.getvalue())  # type: ignore[attr-defined]
     # a newline makes sure that it is read as text, never as the name of a file here
     return import_config(text + "\n")
 

@@ -10,6 +10,7 @@ from app.draw import draw
 from app.recordings import Measured
 from app.words import escape, problem, section
 from planner.errors import VramwiseError
+from planner.importers.pasted import decode
 from planner.plan import Plan, plan
 from planner.run.recipe import RunFile
 from planner.run.runfile import machine_of, parse_yaml, validate
@@ -144,7 +145,7 @@ def _plan_of_file() -> tuple[str, Plan] | None:
     )
     if file is None:
         return None
-    document = parse_yaml(file.getvalue().decode("utf-8", errors="replace"), label=file.name[:60])
+    document = parse_yaml(decode(file.getvalue()), label=file.name[:60])
     run = validate(RunFile, document, label=file.name[:60])
     _, model = inputs.named(run.model)
     return run.model, plan(model, run.recipe, machine_of(run.machine))

@@ -39,11 +39,11 @@ LIGHT = {
     "primaryColor": "#1455CC",
     "backgroundColor": "#FFFFFF",
     "secondaryBackgroundColor": "#F3F5F8",
-    "textColor": "#1B2330",
+    "textColor": "#060B14",
     "linkColor": "#1455CC",
 }
 DARK = {
-    "primaryColor": "#2F78E8",
+    "primaryColor": "#2B6FDA",
     "backgroundColor": "#10141B",
     "secondaryBackgroundColor": "#1A212C",
     "textColor": "#E6EAF0",

@@ -105,6 +105,19 @@ def gpu_options() -> list[str]:
     return [*_first(DEFAULT_GPU, known), OWN_SIZE]
 
 
+@cache
+def gpu_label(name: str) -> str:
+    """Return a GPU as its box shows and finds it: by what people call it, its size or its id.
+
+    No label begins with another one: Streamlit 1.67 begins anew when what is typed is the value shown.
+    """
+    gpu = gpu_catalogue().get(name)
+    if gpu is None:
+        return name
+    called = gpu.name.replace("NVIDIA ", "").replace("GeForce ", "").removesuffix(" GPU")
+    return f"{called} · {gpu.marketed_gb:g} GB · {gpu.id}"
+
+
 def framework_options() -> list[str]:
     """Return frameworks, the usual ones first."""
     first = [name for name in knobs.FRAMEWORKS_FIRST if name in frameworks()]

@@ -25,6 +25,7 @@ OPTIONS = {
     "client.toolbarMode": "viewer",
     "client.showErrorDetails": "none",
     "theme.baseRadius": "medium",
+    "theme.headingFontSizes": '["1.9rem", "1.3rem", "1.1rem", "1rem", "0.9rem", "0.9rem"]',
     "theme.metricValueFontSize": "1.35rem",
     "theme.paddingTop": "1rem",
     "theme.sidebar.paddingTop": "1rem",

@@ -2,14 +2,17 @@
 
 import importlib
 import logging
+import os
 
-from app import cached, comparing, jobs, runs, scoring
+from app import cached, comparing, jobs, runs
 from app.runs import DEFAULTS
 from planner.errors import VramwiseError
 from planner.run.recipe import MachineSection
 
 PAGES = ("answer", "details", "explaining", "finding", "measuring", "shared", "spread", "uploads")
 LEAST_CONTEXT = 2048
+WANTED = "VRAMWISE_APP_WARM"
+"""Environment: 0 = nothing but the first page is made ahead."""
 
 
 def first() -> None:
@@ -23,6 +26,8 @@ def first() -> None:
 
 def others() -> None:
     """Make what the other pages show first; what fails here fails again where a person sees it."""
+    if os.environ.get(WANTED) == "0":
+        return
     run = runs.run_of(DEFAULTS)
     try:
         cached.levers(run)
@@ -33,8 +38,5 @@ def others() -> None:
         section = MachineSection(gpu=DEFAULTS["gpu"]).model_dump_json()
         task, framework = DEFAULTS["task"], DEFAULTS["framework"]
         cached.recommended(section, task, LEAST_CONTEXT, framework)
-        cached.curve(run)
-        cached.limits(run)
-        scoring.accuracy()
     except VramwiseError as error:
         logging.getLogger(__name__).warning("not made ahead: %s", error.message)

@@ -23,7 +23,7 @@ from planner.errors import UsageError, VramwiseError
 
 COUNT = "VRAMWISE_APP_WORKERS"
 """Environment: how many workers for short jobs; 0 = everything in the app's own process."""
-NICER = 10
+NICER = 5
 PROTOCOL = pickle.HIGHEST_PROTOCOL
 LONG, SHORT = "long", "short"
 

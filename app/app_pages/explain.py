@@ -37,8 +37,13 @@ log = st.file_uploader(
     key="explain_log",
     max_upload_size=explaining.MAX_LOG_MIB,
 )
+imported = None
 try:
     imported = explaining.config_of(config)
+except VramwiseError as error:  # the log is read all the same
+    words.problem(error)
+    st.caption("Read without the config.")
+try:
     found = explaining.read(
         text or "", log, imported, model=explaining.known_model(model or ""), gpu=gpu
     )
