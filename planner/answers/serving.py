@@ -220,7 +220,10 @@ def _at_once(model: ModelSpec, r: Resolved, kv_bytes: int, tokens: int) -> tuple
 
 
 def _rows(model: ModelSpec, r: Resolved, figures: Serving, given: int) -> tuple[Requests, ...]:
-    lengths = {tokens for tokens in TYPICAL if tokens <= figures.max_model_len} | {given}
+    apart = [
+        n for n in TYPICAL if n <= figures.max_model_len and not 9 * given < 10 * n < 11 * given
+    ]
+    lengths = {*apart, given}
     rows = []
     for tokens in sorted(lengths):
         at_once, by = _at_once(model, r, figures.kv.typical, tokens)

@@ -284,8 +284,8 @@ FP8_WEIGHTS = Setting(
     "--quantization fp8", "--quantization fp8", {"quantization": "fp8"}, "a small loss of quality"
 )
 FOUR_BIT = Setting(
-    "an AWQ checkpoint",
+    "--quantization awq",
     "--quantization awq-4bit",
     {"quantization": "awq-4bit"},
-    "some loss of quality",
+    "an AWQ checkpoint: some loss of quality",
 )

@@ -138,9 +138,7 @@ def _prefixes(settings: Settings) -> dict[str, bool]:
     """Return whether prefixes are cached, where somebody says so."""
     if settings.values.get("enable-prefix-caching") is None:
         return {}
-    return {
-        "prefix_caching": settings.flag("enable-prefix-caching", to="engine.prefix_caching")
-    }
+    return {"prefix_caching": settings.flag("enable-prefix-caching", to="engine.prefix_caching")}
 
 
 def _extras(settings: Settings) -> None:
