@@ -75,7 +75,7 @@ ALLOWED: dict[tuple[str, float], str] = {
     # the verdict: risks are shares, and the bound of a replay is held by a test
     ("risk.py", 0.05): "share: the risk that `fits` allows, and each tail of an interval",
     ("verbs/plan.py", 0.05): "share: the default of --risk",
-    ("report.py", 0.005): "share: what prints as 0%",
+    ("report/text.py", 0.005): "share: what prints as 0%",
     ("terms/engine.py", 0.05): "share: the pool's low is its 5%",
     ("terms/engine.py", 0.45): "share: from the pool's 5% to its median",
     ("plan.py", 1.1): "share: the margin of searches, never a verdict",
