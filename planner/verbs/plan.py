@@ -72,14 +72,13 @@ def _plan(
     manifest (docs/importers.md lists them; nothing is run).
     """
     from planner.answers.advise import levers
+    from planner.answers.amount import amount_of
     from planner.answers.layouts import laid_out, layouts
     from planner.answers.pool_levers import pool_levers
     from planner.errors import DoesNotFitError
     from planner.plan import plan
-    from planner.report import layout_line, text
+    from planner.report import layout_line, text, time
     from planner.run.runfile import save_run_file
-    from planner.speed import report as speed
-    from planner.speed.amount import amount_of
     from planner.verbs.explain import export_text, foreign_extras
 
     described = describe(subject, flags)
@@ -89,7 +88,7 @@ def _plan(
     best_layouts = layouts(described.model, recipe, described.machine, fitting=1) if whole else []
     extra = foreign_extras(described, lengths=lengths, order=order)
     timed, amount = amount_of(
-        described, result, lengths, samples=samples, epochs=epochs, total_steps=total_steps
+        result, described.run, lengths, samples=samples, epochs=epochs, total_steps=total_steps
     )
     if save is not None:
         save_run_file(described.file or described.run, save)
@@ -98,13 +97,13 @@ def _plan(
         typer.echo(export_text(described.run, export), nl=False)
     elif as_json:
         found = {"layouts": [tried.to_dict() for tried in best_layouts]} if whole else {}
-        spent = speed.document(timed, amount, price)
+        spent = time.document(timed, amount, price)
         print_json(result.to_dict() | found | extra.document | spent)
     else:
         best = levers(described.model, recipe, described.machine, result)
         said = f"\n\n{layout_line(best_layouts)}" if whole else ""
         others = pool_levers(described.model, recipe, described.machine, result)
-        timing = speed.time_text(timed, amount, price)
+        timing = time.time_text(timed, amount, price)
         typer.echo(f"{text(result, best, others)}{said}{extra.prose}\n\n{timing}")
     if check and not result.fits:
         if as_json:  # the document above is the whole answer

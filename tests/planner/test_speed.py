@@ -10,13 +10,13 @@ from planner.accuracy.prediction import NotCovered
 from planner.accuracy.rows import Layout, Row
 from planner.accuracy.speed_fit import least
 from planner.accuracy.speed_score import read, sample_of
+from planner.answers.amount import longest_of
 from planner.datafiles import data_dir
 from planner.errors import UsageError
 from planner.machines.machine import find_gpu, gpu_catalogue, make_machine
 from planner.models.catalogue import catalogue_model
 from planner.plan import plan
 from planner.run.recipe import Recipe
-from planner.speed.amount import longest_of
 from planner.speed.cards import card_speed
 from planner.speed.cost import Amount, cost_of, listed_prices, parse_price
 from planner.speed.engine import engine

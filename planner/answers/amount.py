@@ -5,17 +5,16 @@ from typing import TYPE_CHECKING
 
 from planner.errors import UsageError
 from planner.plan import Plan, plan
-from planner.run.recipe import Recipe, Task
+from planner.run.recipe import Recipe, RunFile, Task
 from planner.speed.cost import Amount
 
 if TYPE_CHECKING:
     from planner.answers.length_files import Lengths
-    from planner.verbs.options import Described
 
 
 def amount_of(
-    described: "Described",
     made: Plan,
+    run: RunFile,
     lengths: Path | None,
     *,
     samples: int | None,
@@ -27,7 +26,7 @@ def amount_of(
     Flags win over the train section of a run.yaml; with a file of lengths its samples are counted, and
     the typical step has micro-batches as long as theirs are on average.
     """
-    train = described.run.train or {}
+    train = run.train or {}
     if samples is None and total_steps is None and lengths is None:
         total_steps = train.get("steps") if train.get("epochs") is None else None
     epochs = epochs if epochs is not None else train.get("epochs")
@@ -37,7 +36,7 @@ def amount_of(
 
         found = read_lengths(lengths)
         samples = samples if samples is not None else len(found.counts)
-        typical = _typical(described, made, found)
+        typical = _typical(made, run.recipe, found)
     if epochs is not None and samples is None and total_steps is None:
         if "epochs" in train:
             epochs = None  # of a data set that a plan does not read
@@ -49,20 +48,17 @@ def amount_of(
     return typical, Amount(samples=samples, epochs=epochs, total_steps=total_steps)
 
 
-def _typical(described: "Described", made: Plan, lengths: "Lengths") -> Plan:
+def _typical(made: Plan, recipe: Recipe, lengths: "Lengths") -> Plan:
     """Return the plan at the average length of a micro-batch's padded rows."""
     from planner.answers.lengths import at_length
 
-    recipe: Recipe = described.run.recipe
     r = made.resolved
     cap = recipe.context if recipe.task is not Task.GRPO else None
     counts = sorted(min(count, cap) if cap else count for count in lengths.counts)
     if r.packing and cap:
         return made  # rows are full
     rows = r.sequences if r.padded else 1
-    return plan(
-        described.model, at_length(recipe, round(longest_of(counts, rows))), described.machine
-    )
+    return plan(made.spec, at_length(recipe, round(longest_of(counts, rows))), made.machine)
 
 
 def longest_of(counts: list[int], rows: int) -> float:
