@@ -156,16 +156,15 @@ def every_push(ranks, folder, cases):
     return [pushed_twice(ranks, folder, *case) for case in cases]
 
 
-def check(folder, cases):
-    """Compare two ranks' answers with one process's."""
-    alone = {method: pushed_twice(ALONE, folder, method, 1) for method in {m for m, _ in cases}}
-    for rank in on_ranks(2, every_push, folder, cases):
+def check(cases, ranks, expected):
+    """Compare what two ranks answered with what is `expected` of each method."""
+    for rank in ranks:
         for (method, _), (before, after, difference, here, born) in zip(cases, rank, strict=True):
             assert difference < 1e-4
-            for ours, theirs in zip((before, after), alone[method][:2], strict=True):
+            for ours, theirs in zip((before, after), expected[method][:2], strict=True):
                 assert [tokens for tokens, _ in ours] == [tokens for tokens, _ in theirs]
-                for (_, logprobs), (_, expected) in zip(ours, theirs, strict=True):
-                    assert logprobs == pytest.approx(expected, abs=1e-4)
+                for (_, logprobs), (_, wanted) in zip(ours, theirs, strict=True):
+                    assert logprobs == pytest.approx(wanted, abs=1e-4)
             assert before != after, "the push changed the logits"
             if method == "full":
                 # what is whole at once: one layer, or what is outside the layers; and the one module that vLLM
@@ -174,8 +173,17 @@ def check(folder, cases):
                 assert here < 0.51 * WHOLE_BYTES
 
 
-def test_two_ranks_are_one_engine_and_a_push_from_parts_reaches_it(folder):
-    check(folder, [("full", 2), ("lora", 2), ("full", 1)])
+def test_one_engine_of_two_ranks_says_what_an_engine_each_does_before_and_after_a_push(folder):
+    cases = [("full", 1), ("full", 2)]
+    first, second = on_ranks(2, every_push, folder, cases)
+    check(cases, (first, second), {"full": first[0]})
+
+
+@pytest.mark.slow
+def test_two_ranks_generate_what_one_process_does(folder):
+    cases = [(method, degree) for method in ("full", "lora") for degree in (1, 2)]
+    alone = {method: pushed_twice(ALONE, folder, method, 1) for method in ("full", "lora")}
+    check(cases, on_ranks(2, every_push, folder, cases), alone)
 
 
 def slept(ranks, folder, cases):
@@ -212,11 +220,6 @@ def test_engines_in_the_ranks_sleep_and_take_their_weights_again(folder):
     cases = [("full", 2, 2), ("lora", 1, 1)]
     for rank in on_ranks(2, slept, folder, cases):
         assert all(difference < 1e-4 for difference in rank)
-
-
-@pytest.mark.slow
-def test_each_rank_has_an_engine_and_adapters_are_reloaded_in_place(folder):
-    check(folder, [("lora", 1)])
 
 
 def grpo(ranks, documents, root):
