@@ -1,5 +1,7 @@
 """Real vLLM inside gloo ranks: an engine a rank, or two ranks that are one; weights reach it from FSDP2's parts."""
 
+import socket
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,10 +19,12 @@ from planner.run.recipe import Method, Recipe
 from planner.units import MiB
 from profiler.torch_recorder import record
 from tests.trainer.parallel.gloo import on_ranks
+from tests.trainer.parallel.processes import ended, kill, said, start
 from trainer.config import parse_run
 from trainer.engines.protocol import SamplingSettings
 from trainer.engines.vllm_push import VllmPushEngine
 from trainer.model import Policy
+from trainer.parallel import watch
 from trainer.parallel.ranks import ALONE
 from trainer.parallel.sharding import over_ranks, shard_policy
 from trainer.run import train_parsed
@@ -220,6 +224,31 @@ def test_engines_in_the_ranks_sleep_and_take_their_weights_again(folder):
     cases = [("full", 2, 2), ("lora", 1, 1)]
     for rank in on_ranks(2, slept, folder, cases):
         assert all(difference < 1e-4 for difference in rank)
+
+
+def generates_without_end(ranks, folder, marks):
+    watch.SILENCE_S = 6.0
+    policy, recipe = policy_of(ranks, folder, "full", tensor_parallel=2)
+    engine = VllmPushEngine(policy, recipe=recipe)
+    while True:
+        answers(engine, ranks)
+        (marks / str(ranks.rank)).touch()
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_one_that_is_an_engine_with_it(folder, tmp_path):
+    """The other waits in C++ for its half of a layer, and no connection breaks: it misses the signs of life."""
+    processes = start(2, generates_without_end, folder, tmp_path, folder=tmp_path)
+    deadline = time.monotonic() + 300
+    while not all((tmp_path / str(rank)).exists() for rank in range(2)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    kill(processes[1])
+    assert ended(processes) == [1, -9]
+    told = [line for line in said(tmp_path, 2)[0].splitlines() if line.startswith("error:")]
+    assert told == [
+        f"error: rank 1 of 2 on {socket.gethostname()} is gone: killed, or its machine is lost"
+    ]
 
 
 def grpo(ranks, documents, root):
