@@ -20,11 +20,14 @@ OUTLIER = 0.1
 """An error from which on it counts linearly: 10%."""
 PULL = 0.05
 """How strongly a parameter without evidence stays where it starts."""
-ROUNDS, TRIES = 15, 8
+ROUNDS, TRIES = 10, 6
 
 BOUNDS = {
+    "attention_tflops": 1000,
+    "unpack": 0.1,
     "launch_s": 2e-4,
     "engine_step_s": 2e-2,
+    "old_step_s": 2e-2,
     "sequence_s": 5e-4,
     "generate_launch_s": 1e-4,
     "reduce_s": 5e-4,

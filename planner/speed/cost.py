@@ -34,6 +34,8 @@ class Amount:
     samples: int | None = None
     epochs: float | None = None
     total_steps: int | None = None
+    longest_completion: int = 0
+    """Tokens, where the plan's completions are as long as on average; 0: they all are."""
 
     @property
     def known(self) -> bool:
