@@ -120,7 +120,7 @@ class DecodeSample:
         """Return what its error says something about."""
         if self.kind == OTHER:
             return OTHER
-        return Engine(self.run.plan.spec, self.run.plan.resolved, self.card, p, self.work).kind
+        return Engine(self.run.plan.spec, self.run.plan.resolved, self.card, p, self.work, {}).kind
 
     @property
     def source(self) -> str:

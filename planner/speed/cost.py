@@ -2,7 +2,6 @@
 
 import csv
 import re
-from dataclasses import dataclass
 from functools import cache
 from math import ceil
 from typing import Any, NamedTuple
@@ -27,8 +26,7 @@ class Price(NamedTuple):
     source: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Amount:
+class Amount(NamedTuple):
     """How much is trained, as somebody asked for it."""
 
     samples: int | None = None
@@ -43,8 +41,7 @@ class Amount:
         return self.samples is not None or self.total_steps is not None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cost:
+class Cost(NamedTuple):
     """What a run takes; None where nobody said how long it is."""
 
     steps: int | None

@@ -5,7 +5,7 @@ over tensor ranks, and pays the engine's own time: Python between steps, or eage
 is replayed. A batch shrinks as its sequences end.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from planner.dtypes import element_bytes
@@ -65,8 +65,7 @@ class EngineWork(NamedTuple):
         return p.old_step_s if self.old else p.engine_step_s
 
 
-@dataclass(frozen=True)
-class Engine:
+class Engine(NamedTuple):
     """An engine on a card."""
 
     model: ModelSpec
@@ -74,7 +73,7 @@ class Engine:
     card: CardSpeed
     p: Parameters
     work: EngineWork
-    memo: dict[int, float] = field(default_factory=dict)
+    memo: dict[int, float]
     """Cache bytes of a sequence by its length."""
 
     @property
@@ -194,7 +193,7 @@ class Engine:
 
 def engine(model: ModelSpec, r: Resolved, card: CardSpeed, p: Parameters) -> Engine:
     """Return the engine of a run."""
-    return Engine(model, r, card, p, engine_work(model, r, card))
+    return Engine(model, r, card, p, engine_work(model, r, card), {})
 
 
 def engine_work(model: ModelSpec, r: Resolved, card: CardSpeed) -> EngineWork:

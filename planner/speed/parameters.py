@@ -5,15 +5,13 @@ names the rows it was read from (`python -m planner.accuracy.speed_fit` writes i
 """
 
 import json
-from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from planner.datafiles import data_dir
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Parameters:
+class Parameters(NamedTuple):
     """Shares of what the hardware could do, and times of software."""
 
     product: float
@@ -52,7 +50,7 @@ class Parameters:
 def parameters() -> Parameters:
     """Return the shipped parameters."""
     constants = document()["parameters"]
-    return Parameters(**{each.name: constants[each.name]["value"] for each in fields(Parameters)})
+    return Parameters(**{name: constants[name]["value"] for name in Parameters._fields})
 
 
 @cache

@@ -1,6 +1,5 @@
 """Seconds of a plan: every phase of one step with what bounds it, and tokens a second."""
 
-from dataclasses import dataclass
 from math import exp, log, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,8 +45,7 @@ class TimedPhase(NamedTuple):
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Time:
+class Time(NamedTuple):
     """How long one optimizer step takes; of an engine alone, one round of requests."""
 
     phases: tuple[TimedPhase, ...]

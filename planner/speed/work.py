@@ -5,7 +5,7 @@ Products are counted from the modules, everything else from the tape that counts
 memory model's own. Nothing here knows a card.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from planner.dtypes import element_bytes
@@ -56,8 +56,7 @@ class Pass(NamedTuple):
         return Pass(self.name, *(a + b for a, b in zip(self[1:], other[1:], strict=True)))
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """One optimizer step of one rank."""
 
     passes: tuple[Pass, ...]
@@ -167,12 +166,12 @@ ATTENTION_BACKWARD = 5 / 2
 """Products of a flash kernel's backward over its forward's: five instead of two, scores made again."""
 
 
-@dataclass(frozen=True)
 class _Share:
     """One rank's part of a micro-batch: its layers, matrices and tokens are the rank's already."""
 
-    model: ModelSpec
-    r: Resolved
+    def __init__(self, model: ModelSpec, r: Resolved) -> None:
+        self.model = model
+        self.r = r
 
     @property
     def tokens(self) -> float:
