@@ -30,7 +30,7 @@ ALLOWED: dict[tuple[str, float], str] = {
     ("accuracy/sft_recipe.py", 0.05): TOOL + ": litgpt's lora_dropout",
     ("families/megatron.py", 0.1): TOOL + ": Megatron-LM's hidden_dropout",
     (
-        "answers/pool_levers.py",
+        "answers/serving_changes.py",
         0.97,
     ): "lever: the largest share of a card that vLLM's users give it",
     ("importers/image_limits.py", 0.9): READING,
