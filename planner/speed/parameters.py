@@ -1,0 +1,60 @@
+"""The few numbers of the speed model that no sheet states: data/calibration/speed.json.
+
+Each depends on a class of hardware, a kernel, a shape or a named switch, never on a source; the file
+names the rows it was read from (`python -m planner.accuracy.speed_fit` writes it).
+"""
+
+import json
+from functools import cache
+from typing import Any, NamedTuple
+
+from planner.datafiles import data_dir
+
+
+class Parameters(NamedTuple):
+    """Shares of what the hardware could do, and times of software."""
+
+    product: float
+    """Large products: of the best matmul measured on the card."""
+    sheet: float
+    """The best matmul of a card on which none was measured, of its sheet's peak."""
+    attention: float
+    """Flash and SDPA kernels: of the best matmul measured."""
+    attention_tflops: float
+    """And at most that many TFLOPS: kernels of Ampere's instructions do not reach Hopper's or Blackwell's."""
+    bandwidth: float
+    """Pointwise kernels of training: of the memory's bandwidth."""
+    unpack: float
+    """Elements that a dequantising kernel makes for every fp32 FLOP the card's cores could do."""
+    launch_s: float
+    """Host time of one eager operation with its autograd node."""
+    exposed: float
+    """Traffic between GPUs that no computation hides: of its time at the links' measured speed."""
+    decode_bandwidth: float
+    """Weights and cache read by an engine's kernels: of the memory's bandwidth."""
+    engine_step_s: float
+    """vLLM's own time for one step with graphs, V1 (0.8 and later)."""
+    old_step_s: float
+    """The same of V0."""
+    sequence_s: float
+    """And for every running sequence."""
+    generate_launch_s: float
+    """Host time of one eager operation without a graph (transformers, vLLM's eager mode)."""
+    reduce_s: float
+    """One sum over an engine's tensor-parallel ranks of one token's hidden state."""
+    engine_product: float
+    """Prefill and decode products of an engine: of the best matmul measured."""
+
+
+@cache
+def parameters() -> Parameters:
+    """Return the shipped parameters."""
+    constants = document()["parameters"]
+    return Parameters(**{name: constants[name]["value"] for name in Parameters._fields})
+
+
+@cache
+def document() -> dict[str, Any]:
+    """Return data/calibration/speed.json."""
+    text = (data_dir() / "calibration" / "speed.json").read_text(encoding="utf-8")
+    return dict(json.loads(text))
