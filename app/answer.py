@@ -6,7 +6,7 @@ from app import cached, charts, inputs, live, pins
 from app.draw import draw
 from app.jobs import Lever
 from app.runs import Run
-from app.words import MARKS, change_label, escape, problem, section
+from app.words import MARKS, change_label, escape, in_app, problem, section
 from planner.answers import advise
 from planner.answers.changes import Change
 from planner.plan import Plan
@@ -37,7 +37,7 @@ def offer_look_up(name: str) -> None:
 def verdict_card(run: Run, result: Plan) -> None:
     """Show fits, tight or does not fit, why, and the figures behind it."""
     colour, icon, word = MARKS[result.verdict]
-    why = result.why[0].upper() + result.why[1:] + "."
+    why = in_app(result.why[0].upper() + result.why[1:] + ".")
     with st.container(border=True, key="verdict"):
         st.header(f":{colour}[{icon} {word}]", anchor=False)
         live.say(f"{word}. {why}")

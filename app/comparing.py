@@ -7,7 +7,7 @@ import streamlit as st
 
 from app import cached, charts
 from app.draw import draw
-from app.words import MARKS, escape, section
+from app.words import MARKS, escape, in_app, section
 from planner.answers.published import published
 from planner.errors import VramwiseError
 from planner.machines.machine import make_machine
@@ -256,5 +256,5 @@ def planned(runs: dict[str, Any]) -> tuple[dict[str, Plan], list[str]]:
         try:
             plans[name] = cached.plan_of(run)
         except VramwiseError as error:
-            problems.append(f"{name}: {error.message}")
+            problems.append(in_app(f"{name}: {error.message}"))
     return plans, problems

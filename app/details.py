@@ -6,7 +6,7 @@ import streamlit as st
 from app import cached, charts, export, inputs, links
 from app.draw import draw
 from app.runs import Run
-from app.words import escape, problem, section
+from app.words import escape, in_app, problem, section
 from planner.errors import VramwiseError
 from planner.plan import Plan
 from planner.terms.term import Term
@@ -26,10 +26,9 @@ def show(run: Run, result: Plan) -> None:
     names = [AT_PEAK, LARGEST, CURVE, TAKE]
     peak, largest, curve, take = st.tabs(names, key="part", on_change="rerun")
     if peak.open:
-        with peak:
-            with st.container(key="terms"):
-                _peak_table(result)
-                _host(result)
+        with peak, st.container(key="terms"):
+            _peak_table(result)
+            _host(result)
     if largest.open:
         with largest:
             _largest(run)
@@ -50,7 +49,7 @@ def _peak_table(result: Plan) -> None:
     notes = [*(f"Assumed: {note}." for note in result.assumptions)]
     notes += [f"Not modelled: {note}." for note in result.not_modeled]
     for note in notes:
-        st.caption(escape(note))
+        st.caption(escape(in_app(note)))
 
 
 def _host(result: Plan) -> None:

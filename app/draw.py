@@ -9,7 +9,6 @@ import streamlit as st
 from app.charts import Spec
 from app.palette import DARK, LIGHT, RANGE_COLOUR
 
-
 LOOKS = """<style>
 @media (max-width: 640px) {
   .st-key-terms th:nth-child(4), .st-key-terms td:nth-child(4) { display: none }

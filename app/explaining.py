@@ -98,7 +98,7 @@ def _failure(number: int, failure: Failure, *, many: bool) -> None:
         st.markdown(escape(lead.explanation[:1].upper() + lead.explanation[1:]))
         if lead.formula:
             st.code(lead.formula, language=None, wrap_lines=True)
-        for cause in others[:2]:
+        for cause in [other for other in others if other.certainty != "unknown"][:2]:
             st.caption(
                 escape(f"Also possible: {cause.title} ({cause.certainty}): {cause.explanation}")
             )

@@ -6,7 +6,6 @@ from app.runs import Sent, received
 from planner.answers.recommend import Recommendation, recommend
 from planner.errors import VramwiseError
 from planner.machines.machine import GpuSpec, gpu_catalogue, make_machine
-from planner.models.catalogue import load_catalogue
 from planner.models.spec import ModelSpec
 from planner.plan import plan
 from planner.run.recipe import MachineSection
@@ -14,6 +13,8 @@ from planner.run.runfile import machine_of, make_recipe
 from planner.units import format_bytes
 
 METHODS = ("qlora", "lora", "full")
+SIZES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 4096.0)
+"""Steps of the slider of sizes, each twice the one before: most models are small."""
 KINDS = ("consumer", "workstation", "datacenter", "unified", "embedded", "mig")
 
 
@@ -59,11 +60,6 @@ def filtered(
         for row in found
         if low <= row.parameters / 1e9 <= high and all(word in row.model for word in words)
     ]
-
-
-def largest_size() -> float:
-    """Return the size of the catalogue's largest model in billions."""
-    return max(entry["parameters"] for entry in load_catalogue().values()) / 1e9
 
 
 def every_machine(sent: Sent, context: int) -> list[dict[str, Any]]:

@@ -48,8 +48,9 @@ def _gpu_filters() -> None:
     st.selectbox(
         "At least this context", LEAST, index=LEAST.index(2048), key="least", bind="query-params"
     )
-    top = float(-(-finder.largest_size() // 1))
-    st.slider("Billions of parameters", 0.0, top, (0.0, top), 1.0, key="sizes")
+    st.select_slider(
+        "Billions of parameters", finder.SIZES, (finder.SIZES[0], finder.SIZES[-1]), key="sizes"
+    )
     st.text_input(
         "Name contains", "", key="search", max_chars=60, bind="query-params", placeholder="qwen"
     )

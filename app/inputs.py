@@ -130,7 +130,7 @@ def widget(knob: Knob, *, place: Any = st, defaults: Mapping[str, Any]) -> Any:
         "key": knob.key,
         "help": knob.help or None,
         "bind": "query-params",
-        "placeholder": "framework's own" if grey in (None, "", ()) else _grey(grey),
+        "placeholder": _placeholder(knob, grey),
     }
     if knob.kind in (Kind.CHOICE, Kind.SWITCH):
         index = knob.options.index(knob.default) if knob.default else None
@@ -146,6 +146,13 @@ def widget(knob: Knob, *, place: Any = st, defaults: Mapping[str, Any]) -> Any:
         step=_step(knob) if whole else 0.01,
         **common,
     )
+
+
+def _placeholder(knob: Knob, grey: Any) -> str:
+    """Return what happens where nothing is chosen."""
+    if knob.key == "prompt":  # a context without a prompt is planned as all completion
+        return "none"
+    return "framework's own" if grey in (None, "", ()) else _grey(grey)
 
 
 def _grey(value: Any) -> str:

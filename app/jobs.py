@@ -13,12 +13,17 @@ from planner.answers.changes import Change
 from planner.answers.layouts import Tried, layouts
 from planner.errors import VramwiseError
 from planner.plan import Plan, plan
-from planner.run.framework import frameworks, pick
+from planner.run.framework import pick
 from planner.run.recipe import Task
 
-SIDE_BY_SIDE = ("vramwise", "trl", "unsloth", "hf-trainer")
-"""Frameworks that a curve shows beside the run's own."""
+_SUPERVISED = ("vramwise", "trl", "unsloth", "hf-trainer")
+_POLICIES = ("vramwise", "trl", "unsloth", "verl")
 CURVE_TOKENS = tuple(2**power for power in range(9, 18))
+
+
+def side_by_side(task: str) -> tuple[str, ...]:
+    """Return the frameworks that are compared unless others are chosen: those that do the task."""
+    return _POLICIES if task == Task.GRPO else _SUPERVISED
 
 
 class Lever(NamedTuple):
@@ -90,7 +95,7 @@ def curve(sent: Sent) -> dict[str, list[tuple[int, int]]]:
     """Return (tokens, peak bytes) of every framework that can express a run."""
     with _received(sent) as run:
         own = pick(run.recipe.framework).name
-        names = [own, *(name for name in SIDE_BY_SIDE if name != own and name in frameworks())]
+        names = [own, *(name for name in side_by_side(run.recipe.task) if name != own)]
         if run.recipe.task is Task.SERVE:
             names = [own]
         lines = {}

@@ -31,7 +31,7 @@ def others() -> None:
     run = runs.run_of(DEFAULTS)
     try:
         cached.levers(run)
-        for framework in jobs.SIDE_BY_SIDE:
+        for framework in jobs.side_by_side(DEFAULTS["task"]):
             recipe = run.recipe.model_copy(update={"framework": framework})
             cached.plan_of(runs.run_of(DEFAULTS, recipe=recipe))
         comparing.real_steps()

@@ -16,7 +16,7 @@ if mode == comparing.FRAMEWORKS:
     wanted = st.multiselect(
         "Frameworks",
         runs.framework_options(),
-        list(jobs.SIDE_BY_SIDE),
+        list(jobs.side_by_side(inputs.state("task"))),
         key="frameworks",
         max_selections=8,
         bind="query-params",

@@ -72,10 +72,12 @@ def other_value(knob: Knob) -> Any:
     """Return a value that is neither the default nor a framework's."""
     if knob.key == "task":
         return "sft"
+    if knob.key == "algorithm":
+        return "dapo"
     if knob.kind in (Kind.CHOICE, Kind.SWITCH):
         return next(value for value in reversed(knob.options) if value != knob.default)
     if knob.kind is Kind.TEXT:
-        return {"targets": "attention", "saved_modules": "lm_head", "algorithm": "dapo"}[knob.key]
+        return {"targets": "attention", "saved_modules": "lm_head"}[knob.key]
     if knob.kind is Kind.NUMBER:
         return 0.5
     return {"context": 3000, "prompt": 700, "kv_bytes": 2**30, "keep_layers": 3, "sleep": 1}.get(

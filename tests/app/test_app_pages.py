@@ -85,7 +85,7 @@ def test_recommend_filters() -> None:
     few = len(set(at.dataframe[0].value["model"]))
     at.toggle(key="show_all").set_value(True).run()
     assert len(set(at.dataframe[0].value["model"])) > few
-    at.slider(key="sizes").set_value((1.0, 4.0)).run()
+    at.get_by_key("sizes").set_value((1.0, 4.0)).run()
     assert at.dataframe[0].value["billions"].between(1, 4).all()
     at.text_input(key="search").set_value("no such model").run()
     assert at.info
