@@ -78,10 +78,11 @@ def bar(size: int, full: int) -> str:
     return BLOCK * filled + REST * (BAR_WIDTH - filled) + "!" * max(over, int(size > full))
 
 
-def text(plan: "Plan", levers: Sequence[Lever] = (), others: Sequence[str] = ()) -> str:
-    """Return the whole answer as plain text; `others` are levers in the engine's own words."""
+def text(plan: "Plan", levers: Sequence[Lever] = (), served: str = "") -> str:
+    """Return the whole answer as plain text; `served`: a server's view, before the phases."""
     r = plan.resolved
-    lines = [verdict_line(plan), summary(plan), *_ranks(plan), ""]
+    view = ["", served] if served else []
+    lines = [verdict_line(plan), summary(plan), *_ranks(plan), *view, ""]
     for phase in plan.phases:
         mark = " <- peak" if phase.name == plan.peak_phase else ""
         lines.append(
@@ -104,8 +105,6 @@ def text(plan: "Plan", levers: Sequence[Lever] = (), others: Sequence[str] = ())
                 f"  {advice.change.name:<34} saves {format_bytes(advice.saved_bytes):>10}"
                 f"  {advice.change.price}"
             )
-    if others:
-        lines += ["", "What makes the engine start:", *(f"  {line}" for line in others)]
     notes = [f"  assumed: {note}" for note in plan.assumptions]
     notes += [f"  not modelled: {note}" for note in plan.not_modeled]
     if notes:
@@ -153,8 +152,9 @@ def fullest_rank(plan: "Plan") -> tuple["RankPeak", str]:
 def summary(plan: "Plan") -> str:
     """Return the run in one line."""
     r = plan.resolved
-    parts = [plan.model, r.task.value, r.method.value]
+    parts = [plan.model, r.task.value]
     if r.trains:
+        parts.append(r.method.value)
         parts.append(f"{r.sequences} x {r.seq_tokens:,} tokens a micro-batch")
         parts.append(f"{r.dtype} weights" + (f" + {r.autocast} autocast" if r.autocast else ""))
         parts.append(f"checkpointing {r.checkpointing.value}")
