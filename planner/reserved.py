@@ -49,9 +49,7 @@ def reserved(
     return Reserved(max(peak, free.needed_bytes), on_card, with_room, free.loaded_bytes)
 
 
-def needed(
-    model: ModelSpec, r: Resolved, phases: tuple[Phase, ...], capacity_bytes: int
-) -> int:
+def needed(model: ModelSpec, r: Resolved, phases: tuple[Phase, ...], capacity_bytes: int) -> int:
     """Return the least pool that the run goes through in: `Reserved.needed` without a replay on a full card."""
     peak = max(phase.total_bytes for phase in phases)
     if not r.trains:

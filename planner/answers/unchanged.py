@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from planner.answers.changes import Change, apply, changes
 from planner.answers.layouts import FLAGS, SWITCHES
-from planner.answers.pool_levers import MOST_UTILIZATION
+from planner.answers.serving_changes import MOST_UTILIZATION
 from planner.errors import VramwiseError
 from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec

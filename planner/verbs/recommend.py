@@ -9,6 +9,7 @@ from planner.verbs.options import Json, print_json
 if TYPE_CHECKING:
     from planner.answers.cards import Card
     from planner.answers.recommend import Recommendation
+    from planner.models.spec import ModelSpec
 
 
 def register(app: typer.Typer) -> None:
@@ -42,20 +43,21 @@ def _recommend(
     Only settings that leave the result as it is are changed, and their price is said.
     """
     from planner.machines.machine import make_machine
-    from planner.names import task_named
+    from planner.names import TASK_WORDS, word_of
+    from planner.run.recipe import Task
     from planner.units import parse_count
 
-    task, tokens = task_named(task), parse_count(context, field="context")
+    tokens = parse_count(context, field="context")
+    task = word_of("task", task, [each.value for each in Task], TASK_WORDS)
     if model is not None and gpu is None and vram is None:
         _gpus_for(model, task=task, context=tokens, framework=framework, gpus=gpus, nodes=nodes,
                   host_ram=host_ram, limit=limit, offline=offline, token=token, as_json=as_json)  # fmt: skip
         return
     from planner.answers.ranking import RULE
     from planner.answers.recommend import recommend
-    from planner.models.hub import find_model
 
     machine = make_machine(gpu, gpus=gpus, nodes=nodes, vram=vram, host_ram=host_ram)
-    only = find_model(model, offline=offline, token=token) if model is not None else None
+    only = _named(model, offline=offline, token=token) if model is not None else None
     rows = recommend(
         machine, task=task, least_context=tokens, framework=framework, limit=limit, only=only
     )
@@ -125,9 +127,8 @@ def _gpus_for(
     as_json: bool,
 ) -> None:
     from planner.answers.cards import RULE, cards_for_model
-    from planner.models.hub import find_model
 
-    spec = find_model(model, offline=offline, token=token)
+    spec = _named(model, offline=offline, token=token)
     rows = cards_for_model(
         spec, task=task, context=context, framework=framework, gpus=gpus, nodes=nodes,
         host_ram=host_ram, limit=limit,
@@ -152,6 +153,15 @@ def _gpus_for(
     typer.echo(
         "\nsettings are the least slow that fit, and leave the result as it is; --limit shows more"
     )
+
+
+def _named(model: str, *, offline: bool, token: str | None) -> "ModelSpec":
+    from planner.importers.typed import typed_model
+
+    typed = typed_model(model, offline=offline, token=token)
+    if typed.said:
+        typer.echo(typed.said, err=True)
+    return typed.model
 
 
 def cards_table(rows: "list[Card]") -> str:

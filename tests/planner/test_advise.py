@@ -1,6 +1,5 @@
 """Advice: single changes, the shortest combination, and limits exact to one."""
 
-
 from planner.answers.advise import advise, apply, changes, combination, levers, limits
 from planner.machines.machine import Machine, make_machine
 from planner.models.catalogue import catalogue_model
