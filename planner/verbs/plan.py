@@ -1,13 +1,16 @@
 """Verbs that plan: plan, compare, advise."""
 
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.verbs.options import Json, describe, print_json, with_run_options
+from planner.verbs.options import Described, Json, describe, print_json, with_run_options
 
 if TYPE_CHECKING:
+    from planner.answers.advise import Advice
+    from planner.answers.serving import ServingView
     from planner.plan import Plan
 
 _PLAN = "Plan"
@@ -50,6 +53,10 @@ def _plan(
     total_steps: Annotated[
         int | None, typer.Option("--total-steps", help="Optimizer steps, instead of samples.")
     ] = None,
+    mean_completion: Annotated[
+        int | None,
+        typer.Option("--mean-completion", help="Tokens of a mean completion (GRPO), for the time."),
+    ] = None,
     price: Annotated[
         str | None,
         typer.Option(
@@ -66,6 +73,19 @@ def _plan(
         str | None,
         typer.Option("--export", help="Print as settings of trl, axolotl, llamafactory or vllm."),
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write a report: one file, no network.")
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option("--markdown", help="Write tables for an issue; - prints them.")
+    ] = None,
+    csv: Annotated[
+        Path | None, typer.Option("--csv", help="Write every term of every phase; - prints them.")
+    ] = None,
+    png: Annotated[Path | None, typer.Option("--png", help="Write a picture of it.")] = None,
+    badge: Annotated[
+        Path | None, typer.Option("--badge", help="Write an SVG badge: QLoRA, 8K: fits 12 GB.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Say whether a run fits, what takes the memory, when, and what would make it fit.
@@ -73,7 +93,6 @@ def _plan(
     The subject is a model, a run.yaml, or another tool's config, launch script, notebook or
     manifest (docs/importers.md lists them; nothing is run).
     """
-    from planner.answers.advise import levers
     from planner.answers.amount import amount_of
     from planner.answers.layouts import laid_out, layouts
     from planner.answers.serving import serving_view
@@ -83,6 +102,7 @@ def _plan(
     from planner.report.serving import serving_text
     from planner.run.runfile import save_run_file
     from planner.verbs.explain import export_text, foreign_extras
+    from planner.verbs.outputs import write_outputs
 
     described = describe(subject, flags)
     recipe = described.run.recipe
@@ -94,30 +114,49 @@ def _plan(
     best_layouts = layouts(described.model, recipe, described.machine, fitting=1) if whole else []
     extra = foreign_extras(described, lengths=lengths, order=order)
     timed, amount = amount_of(
-        result, described.run, lengths, samples=samples, epochs=epochs, total_steps=total_steps
+        result,
+        described.run,
+        lengths,
+        samples=samples,
+        epochs=epochs,
+        total_steps=total_steps,
+        mean_completion=mean_completion,
     )
     if save is not None:
         save_run_file(described.file or described.run, save)
         typer.echo(f"wrote {save}", err=True)
+    best = cache(lambda: _levers(described, result, served))
+    view = serving_text(served) if served else ""
+    timing = cache(lambda: time.time_text(timed, amount, price))
+    wanted = {"html": html, "markdown": markdown, "csv": csv, "png": png, "badge": badge}
+    printed = write_outputs(described, result, wanted, levers=best, served=view, timing=timing)
     if export is not None:
         typer.echo(export_text(described.run, export), nl=False)
+    elif printed:
+        pass
     elif as_json:
         found = {"layouts": [tried.to_dict() for tried in best_layouts]} if whole else {}
         found |= {"serving": served.to_dict()} if served else {}
         spent = time.document(timed, amount, price)
         print_json(result.to_dict() | found | extra.document | spent)
     else:
-        best = [] if served else levers(described.model, recipe, described.machine, result)
         said = f"\n\n{layout_line(best_layouts)}" if whole else ""
-        view = serving_text(served) if served else ""
-        timing = time.time_text(timed, amount, price)
-        typer.echo(f"{text(result, best, view)}{said}{extra.prose}\n\n{timing}")
+        typer.echo(f"{text(result, best(), view)}{said}{extra.prose}\n\n{timing()}")
     if check and not result.fits:
         if as_json:  # the document above is the whole answer
             raise typer.Exit(DoesNotFitError.exit_code)
         raise DoesNotFitError(
             f"does not fit: {result.why}", hint="`vramwise advise` says what helps"
         )
+
+
+def _levers(described: Described, result: "Plan", served: "ServingView | None") -> "list[Advice]":
+    """Return what lowers the peak; a server's pool is as large as it is told to be."""
+    from planner.answers.advise import levers
+
+    if served:
+        return []
+    return levers(described.model, described.run.recipe, described.machine, result)
 
 
 def _compare(
