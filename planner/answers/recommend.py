@@ -319,8 +319,9 @@ def _batched(model: ModelSpec, found: Settled, machine: Machine, fragmented: flo
             break
         if not larger.has_room_for(fragmented):
             break
-        added = larger.peak_bytes - found.plan.peak_bytes
-        grows = added // (size - found.plan.resolved.batch)
+        more = larger.resolved.batch - found.plan.resolved.batch
+        if more > 0:  # some frameworks raise a small batch by themselves
+            grows = (larger.peak_bytes - found.plan.peak_bytes) // more
         found = found._replace(plan=larger)
     return found
 
