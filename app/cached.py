@@ -85,8 +85,16 @@ def machines_for(run: Run, context: int) -> list[dict[str, Any]]:
 
 
 @st.cache_resource(max_entries=MAX_SHARED, show_spinner=False)
-def recommended(section: str, task: str, least: int, framework: str) -> list[Recommendation]:
+def recommended(
+    section: str,
+    task: str,
+    least: int,
+    framework: str,
+    search: str,
+    sizes: tuple[float, float],
+    limit: int,
+) -> list[Recommendation]:
     """Return what fits a machine (a MachineSection as JSON): the best first."""
-    asked = (section, task, least, framework)
+    asked = (section, task, least, framework, search, sizes, limit)
     found: list[Recommendation] = workers.run(finder.recommended, *asked, kind=workers.LONG)
     return found

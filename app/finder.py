@@ -18,10 +18,29 @@ SIZES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 10
 KINDS = ("consumer", "workstation", "datacenter", "unified", "embedded", "mig")
 
 
-def recommended(section: str, task: str, least: int, framework: str) -> list[Recommendation]:
-    """Return what the planner recommends for a machine; the job of a worker."""
+def recommended(
+    section: str,
+    task: str,
+    least: int,
+    framework: str,
+    search: str = "",
+    sizes: tuple[float, float] = (0.0, float("inf")),
+    limit: int = 40,
+) -> list[Recommendation]:
+    """Return the best rows that fit a machine (a MachineSection as JSON), of models by name and size (billions).
+
+    The job of a worker.
+    """
     machine = machine_of(MachineSection.model_validate_json(section))
-    return recommend(machine, task=task, least_context=least, framework=framework)
+    words = search.lower().split()
+    low, high = sizes
+
+    def wanted(name: str, model: ModelSpec) -> bool:
+        return low <= model.parameters / 1e9 <= high and all(word in name for word in words)
+
+    return recommend(
+        machine, task=task, least_context=least, framework=framework, wanted=wanted, limit=limit
+    )
 
 
 def heat_rows(found: list[Recommendation]) -> list[dict[str, Any]]:
@@ -47,19 +66,6 @@ def heat_rows(found: list[Recommendation]) -> list[dict[str, Any]]:
 def tokens_label(tokens: int) -> str:
     """Return 32768 as "32K"."""
     return f"{tokens // 1024}K" if tokens >= 1024 else str(tokens)
-
-
-def filtered(
-    found: list[Recommendation], *, search: str, sizes: tuple[float, float]
-) -> list[Recommendation]:
-    """Return the rows whose model's name contains the text and whose size (billions) is in range."""
-    words = search.lower().split()
-    low, high = sizes
-    return [
-        row
-        for row in found
-        if low <= row.parameters / 1e9 <= high and all(word in row.model for word in words)
-    ]
 
 
 def every_machine(sent: Sent, context: int) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ import importlib
 import logging
 import os
 
-from app import cached, comparing, jobs, runs
+from app import cached, comparing, finder, finding, jobs, runs
 from app.runs import DEFAULTS
 from planner.errors import VramwiseError
 from planner.run.recipe import MachineSection
@@ -37,6 +37,7 @@ def others() -> None:
         comparing.real_steps()
         section = MachineSection(gpu=DEFAULTS["gpu"]).model_dump_json()
         task, framework = DEFAULTS["task"], DEFAULTS["framework"]
-        cached.recommended(section, task, LEAST_CONTEXT, framework)
+        sizes = (finder.SIZES[0], finder.SIZES[-1])
+        cached.recommended(section, task, LEAST_CONTEXT, framework, "", sizes, finding.FEW)
     except VramwiseError as error:
         logging.getLogger(__name__).warning("not made ahead: %s", error.message)
