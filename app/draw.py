@@ -16,7 +16,7 @@ LOOKS = """<style>
 }
 %s</style>"""
 """On a phone a table of terms leaves the sources out; the chart's own figures have them."""
-CHOSEN = "button[data-variant=segmented_control][aria-checked=true] p { color: #9CC4FF }"
+CHOSEN = "button[data-variant=segmented_control][aria-checked=true] p { color: #9CC4FF }\n.stSlider p { color: #E6EAF0 }"
 """In the dark: Streamlit writes it in the primary colour, which white must be readable on too."""
 
 

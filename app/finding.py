@@ -1,11 +1,12 @@
 """The two halves of "Recommend": filters in the sidebar, a heat map and a table that open page 1."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pandas as pd
 import streamlit as st
 
-from app import cached, finder, inputs, maps, sidebar, spread
+from app import cached, finder, inputs, maps, runs, sidebar, spread
 from app.draw import draw
 from app.inputs import state
 from app.knobs import BY_KEY
@@ -52,8 +53,9 @@ def _gpu_filters() -> None:
         "At least this context", LEAST, index=LEAST.index(2048), key="least", bind="query-params"
     )
     st.select_slider(
-        "Billions of parameters", finder.SIZES, (finder.SIZES[0], finder.SIZES[-1]), key="sizes"
-    )
+        "Billions of parameters", finder.SIZES, (finder.SIZES[0], finder.SIZES[-1]), key="sizes",
+        format_func=lambda size: f"{size:g}",
+    )  # fmt: skip
     st.text_input(
         "Name contains", "", key="search", max_chars=60, bind="query-params", placeholder="qwen"
     )
@@ -122,6 +124,21 @@ def _table(shown: list[Recommendation]) -> None:
         },
         alt="Models that fit, with method, longest context, largest batch, settings and peak.",
     )
+    _named([f"{r.model}, {r.method}, {r.context:,} tokens" for r in shown], _open_model)
+
+
+def _named(labels: list[str], opened: Callable[[int], None]) -> None:
+    """Offer the same rows by name: for who neither points at a cell nor ticks a row."""
+    with st.container(horizontal=True, vertical_alignment="bottom"):
+        chosen = st.selectbox(
+            "Or pick a row", range(len(labels)), index=None, key="named_row",
+            format_func=lambda row: labels[row] if isinstance(row, int) and row < len(labels) else "",
+            placeholder="by name", width=420,
+        )  # fmt: skip
+        st.button(
+            "Open in Will it fit?", key="open_named", disabled=chosen is None,
+            on_click=opened, args=(chosen or 0,),
+        )  # fmt: skip
 
 
 def _open_cell() -> None:
@@ -137,8 +154,12 @@ def _open_row() -> None:
     rows = st.session_state["table"].selection.rows
     known = st.session_state.get("table_rows", [])
     if rows and rows[0] < len(known):
-        model, _, recipe = known[rows[0]]
-        open_run(make_recipe(**recipe), model=model)
+        _open_model(rows[0])
+
+
+def _open_model(row: int) -> None:
+    model, _, recipe = st.session_state["table_rows"][row]
+    open_run(make_recipe(**recipe), model=model)
 
 
 def open_run(recipe: Recipe | None = None, **chosen: Any) -> None:
@@ -197,6 +218,10 @@ def gpus() -> None:
         on_select=_open_gpu_row,
         selection_mode="single-row",
         alt="GPUs with memory, method, verdict, peak and headroom.",
+    )
+    _named(
+        [f"{runs.gpu_label(cell['gpu'])}, {cell['method']}: {cell['verdict']}" for cell in kept],
+        lambda row: _open_gpu(*st.session_state["gpu_rows"][row]),
     )
 
 
