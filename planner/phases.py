@@ -145,13 +145,13 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         )
     )
     saved, logit, made, asked = _loss(model, r, acts, head, flat)
-    if not held.bytes and made:
-        held = Term("gradients", made, "the head's {0:,} B", (made,), grads.source)
+    new = Term("gradients", made, "the head's {0:,} B", (made,), grads.source)
+    beside = plus(held, new) if made and held.bytes else new if made else held
     phases.append(
         _phase(
             "loss",
             *fixed,
-            held,
+            beside,
             root,
             kept_between(model, r, model.num_layers),
             term(r, asked, "the last layer's, asked for by the root"),

@@ -5,7 +5,7 @@ from planner.replay.player import Player
 from planner.replay.tensors import Trained
 from planner.run.resolved import Resolved
 from planner.terms.counts import SMALL_TENSOR
-from planner.terms.optimizer import BLOCK_8BIT, state_width
+from planner.terms.optimizer import BLOCK_8BIT, slice_bytes, state_width
 from planner.terms.optimizer_kinds import KINDS
 
 
@@ -42,8 +42,9 @@ class Update:
                     *(each.elements * state_width(self.r, each.width) for each in self.trained)
                 )
             elif self.r.switches.step_scratch_bytes:
-                most = max((12 * each.elements for each in self.trained), default=0)
-                self.player.passing(min(most, self.r.switches.step_scratch_bytes))
+                widened = self.kind.states * self.kind.eight_bit
+                sizes = [slice_bytes(self.r, e.elements, e.width, widened) for e in self.trained]
+                self.player.passing(max(sizes, default=0))
         self.started = True
         self.player.give(*grads)
 

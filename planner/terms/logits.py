@@ -11,7 +11,7 @@ from planner.run.resolved import Resolved
 from planner.terms.adapters import trains_head
 from planner.terms.counts import rest_width
 from planner.terms.distillation import beside_student
-from planner.terms.gradients import gradient_width
+from planner.terms.gradients import adds_in_place, gradient_width, whole_width
 from planner.terms.term import Term, plus
 from planner.terms.weights import trained_width
 
@@ -182,12 +182,13 @@ def _stream(r: Resolved) -> int:
 
 def _new_head_gradient(model: ModelSpec, r: Resolved) -> int:
     """Return bytes of the head's gradient when a micro-batch makes it anew and whole."""
-    if (
-        not trains_head(model, r)
-        or r.grad_accum > 1
-        or r.placement.reduces
-        or r.switches.gradient_buffers
-    ):
+    if not trains_head(model, r) or r.switches.gradient_buffers:
+        return 0
+    if r.placement.flat_buffers:  # of the gathered weight
+        full = r.method is Method.FULL
+        one = model.vocab * model.hidden * (whole_width(r) if full else head_gradient_width(r))
+        return 0 if adds_in_place(r) else one
+    if r.grad_accum > 1 or r.placement.reduces:
         return 0
     # a head that runs chunk by chunk: a chunk's gradient, and the sum it is added to
     copies = 2 if r.law.chunk_count > 1 else 1
