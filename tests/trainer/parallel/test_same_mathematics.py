@@ -1,16 +1,19 @@
 """Two ranks with a share of the batch each are one rank with the batch: gradients, losses, weights."""
 
+import json
+
 import pytest
 import torch
 
 from tests.trainer.parallel.gloo import on_ranks
-from tests.trainer.parallel.work import every, grpo_run, sft_curve, sft_gradients
+from tests.trainer.parallel.work import evaluation, every, grpo_run, sft_curve, sft_gradients
 from trainer.parallel.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
 FULL = {"method": "full"}
 CUT = {"sharding": "fsdp2"}
+PAIRS = ((7, 2), (9, 4), (3, 3), (8, 1), (6, 5))
 
 
 def apart(one, other):
@@ -93,6 +96,28 @@ def test_grpo_learns_the_same(grpo_document, tmp_path):
                         assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
                 flat += one["frac_reward_zero_std"] > 0
     assert flat, "no group without an advantage: the case is not tested"
+
+
+def test_an_evaluation_is_shared_and_says_the_same(sft_document, grpo_document, tmp_path):
+    held_out = tmp_path / "held.jsonl"
+    rows = [{"prompt": f"{a} - {b} =", "completion": f" {a - b}\n" * (1 + a)} for a, b in PAIRS]
+    held_out.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    told = {"validation": {"name": str(held_out)}}
+    greedy = {"sampling": {"temperature": 1e-4}, "generations": 2}
+    task = {"name": "arithmetic", "options": {"digits": 1, "size": 7, "seed": 5}}
+    cases = [
+        sft_document(train=told, **CUT),
+        grpo_document(train={"validation": task, "evaluation": greedy}, **CUT),
+        grpo_document(
+            train={"validation": task | {"options": {"size": 1}}, "evaluation": greedy}, **CUT
+        ),
+    ]
+    found = both(evaluation, [(each, str(tmp_path)) for each in cases])
+    for (alone, _), ranks in found:
+        for figures, _ in ranks:
+            assert figures == pytest.approx(alone, rel=1e-6)
+    asked = [[own for _, own in ranks] for _, ranks in found[1:]]
+    assert asked == [[[4], [3]], [[1], [1]]], "what is too little to share each rank has all of"
 
 
 @pytest.mark.slow

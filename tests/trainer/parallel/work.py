@@ -22,6 +22,7 @@ from trainer.rollout import sampling_settings
 from trainer.session import Session
 from trainer.sft import loss, make_order, next_batch, split
 from trainer.sft_data import read_examples
+from trainer.validation import loss_measure, read_held_out, reward_measure
 
 
 def prepared(ranks: Ranks, document: dict[str, Any], root: str) -> Any:
@@ -142,6 +143,26 @@ def grpo_run(ranks: Ranks, document: dict[str, Any], root: str, steps: int) -> A
         for name, parameter in ready.policy.trainable()
     }
     return session.metrics, weights
+
+
+def evaluation(ranks: Ranks, document: dict[str, Any], root: str) -> Any:
+    """Return the figures of an evaluation before the first step, and this rank's sampled prompts."""
+    run, train, ready = prepared(ranks, document, root)
+    held_out = load_samples(train.validation, root=Path(root))
+    if ready.engine is None:
+        examples = read_held_out(held_out, run, train, ready.policy.tokenizer)
+        return loss_measure(examples, ready)(0), []
+    asked: list[int] = []
+    generate = ready.engine.generate
+
+    def counted(prompts: Any, settings: Any) -> Any:
+        asked.append(len(prompts))
+        return generate(prompts, settings)
+
+    ready.engine.generate = counted
+    with closing(load_rewards(train.rewards, root=Path(root))) as rewards:
+        measure = reward_measure(held_out, rewards, ready, state=lambda done: {})
+        return measure(0), asked
 
 
 def every(ranks: Ranks, work: Any, cases: Any) -> list[Any]:
