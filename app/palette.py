@@ -1,26 +1,18 @@
-"""The colours: one for every term, the same on every chart, told apart by every kind of eye.
+"""The app's colours beside those of terms (planner/report/colours.py): lines, maps, light and dark."""
 
-Chosen by search: under normal vision and simulated protanopia, deuteranopia and tritanopia
-(Machado 2009, severity 1) every two differ by at least 24 in CIE Lab (tests/app/test_palette.py).
-"""
+from planner.report.colours import LIMIT_COLOUR, TERM_COLOURS, UNKNOWN_COLOUR
 
-TERM_COLOURS = {
-    "weights": "#1455CC",
-    "adapters": "#67B6FF",
-    "gradients": "#FFBB0D",
-    "optimizer": "#D27C0F",
-    "activations": "#008E4D",
-    "vision": "#110701",
-    "logits": "#B60700",
-    "kv_cache": "#DEC0E2",
-    "engine": "#843B6D",
-    "overhead": "#869590",
-    "communication": "#C0F8A0",
-}
-UNKNOWN_COLOUR = "#B8B8B8"
-"""A recording's memory that no term owns."""
-LIMIT_COLOUR = "#E0245E"
-"""The capacity line; drawn dashed and labelled, so that it is not colour alone."""
+__all__ = [
+    "DARK",
+    "DASHES",
+    "LIGHT",
+    "LIMIT_COLOUR",
+    "RANGE_COLOUR",
+    "SEQUENTIAL",
+    "SERIES",
+    "TERM_COLOURS",
+    "UNKNOWN_COLOUR",
+]
 RANGE_COLOUR = "#7C8794"
 """The likely range under the peak's bar; readable on light and on dark."""
 SERIES = (

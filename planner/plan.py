@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import starmap
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from planner.errors import UsageError
 from planner.machines.machine import Machine
@@ -27,6 +27,9 @@ from planner.terms.groups import NO_GROUPS, Communicators, communicators
 from planner.terms.term import Term, merged
 from planner.terms.vision import left_out
 from planner.units import format_bytes
+
+if TYPE_CHECKING:
+    from planner.speed.time import Time
 
 SCHEMA_VERSION = 1
 FRAGMENTED = 1.1
@@ -77,6 +80,13 @@ class Plan:
     def reserved_over(self, lengths: tuple[int, ...] = ()) -> Reserved:
         """Return the same of a run whose steps have sequences of `lengths` tokens."""
         return reserved(self.spec, self.resolved, self.phases, self.capacity_bytes, lengths)
+
+    @cached_property
+    def time(self) -> "Time | None":
+        """How long a step takes, worked out when somebody asks; None: the card's speed is not known."""
+        from planner.speed.time import time_of
+
+        return time_of(self)
 
     @property
     def needed_bytes(self) -> int:
@@ -303,6 +313,7 @@ class Plan:
             "groups": self.communicators.to_list(),
             "recipe": made(self.asked, self.resolved),
             "phases": [phase.to_dict() for phase in self.phases],
+            "time": self.time.to_dict() if self.time is not None else None,
             "assumptions": list(self.assumptions),
             "not_modeled": list(self.not_modeled),
             **self._engine(),

@@ -7,6 +7,7 @@ from planner.accuracy.prediction import NotARun, NotCovered, Prediction
 from planner.accuracy.rl_rows import predict_rl
 from planner.accuracy.rows import Layout, Row
 from planner.accuracy.sft_rows import predict_sft
+from planner.accuracy.speed_score import predict_speed
 from planner.accuracy.vllm_rows import predict_vllm
 from planner.errors import VramwiseError
 
@@ -18,6 +19,8 @@ def predict_row(row: Row) -> Prediction:
     if row.is_estimate:
         raise NotARun("somebody's estimate, no measurement: vramwise published")
     try:
+        if row.layout in (Layout.THROUGHPUT, Layout.DECODE):
+            return predict_speed(row)
         if row.layout is Layout.VLLM:
             return predict_vllm(row)
         if row.layout is Layout.RL:

@@ -27,6 +27,8 @@ class Prediction:
     """The plan the figure was read from."""
     planned_before: bool = False
     """It was read from a plan that is not kept."""
+    truth: float | None = None
+    """The row's figure in the prediction's unit, where the file has another."""
     judged: bool = True
     """The plan is of the row's run, so that its verdict is; not where lengths are caps alone."""
 

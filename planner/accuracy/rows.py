@@ -20,12 +20,18 @@ class Layout(StrEnum):
     SFT = "sft"
     RL = "rl"
     VLLM = "vllm"
+    THROUGHPUT = "throughput"
+    """Step times and tokens a second of training."""
+    DECODE = "decode"
+    """Rates of generation."""
 
 
 _REQUIRED: dict[Layout, frozenset[str]] = {
     Layout.SFT: frozenset({"id", "group", "source_family", "quantity", "value", "confidence"}),
     Layout.RL: frozenset({"id", "source_title", "quantity_measured", "value", "confidence"}),
     Layout.VLLM: frozenset({"id", "record_id", "quantity", "value", "confidence"}),
+    Layout.DECODE: frozenset({"id", "engine", "concurrency", "output_len", "quantity", "value"}),
+    Layout.THROUGHPUT: frozenset({"id", "framework", "tokens_known", "quantity", "value", "unit"}),
 }
 _UNIT_BYTES = {
     "bytes": 1,
@@ -77,6 +83,8 @@ class Row:
             return self["source_family"]
         if self.layout is Layout.VLLM:
             return "vllm-logs"
+        if self.layout in (Layout.THROUGHPUT, Layout.DECODE):
+            return self["source"]
         return self["source_title"].split(":")[0].split("(")[0].strip()
 
     @property

@@ -36,7 +36,7 @@ class Scored:
     def width(self) -> float:
         """Width of the predicted interval over the predicted value."""
         prediction = self.prediction
-        return (prediction.high - prediction.low) / max(abs(prediction.value), 1)
+        return (prediction.high - prediction.low) / (abs(prediction.value) or 1)
 
     @property
     def inside(self) -> bool:
@@ -169,10 +169,11 @@ def _score(row: Row, predict: Predictor, result: Accuracy) -> None:
             _judge(row, predict(row), result)
             return
         result.rows += sure
-        truth = row.truth()
+        prediction = predict(row)
+        truth = prediction.truth if prediction.truth is not None else row.truth()
         if truth is None:
             raise NotCovered("the figure has no value or its unit is not known")
-        item = Scored(row, truth, predict(row))
+        item = Scored(row, truth, prediction)
         (result.scored if sure else result.low_confidence).append(item)
         if sure:
             _judge(row, item.prediction, result)

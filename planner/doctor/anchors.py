@@ -132,14 +132,16 @@ ANCHORS: tuple[bytes, ...] = (
 )
 
 
-_DIGITS = b"0123456789"
-_PLAIN = tuple(anchor.translate(None, _DIGITS) for anchor in ANCHORS)
+DIGITS = b"0123456789"
+_PLAIN = tuple(anchor.translate(None, DIGITS) for anchor in ANCHORS)
 
 
-def may_speak(block: bytes) -> bool:
-    """Return False when no anchor stands in a block: lines that differ in their digits alone are looked at once."""
-    shapes = b"\n".join(set(block.translate(None, _DIGITS).split(b"\n"))).lower()
-    return any(anchor in shapes for anchor in _PLAIN)
+def spoken(block: bytes) -> tuple[bytes, ...]:
+    """Return the anchors that may stand in a block: lines that differ in their digits alone are looked at once."""
+    shapes = b"\n".join(set(block.translate(None, DIGITS).split(b"\n"))).lower()
+    return tuple(
+        anchor for anchor, plain in zip(ANCHORS, _PLAIN, strict=True) if plain in shapes
+    )
 
 
 def speaks(text: str) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from planner.doctor.anchors import ANCHORS, NOTICES, may_speak
+from planner.doctor.anchors import NOTICES, spoken
 
 BLOCK_BYTES = 1 << 18
 BEFORE_BYTES, AFTER_BYTES = 32 << 10, 16 << 10
@@ -132,11 +132,12 @@ def _spans(
 
 def _hits(buffer: bytes, fresh: int) -> list[tuple[int, int]]:
     """Return what to read around the anchors: first and last byte of each; of a notice its own line."""
-    if not may_speak(buffer[fresh:]):
+    anchors = spoken(buffer[fresh:])
+    if not anchors:
         return []
     lowered = buffer.lower()
     found = []
-    for anchor in ANCHORS:
+    for anchor in anchors:
         if anchor in NOTICES:
             at = lowered.rfind(anchor, fresh)
             found += [(at, at)] if at >= 0 else []

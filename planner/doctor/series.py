@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+from planner.doctor.anchors import DIGITS
 from planner.units import GB, GiB, MiB
 
 MAX_POINTS = 4096
@@ -33,6 +34,8 @@ _LENGTH = re.compile(
     rb"|completions/max_length|max_length|max_size:\w+|tokens|global_seqlen/max|longest)\w{0,16})"
     rb"['\"]?\s{0,3}[:= ]\s{0,3}['\"]?(?P<value>\d{1,8}(?:\.\d{1,4})?)(?![\w.])"
 )
+_LENGTHS = (b"len", b"tokens", b"max_size:", b"longest")
+"""What each of its names has: a cheap test."""
 _CHAIN = re.compile(
     r"\d{1,5}(?:\.\d{1,3})? ?(?:Gi?B|G)?(?: ?(?:->|=>|\u2192) ?\d{1,5}(?:\.\d{1,3})? ?(?:Gi?B|G)?){2,}",
     re.IGNORECASE,
@@ -104,10 +107,12 @@ class Series:
         """Take the figures of a block of whole lines, of the first lines with any."""
         if not any(word in block for word in _WORDS):
             return
+        shapes = block.translate(None, DIGITS).split(b"\n")  # few differ in more than digits
+        speak = {shape for shape in set(shapes) if any(word in shape for word in _WORDS)}
         lines = [
             line
-            for line in block.split(b"\n")
-            if len(line) < MAX_LINE and any(word in line for word in _WORDS)
+            for line, shape in zip(block.split(b"\n"), shapes, strict=True)
+            if shape in speak and len(line) < MAX_LINE
         ]
         for line in lines[:: 1 + len(lines) // MAX_BLOCK_LINES]:
             self._line(line)
@@ -116,7 +121,7 @@ class Series:
         if any(word in line for word in _OUTSIDE):
             return
         length: float | None = None
-        if found := _LENGTH.search(line):
+        if any(word in line for word in _LENGTHS) and (found := _LENGTH.search(line)):
             length = float(found["value"])
         for match in _FIGURE.finditer(line):
             before = _BEFORE.search(line, max(0, match.start() - 40), match.start())

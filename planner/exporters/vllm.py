@@ -54,6 +54,8 @@ def export(run: RunFile, *, version: str | None = None) -> Exported:
         words += [key, str(value)]
     if engine.cuda_graphs is False:
         words.append("--enforce-eager")
+    if engine.prefix_caching is not None:
+        words.append(f"--{'' if engine.prefix_caching else 'no-'}enable-prefix-caching")
     if engine.expert_parallel:
         words.append("--enable-expert-parallel")
     if engine.max_loras or engine.max_lora_rank:

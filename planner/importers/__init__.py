@@ -41,6 +41,7 @@ __all__ = [
     "looks_foreign",
     "resolve_model",
 ]
+_SHELL = (".sh", ".bash", ".slurm", ".sbatch")
 _VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)|\{\{\s*\.?([\w.]+)|<([\w -]+)>")
 
 
@@ -132,7 +133,12 @@ def import_subject(
             f"{path.name}: the model is not in this {found.tool} config, or only running it would tell",
             hint=f"say it: vramwise plan {path.name} --model Qwen/Qwen3-8B",
         )
-    if match := _VARIABLE.search(named):
+    if (match := _VARIABLE.search(named)) and (leaf := _known_leaf(named)):
+        found.report.effects.append(
+            f"the model lies in {shown('model', named)[:100]}: planned as {leaf}, which its name says"
+        )
+        return replace(found, run=found.run.model_copy(update={"model": leaf}))
+    if match:
         name = next(part for part in match.groups() if part)
         raise UsageError(
             f"{path.name}: the model is {shown('model', named)[:100]!r}, whose variable {name} is not set in this file",
@@ -144,6 +150,14 @@ def import_subject(
             hint=f"say what it is: vramwise plan {path.name} --model Qwen/Qwen3-8B",
         )
     return found
+
+
+def _known_leaf(named: str) -> str | None:
+    """Return the last part of a path with variables where a model has that name, or None."""
+    leaf = named.rstrip("/}\"' ").rsplit("/", 1)[-1]
+    if not leaf or "$" in leaf or _VARIABLE.search(leaf):
+        return None
+    return leaf if resolve_model(leaf) is not None else None
 
 
 def launch_document(path: Path) -> dict[str, Any]:
@@ -238,6 +252,8 @@ def _import(raw: str, path: Path | None, context: Context) -> Imported:
         return imported
     if (found := from_shell(parse_shell(text), context)) is not None:
         return found
+    if path is not None and path.suffix.lower() in _SHELL:
+        raise unknown()
     if re.search(r"^\s*(?:import|from)\s+\w|\w\s*\(.*=", text, re.MULTILINE) and not _is_shell(
         text
     ):

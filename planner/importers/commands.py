@@ -324,9 +324,8 @@ def _named_file(started: Started) -> str | None:
     scripts = (
         [word for word in words[1:] if word.endswith(".py")] if started.name == "xtuner" else []
     )
-    flagged = {
-        value for key, value in given.items() if key in ("deepspeed", "dataset", "data_path")
-    }
+    data = [value for key, value in given.items() if key in ("deepspeed", "dataset", "data_path")]
+    flagged = {name for value in data for name in (value if isinstance(value, list) else [value])}
     return next((word for word in (*scripts, *files) if word not in flagged), None)
 
 

@@ -105,6 +105,8 @@ def read(
     recipe["attention"] = "flash" if chosen is True else words.attention(chosen) or "sdpa"
     liger = settings.flag("use_liger_kernel", "use_liger", to="loss")
     recipe["loss"] = Loss.CHUNKED if liger else Loss.FULL
+    if liger and recipe["framework"] == TOOL:
+        recipe["framework"] = "liger"  # its norms and SwiGLU keep less, too
     image_limit(settings, recipe, model, "max_pixels", "image_max_pixels")
     gpus = _sharding(settings, recipe, method, launch, base)
     return settings.finish(model, recipe=recipe, lora=_lora(settings, method), engine={}, gpus=gpus)

@@ -11,6 +11,7 @@ from planner.importers import (
     openrlhf,
     policies,
     sglang,
+    skyrl_sft,
     supervised,
     trl_script,
     unsloth,
@@ -33,10 +34,14 @@ from planner.importers.shell import Script, flags, parse_shell
 
 
 def overrides_command(program: Started, context: Context) -> Imported | None:
-    """Return the run of SkyRL's Hydra overrides, or None."""
-    if not re.match(r"skyrl(?:_train)?\.", program.program):
-        return None
+    """Return the run of SkyRL's overrides, told by its module or, in a script of one's own, by its keys."""
     values = verl.overrides(program.arguments)
+    named = re.match(r"skyrl(?:_train)?\.", program.program) is not None
+    if named and {"model.path", "strategy"} & set(values):
+        told = policies.VERSIONS["skyrl"]
+        return skyrl_sft.read(values, version=context.version_of("skyrl"), assumed=told)
+    if not named and "trainer.policy.model.path" not in values:
+        return None
     return policies.read_skyrl(values, version=context.version_of("skyrl"))
 
 

@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 from planner.importers.pasted import without_heredocs
 
 MAX_EXPANSION = 100_000
+MAX_QUOTED_LINES = 200
+"""Lines that one quoted string may take."""
 _ASSIGN = re.compile(
     r"^(?:export\s+|local\s+|declare\s+(?:-\w+\s+)?)?([A-Za-z_]\w*)=(.*)$", re.DOTALL
 )
 _ARRAY = re.compile(r"^[ \t]*([A-Za-z_]\w*)(\+?)=\(([^()]*)\)[ \t]*$", re.MULTILINE)
 _ECHOED = re.compile(r"\$\([^()]*\|\|\s*echo (\w+)\s*\)")
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?:(:?[-=+])([^{}]*))?\}|\$([A-Za-z_]\w*)")
+_UNSET_INSIDE = re.compile(r"\$\{([A-Za-z_]\w*)\}(?=[^{}\s]*\})")
 _ARRAY_USE = re.compile(r"\"?\$\{([A-Za-z_]\w*)\[[@*]\]\}\"?")
 _EXPR = re.compile(r"\$\(\s*expr\s+([^()]*?)\)|\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 _FLAG = re.compile(r"\s*(--?[A-Za-z][\w.-]*|[+~]*[A-Za-z_]\w*\.[\w.]+(?==))")
@@ -82,7 +85,7 @@ def _joined(text: str, script: Script) -> str:
     """
     lines: list[str] = []
     open_command, lost, in_array = "", False, False
-    for line in text.split("\n"):
+    for line in _quoted_on_one_line(text.split("\n")):
         part, goes_on = _continued(line)
         if lost and (flag := _FLAG.match(line)):
             script.cut_off.append(flag.group(1))
@@ -100,6 +103,45 @@ def _joined(text: str, script: Script) -> str:
             lines.append(open_command)
             open_command = ""
     return "\n".join([*lines, open_command])
+
+
+def _quoted_on_one_line(lines: list[str]) -> list[str]:
+    """Return the lines with a quoted string that goes over several of them on one line."""
+    out: list[str] = []
+    index = 0
+    while index < len(lines):
+        line = lines[index]
+        index += 1
+        if ('"' not in line and "'" not in line) or _closed(line):
+            out.append(line)
+            continue
+        whole, last = line, index
+        while last < min(len(lines), index + MAX_QUOTED_LINES) and not _closed(whole):
+            whole = re.sub(r"\\\s*$", "", whole) + " " + re.sub(r"^\s*#.*", "", lines[last]).strip()
+            last += 1
+        if _closed(whole):
+            out.append(whole)
+            index = last
+        else:  # a lone quote, as in prose
+            out.append(line)
+    return out
+
+
+def _closed(text: str) -> bool:
+    """Return whether every quote of a command is closed."""
+    quote, escaped = "", False
+    for index, char in enumerate(text):
+        if escaped:
+            escaped = False
+        elif char == "\\" and quote != "'":
+            escaped = True
+        elif quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        elif char == "#" and (index == 0 or text[index - 1] in " \t"):
+            return True
+    return not quote
 
 
 def _continued(line: str) -> tuple[str, bool]:
@@ -226,6 +268,8 @@ def expand(text: str, environment: dict[str, str], arrays: dict[str, str]) -> st
         text = _ARRAY_USE.sub(lambda match: arrays.get(match.group(1), match.group()), text)
         text = _VARIABLE.sub(lambda match: _value(match, environment), text)
         text = _EXPR.sub(_arithmetic, text)
+        if text == before:  # ${A:-${B}/x} without B: its own braces hide what they stand in
+            text = _UNSET_INSIDE.sub(r"$\1", text)
         if text == before or len(text) > MAX_EXPANSION:
             break
     return text[:MAX_EXPANSION]

@@ -1,5 +1,6 @@
 """verl Hydra overrides (0.9.1: verl/trainer/config, _generated_ppo_trainer.yaml)."""
 
+import re
 from typing import Any
 
 from planner.importers import words
@@ -17,7 +18,8 @@ _M, _F = "actor_rollout_ref.model.", "actor_rollout_ref.ref."
 def read_script(script: Script, *, version: str | None = None) -> Imported | None:
     """Return the run of the first `verl.trainer` command, or None."""
     for command, environment in zip(script.commands, script.prefixes, strict=True):
-        if any("verl.trainer" in word or "main_ppo" in word for word in command):
+        named = any("verl.trainer" in word or "main_ppo" in word for word in command)
+        if named or any(re.match(r"\+*actor_rollout_ref\.model\.path=", word) for word in command):
             program = started(command, environment)
             return read(
                 overrides(command),

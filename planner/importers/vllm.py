@@ -105,6 +105,7 @@ def read(values: dict[str, Any], *, version: str | None = None, is_call: bool = 
         "expert_parallel": bool(experts),
         "cpu_offload_gib": settings.number("cpu-offload-gb", to="engine.cpu_offload_gib"),
         **_adapter_slots(settings),
+        **_prefixes(settings),
     }
     gpus = tensor * pipeline * data
     if gpus > 1:
@@ -133,6 +134,13 @@ def _adapter_slots(settings: Settings) -> dict[str, int | None]:
     return {"max_loras": slots or 1, "max_lora_rank": rank or 16}
 
 
+def _prefixes(settings: Settings) -> dict[str, bool]:
+    """Return whether prefixes are cached, where somebody says so."""
+    if settings.values.get("enable-prefix-caching") is None:
+        return {}
+    return {"prefix_caching": settings.flag("enable-prefix-caching", to="engine.prefix_caching")}
+
+
 def _extras(settings: Settings) -> None:
     """Read what comes on top of weights, KV cache and activations, or moves none of them."""
     if settings.raw("speculative-config", to="engine") or any(
@@ -143,7 +151,6 @@ def _extras(settings: Settings) -> None:
         )
         settings.effect("a speculative drafter's weights and KV cache come on top")
     settings.raw(
-        "enable-prefix-caching",
         "enable-chunked-prefill",
         "limit-mm-per-prompt",
         "mm-processor-kwargs",

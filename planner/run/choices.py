@@ -177,6 +177,8 @@ def lengths(
         usual = context or completion or prompt or int(defaults.get("context", 512))
         return prompt or 0, completion or usual
     if context is not None:
+        if recipe.task is Task.SERVE and (prompt or 0) + (completion or 0) <= context:
+            return 0, context  # what a request has is less than what it may have
         if prompt is not None and completion is not None and prompt + completion != context:
             raise UsageError(
                 f"context: {context} is not prompt_length {prompt} + completion_length {completion}",

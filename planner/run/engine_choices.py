@@ -109,6 +109,9 @@ def engine_fields(
         "data_parallel": section.data_parallel,
         "sync": section.sync or switches.sync_unit,
         "expert_parallel": section.expert_parallel,
+        "prefix_caching": law.prefix_caching
+        if section.prefix_caching is None
+        else section.prefix_caching,
         "engine_offload_bytes": int(section.cpu_offload_gib * GiB),
         **_adapter_slots(recipe, engine),
     }

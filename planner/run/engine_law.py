@@ -114,6 +114,8 @@ class EngineLaw(Section):
     """One shared key head is cached once for every query head."""
     prints: Literal["concurrency", "groups"] = "concurrency"
     """`GPU KV cache size`: concurrency x length, or blocks / groups x block size."""
+    prefix_caching: Flag = True
+    """Prefixes are cached unless somebody says no; V0 did so only when asked."""
     in_flight_batches: Number = 2
     """Batches scheduled at once: a sliding window keeps that many batches' tokens more."""
     latent_row: Number = 0

@@ -32,6 +32,8 @@ def _lengths(r: Resolved) -> dict[str, Any]:
     known = {"prompt_length": prompt, "completion_length": completion}
     if r.task is Task.EMBED:  # a query and a document, each a text of its own
         return {}
+    if r.task is Task.SERVE:  # what a request has is as it was asked
+        return {"context": r.seq_tokens}
     both = {"context": r.seq_tokens} if prompt or completion else {}
     return both | {name: size for name, size in known.items() if size}
 

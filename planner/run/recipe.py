@@ -209,6 +209,9 @@ class EngineSection(Section):
     max_loras: Count | None = None
     """Adapter slots (--enable-lora); None = none while serving, one for the policy while training."""
     max_lora_rank: Annotated[int, Field(ge=1, le=2**14, strict=True)] | None = None
+    prefix_caching: bool | None = None
+    """Blocks of a prefix are kept for requests that begin alike; recurrent layers hold more states for it.
+    None = the release's own."""
     url: Annotated[str, Field(pattern=r"^https?://[^\s]+$", max_length=500)] = (
         "http://127.0.0.1:8000"
     )

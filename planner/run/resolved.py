@@ -169,6 +169,7 @@ class Resolved:
     """Of one GPU's weights, in host memory."""
     max_loras: int
     max_lora_rank: int
+    prefix_caching: bool
     assumptions: tuple[str, ...] = ()
     imbalance: bool = False
     """Planned for a router that sends every token to the same experts: the upper end of a plan."""

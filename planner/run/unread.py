@@ -72,7 +72,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[["Resolved"], bool], str], ...] = 
     (
         ("engine.kv_bytes", "engine.gpu_memory_utilization", "engine.max_num_batched_tokens",
          "engine.block_size", "engine.sleep_level", "engine.cuda_graphs", "engine.tensor_parallel",
-         "engine.pipeline_parallel", "engine.data_parallel", "engine.expert_parallel", "engine.max_loras", "engine.max_lora_rank"),
+         "engine.pipeline_parallel", "engine.data_parallel", "engine.expert_parallel", "engine.max_loras", "engine.max_lora_rank", "engine.prefix_caching"),
         lambda r: r.engine in VLLM,
         "no vLLM engine runs",
     ),

@@ -172,6 +172,7 @@ def kv_pool(model: ModelSpec, r: Resolved, kv_bytes: int) -> VllmKv | None:
             kv_dtype=r.kv_dtype,
             block_size=r.block_size,
             in_flight_tokens=law.in_flight_batches * r.max_num_batched_tokens,
+            prefix_caching=r.prefix_caching,
             law=law,
             ranks=r.tensor_parallel,
             stages=r.pipeline_parallel,

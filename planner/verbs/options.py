@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from planner.errors import UsageError
+from planner.verbs.serving import put_length, with_auto_length
 
 if TYPE_CHECKING:
     from planner.importers import Imported
@@ -123,6 +124,13 @@ OPTIONS: dict[str, Any] = {
     "gpu_memory_utilization": _option(float | None, "--gpu-memory-utilization", "vLLM's share of the GPU.", _ENGINE),
     "max_num_seqs": _option(int | None, "--max-num-seqs", "Sequences vLLM runs at once.", _ENGINE),
     "engine_tensor_parallel": _option(int | None, "--engine-tensor-parallel", "GPUs that share the rollout's vLLM.", _ENGINE),
+    "max_model_len": _option(str | None, "--max-model-len", "serve: the longest request, as vLLM reads it: 8192, 8K, auto.", _ENGINE),
+    "max_num_batched_tokens": _option(int | None, "--max-num-batched-tokens", "Tokens of one step of vLLM.", _ENGINE),
+    "max_loras": _option(int | None, "--max-loras", "serve: adapter slots (--enable-lora).", _ENGINE),
+    "max_lora_rank": _option(int | None, "--max-lora-rank", "Rank of the adapter slots.", _ENGINE),
+    "prefix_caching": _option(bool | None, "--prefix-caching/--no-prefix-caching", "vLLM keeps prefixes for requests that begin alike.", _ENGINE),
+    "cuda_graphs": _option(bool | None, "--cuda-graphs/--no-cuda-graphs", "vLLM's CUDA graphs; without: --enforce-eager.", _ENGINE),
+    "cpu_offload_gb": _option(float | None, "--cpu-offload-gb", "serve: GiB of each GPU's weights in host memory.", _ENGINE),
     "sleep_level": _option(int | None, "--sleep-level", "0, 1 or 2: what vLLM gives back while training.", _ENGINE),
 }  # fmt: skip
 RECIPE_FIELDS = {
@@ -147,6 +155,12 @@ RECIPE_FIELDS = {
     "gpu_memory_utilization": "engine.gpu_memory_utilization",
     "max_num_seqs": "engine.max_num_seqs",
     "engine_tensor_parallel": "engine.tensor_parallel",
+    "max_num_batched_tokens": "engine.max_num_batched_tokens",
+    "max_loras": "engine.max_loras",
+    "max_lora_rank": "engine.max_lora_rank",
+    "prefix_caching": "engine.prefix_caching",
+    "cuda_graphs": "engine.cuda_graphs",
+    "cpu_offload_gb": "engine.cpu_offload_gib",
     "sleep_level": "engine.sleep_level",
     "data_replicate": "parallel.data_replicate",
     "tensor_parallel": "parallel.tensor",
@@ -173,6 +187,7 @@ OTHER_FIELDS = (
     "variant",
     "launch",
     "model",
+    "max_model_len",
 )
 
 
@@ -247,7 +262,9 @@ def describe(subject: str, flags: dict[str, Any]) -> Described:
     model = resolve_model(run.model) if imported is not None and run.revision is None else None
     if model is None:
         model = find_model(run.model, revision=run.revision, offline=bool(flags["offline"]))
-    return Described(with_train(run), model, machine_of(run.machine), imported, run)
+    machine = machine_of(run.machine)
+    run = with_auto_length(run, model, machine, flags)
+    return Described(with_train(run), model, machine, imported, run)
 
 
 def _with_flags(
@@ -280,8 +297,12 @@ def _with_flags(
         _serve_experts(recipe, recipe.pop("expert_parallel"))
     if flags.get("framework_version") is not None:
         recipe["framework"] = _versioned(recipe.get("framework"), flags["framework_version"])
-    if not serves and "framework" not in recipe:
-        _framework_of_degrees(recipe, flags)
+    put_length(recipe, flags, serves=serves)
+    if "framework" not in recipe:
+        if serves:
+            recipe["framework"] = "vllm"
+        else:
+            _framework_of_degrees(recipe, flags)
     if flags.get("context") is not None:  # a new context replaces the lengths it summed up
         for length in ("prompt_length", "completion_length"):
             if flags.get(length) is None:

@@ -1,13 +1,16 @@
 """Verbs that plan: plan, compare, advise, recommend."""
 
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.verbs.options import Json, describe, print_json, with_run_options
+from planner.verbs.options import Described, Json, describe, print_json, with_run_options
 
 if TYPE_CHECKING:
+    from planner.answers.advise import Advice
+    from planner.answers.serving import ServingView
     from planner.plan import Plan
 
 _PLAN = "Plan"
@@ -41,12 +44,44 @@ def _plan(
             "--lengths", help="Data set (JSONL, Parquet, numbers): where does it run out?"
         ),
     ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option("--samples", help="Samples (GRPO: prompts) of the data set: hours."),
+    ] = None,
+    epochs: Annotated[
+        float | None, typer.Option("--epochs", help="Passes over them; one if not said.")
+    ] = None,
+    total_steps: Annotated[
+        int | None, typer.Option("--total-steps", help="Optimizer steps, instead of samples.")
+    ] = None,
+    price: Annotated[
+        str | None,
+        typer.Option(
+            "--price", help="Dollars for one GPU and hour: 2.4 or 2.4-3.1; else listed ones."
+        ),
+    ] = None,
     order: Annotated[
         str, typer.Option("--order", help="Of the samples: shuffled, bucketed or file.")
     ] = "shuffled",
+    shared_prefix: Annotated[
+        int, typer.Option("--shared-prefix", min=0, help="serve: tokens all requests begin with.")
+    ] = 0,
     export: Annotated[
         str | None,
         typer.Option("--export", help="Print as settings of trl, axolotl, llamafactory or vllm."),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write a report: one file, no network.")
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option("--markdown", help="Write tables for an issue; - prints them.")
+    ] = None,
+    csv: Annotated[
+        Path | None, typer.Option("--csv", help="Write every term of every phase; - prints them.")
+    ] = None,
+    png: Annotated[Path | None, typer.Option("--png", help="Write a picture of it.")] = None,
+    badge: Annotated[
+        Path | None, typer.Option("--badge", help="Write an SVG badge: QLoRA, 8K: fits 12 GB.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -55,40 +90,64 @@ def _plan(
     The subject is a model, a run.yaml, or another tool's config, launch script, notebook or
     manifest (docs/importers.md lists them; nothing is run).
     """
-    from planner.answers.advise import levers
+    from planner.answers.amount import amount_of
     from planner.answers.layouts import laid_out, layouts
-    from planner.answers.pool_levers import pool_levers
+    from planner.answers.serving import serving_view
     from planner.errors import DoesNotFitError
     from planner.plan import plan
-    from planner.report import layout_line, text
+    from planner.report import layout_line, text, time
+    from planner.report.serving import serving_text
     from planner.run.runfile import save_run_file
     from planner.verbs.explain import export_text, foreign_extras
+    from planner.verbs.outputs import write_outputs
 
     described = describe(subject, flags)
     recipe = described.run.recipe
     result = plan(described.model, recipe, described.machine, risk=risk)
+    served = serving_view(
+        described.model, recipe, described.machine, result, shared_prefix=shared_prefix
+    )
     whole = not laid_out(recipe, described.machine)
     best_layouts = layouts(described.model, recipe, described.machine, fitting=1) if whole else []
     extra = foreign_extras(described, lengths=lengths, order=order)
+    timed, amount = amount_of(
+        result, described.run, lengths, samples=samples, epochs=epochs, total_steps=total_steps
+    )
     if save is not None:
         save_run_file(described.file or described.run, save)
         typer.echo(f"wrote {save}", err=True)
+    best = cache(lambda: _levers(described, result, served))
+    view = serving_text(served) if served else ""
+    timing = cache(lambda: time.time_text(timed, amount, price))
+    wanted = {"html": html, "markdown": markdown, "csv": csv, "png": png, "badge": badge}
+    printed = write_outputs(described, result, wanted, levers=best, served=view, timing=timing)
     if export is not None:
         typer.echo(export_text(described.run, export), nl=False)
+    elif printed:
+        pass
     elif as_json:
         found = {"layouts": [tried.to_dict() for tried in best_layouts]} if whole else {}
-        print_json(result.to_dict() | found | extra.document)
+        found |= {"serving": served.to_dict()} if served else {}
+        spent = time.document(timed, amount, price)
+        print_json(result.to_dict() | found | extra.document | spent)
     else:
-        best = levers(described.model, recipe, described.machine, result)
         said = f"\n\n{layout_line(best_layouts)}" if whole else ""
-        others = pool_levers(described.model, recipe, described.machine, result)
-        typer.echo(text(result, best, others) + said + extra.prose)
+        typer.echo(f"{text(result, best(), view)}{said}{extra.prose}\n\n{timing()}")
     if check and not result.fits:
         if as_json:  # the document above is the whole answer
             raise typer.Exit(DoesNotFitError.exit_code)
         raise DoesNotFitError(
             f"does not fit: {result.why}", hint="`vramwise advise` says what helps"
         )
+
+
+def _levers(described: Described, result: "Plan", served: "ServingView | None") -> "list[Advice]":
+    """Return what lowers the peak; a server's pool is as large as it is told to be."""
+    from planner.answers.advise import levers
+
+    if served:
+        return []
+    return levers(described.model, described.run.recipe, described.machine, result)
 
 
 def _compare(

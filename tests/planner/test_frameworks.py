@@ -302,3 +302,10 @@ def test_a_wrong_range_names_the_file(tmp_path: Path) -> None:
     law = load_frameworks(write(tmp_path, toy={"versions": "5.x (read: 5.19)"}))["toy"]
     with pytest.raises(UsageError, match=r"toy\.json: versions: '5\.x \(read: 5\.19\)'"):
         law.matches(Version("5.0"))
+
+
+@pytest.mark.parametrize("name", ["hf-trainer", "llamafactory", "ms-swift", "trl~0.29", "trl~1.0"])
+def test_a_chunked_loss_is_ligers_where_no_other_is_there(name: str) -> None:
+    law = pick(name).law("sft", "chunked")
+    assert law == pick("liger").law("sft", "chunked")
+    assert law.head_grad == (("fp32 gradient of the head", "fp32"),)

@@ -30,7 +30,7 @@ ALLOWED: dict[tuple[str, float], str] = {
     ("accuracy/sft_recipe.py", 0.05): TOOL + ": litgpt's lora_dropout",
     ("families/megatron.py", 0.1): TOOL + ": Megatron-LM's hidden_dropout",
     (
-        "answers/pool_levers.py",
+        "answers/serving_changes.py",
         0.97,
     ): "lever: the largest share of a card that vLLM's users give it",
     ("importers/image_limits.py", 0.9): READING,
@@ -75,7 +75,7 @@ ALLOWED: dict[tuple[str, float], str] = {
     # the verdict: risks are shares, and the bound of a replay is held by a test
     ("risk.py", 0.05): "share: the risk that `fits` allows, and each tail of an interval",
     ("verbs/plan.py", 0.05): "share: the default of --risk",
-    ("report.py", 0.005): "share: what prints as 0%",
+    ("report/text.py", 0.005): "share: what prints as 0%",
     ("terms/engine.py", 0.05): "share: the pool's low is its 5%",
     ("terms/engine.py", 0.45): "share: from the pool's 5% to its median",
     ("plan.py", 1.1): "share: the margin of searches, never a verdict",
@@ -100,6 +100,18 @@ ALLOWED: dict[tuple[str, float], str] = {
     ("doctor/serving.py", 0.02): READING,
     ("families/fields.py", 1e12): READING,
     ("importers/__init__.py", 0.6): READING,
+    ("speed/cards.py", 1e12): UNIT,
+    ("speed/cards.py", 1e9): UNIT,
+    # the speed model's calibration: how it is searched, what is scored
+    **{
+        ("accuracy/speed_fit.py", each): "step, tolerance or bound of a search"
+        for each in (1e-3, 0.1, 0.05, 2e-4, 2e-2, 5e-4, 1e-4, 1e-2, 1e-6, 1e-5, 1e-12, 0.7)
+    },
+    ("accuracy/speed_score.py", 0.55): REPORT,
+    ("accuracy/speed_score.py", 1e12): UNIT,
+    ("accuracy/speed_score.py", 0.9): REPORT,
+    ("accuracy/speed_calibrate.py", 0.85): REPORT,
+    ("accuracy/speed_report.py", 0.9): REPORT,
     # reporting
     ("accuracy/report.py", 0.001): REPORT,
     ("accuracy/report.py", 0.005): REPORT,

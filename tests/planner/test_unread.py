@@ -71,6 +71,7 @@ EXPERTS, OF_EXPERTS = (
     ),
 )
 
+RECURRENT, OF_RECURRENT = "qwen3.5-0.8b", ("engine.prefix_caching",)
 BIASED, OF_BIASED = "qwen2.5-0.5b", ("lora.bias",)
 ADAPTER = str(Path(__file__).parent / "adapter")
 
@@ -215,6 +216,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "engine.cpu_offload_gib": (SERVE, 1.0),
     "engine.max_loras": (SERVE, 4),
     "engine.max_lora_rank": ({**SERVE, "engine": {"max_loras": 1}}, 64),
+    "engine.prefix_caching": (VLLM, False),
 }
 """Field: (a run that reads it, another value)."""
 
@@ -283,6 +285,7 @@ UNREAD: dict[str, tuple[dict[str, Any], Any]] = {
     "engine.offline": (GRPO, True),
     "engine.max_loras": (GRPO, 4),
     "engine.max_lora_rank": (GRPO, 64),
+    "engine.prefix_caching": (GRPO, False),
     "loads": (FULL, "full"),
     "sharding": (FULL, "zero3"),
     "experts_implementation": (FULL, "eager"),
@@ -324,6 +327,7 @@ def test_a_field_moves_the_plan_or_is_named_in_it(field: str) -> None:
     gpus = 2 if field in TWO_CARDS else 4 if field.startswith("engine.") else 1
     model = catalogue_model(EXPERTS) if field in OF_EXPERTS else MODEL
     model = catalogue_model(BIASED) if field in OF_BIASED else model
+    model = catalogue_model(RECURRENT) if field in OF_RECURRENT else model
     model = catalogue_model(SEEN) if field in OF_IMAGES else model
     model = catalogue_model(HEARD) if field in OF_SOUNDS else model
     before, after = (

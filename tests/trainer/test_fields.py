@@ -80,6 +80,7 @@ FIELDS: dict[str, Case] = {
     "recipe.engine.offline": no(True, "grpo"),
     "recipe.engine.max_loras": no(2, "grpo"),
     "recipe.engine.max_lora_rank": no(64, "grpo"),
+    "recipe.engine.prefix_caching": no(False, "grpo"),
     "recipe.engine.url": no("http://127.0.0.1:9", "grpo"),
     "recipe.engine.timeout_s": no(5, "grpo"),
     "recipe.experts_implementation": no("eager"),

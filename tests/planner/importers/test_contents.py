@@ -288,19 +288,16 @@ def test_an_engines_defaults_for_the_card_are_in_the_document() -> None:
 
 
 def test_a_server_that_refuses_says_what_makes_it_start() -> None:
-    from planner.answers.pool_levers import pool_levers
+    from planner.answers.serving_changes import rescues
 
     model, machine = catalogue_model("qwen3-8b"), make_machine("rtx-4090")
     recipe = import_config("vllm serve Qwen/Qwen3-8B --max-model-len 40960\n").run.recipe
     refused = plan(model, recipe, machine)
-    lines = pool_levers(model, recipe, machine, refused)
     assert refused.problem
     assert "does not hold one sequence" in plan_text(refused)
-    longest = next(
-        int(line.split()[1].rstrip(":")) for line in lines if line.startswith("--max-model-len")
-    )
+    changes = rescues(model, recipe, machine, refused)
+    longest = next(each.max_model_len for each in changes if "--max-model-len" in each.words)
     shorter = plan(model, recipe.model_copy(update={"context": longest}), machine)
     longer = plan(model, recipe.model_copy(update={"context": longest + 1}), machine)
-    assert not shorter.problem
-    assert longer.verdict == "does not fit"
-    assert pool_levers(model, recipe, machine, shorter) == []
+    assert shorter.fits
+    assert not longer.fits

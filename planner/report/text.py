@@ -46,7 +46,7 @@ def verdict_line(plan: "Plan") -> str:
     return (
         f"{plan.verdict.upper()}: peak {format_bytes(plan.peak_bytes)} in {plan.peak_phase} "
         f"(likely {format_bytes(plan.low_bytes)} to {format_bytes(plan.high_bytes)}), "
-        f"capacity {format_bytes(plan.capacity_bytes)} on {plan.machine.label}{_risk(plan)}"
+        f"capacity {format_bytes(plan.capacity_bytes)} on {plan.machine.label}{risk_words(plan)}"
         + ("" if plan.host_fits and not plan.problem else f"; {plan.why}")
         + _seen(plan)
     )
@@ -63,7 +63,7 @@ def _seen(plan: "Plan") -> str:
     return f"; with {r.images} image{'s' if r.images > 1 else ''}{size} in each sample"
 
 
-def _risk(plan: "Plan") -> str:
+def risk_words(plan: "Plan") -> str:
     """Return the risk of running out of memory, where it is more than nothing and not certain."""
     p_oom = plan.risk.p_oom
     return f", risk of running out {p_oom:.0%}" if 0.005 <= p_oom < 1 else ""
@@ -78,10 +78,11 @@ def bar(size: int, full: int) -> str:
     return BLOCK * filled + REST * (BAR_WIDTH - filled) + "!" * max(over, int(size > full))
 
 
-def text(plan: "Plan", levers: Sequence[Lever] = (), others: Sequence[str] = ()) -> str:
-    """Return the whole answer as plain text; `others` are levers in the engine's own words."""
+def text(plan: "Plan", levers: Sequence[Lever] = (), served: str = "") -> str:
+    """Return the whole answer as plain text; `served`: a server's view, before the phases."""
     r = plan.resolved
-    lines = [verdict_line(plan), summary(plan), *_ranks(plan), ""]
+    view = ["", served] if served else []
+    lines = [verdict_line(plan), summary(plan), *_ranks(plan), *view, ""]
     for phase in plan.phases:
         mark = " <- peak" if phase.name == plan.peak_phase else ""
         lines.append(
@@ -104,8 +105,6 @@ def text(plan: "Plan", levers: Sequence[Lever] = (), others: Sequence[str] = ())
                 f"  {advice.change.name:<34} saves {format_bytes(advice.saved_bytes):>10}"
                 f"  {advice.change.price}"
             )
-    if others:
-        lines += ["", "What makes the engine start:", *(f"  {line}" for line in others)]
     notes = [f"  assumed: {note}" for note in plan.assumptions]
     notes += [f"  not modelled: {note}" for note in plan.not_modeled]
     if notes:
@@ -153,8 +152,9 @@ def fullest_rank(plan: "Plan") -> tuple["RankPeak", str]:
 def summary(plan: "Plan") -> str:
     """Return the run in one line."""
     r = plan.resolved
-    parts = [plan.model, r.task.value, r.method.value]
+    parts = [plan.model, r.task.value]
     if r.trains:
+        parts.append(r.method.value)
         parts.append(f"{r.sequences} x {r.seq_tokens:,} tokens a micro-batch")
         parts.append(f"{r.dtype} weights" + (f" + {r.autocast} autocast" if r.autocast else ""))
         parts.append(f"checkpointing {r.checkpointing.value}")
@@ -164,25 +164,6 @@ def summary(plan: "Plan") -> str:
     if r.engine.value != "none":
         parts.append(f"engine {r.engine.value}")
     return ", ".join(parts)
-
-
-def markdown(plan: "Plan") -> str:
-    """Return a Markdown table of phases by terms, in GiB."""
-    names = sorted({term.name for phase in plan.phases for term in phase.terms})
-    lines = [
-        f"**{verdict_line(plan)}**",
-        "",
-        "| term | " + " | ".join(phase.name for phase in plan.phases) + " |",
-        "|---" * (len(plan.phases) + 1) + "|",
-    ]
-    for name in names:
-        cells = [
-            format_bytes(sum(term.bytes for term in phase.terms if term.name == name))
-            for phase in plan.phases
-        ]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    totals = " | ".join(format_bytes(phase.total_bytes) for phase in plan.phases)
-    return "\n".join([*lines, f"| **total** | {totals} |"])
 
 
 class Laid(Protocol):

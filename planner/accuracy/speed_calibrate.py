@@ -1,0 +1,165 @@
+"""Writes data/calibration/speed.json and speed_ratios.csv: parameters with their rows, and how far off they are.
+
+    python -m planner.accuracy.speed_calibrate
+
+Every ratio is measured over predicted, by parameters that the row's source (`ratio`) or its run group
+(`group_ratio`) had no part in. docs/speed.md and the intervals of `plan` are read off that file.
+"""
+
+import csv
+import io
+import json
+import sys
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from planner.accuracy.speed_fit import Fit
+from planner.accuracy.speed_score import (
+    DECODING,
+    TRAINING,
+    TimeSample,
+    left_out,
+    samples_of,
+    shipped_rows,
+)
+from planner.datafiles import data_dir
+from planner.machines.machine import gpu_catalogue
+from planner.speed.cards import card_speed
+from planner.speed.parameters import Parameters
+from planner.speed.spread import GENERATE, TRAIN, Spread
+
+GROUP_FOLDS = 20
+"""Run groups are left out in so many parts: one fit a group would say the same."""
+INSIDE = 0.85
+"""Share of measured times that a plan's low to high holds."""
+SOURCE_SHARE = 30
+"""Rows that one source counts as, at most (like planner/risk.py)."""
+MEANING = {
+    "product": "large products, of the best matmul measured on the card",
+    "sheet": "best matmul measured over the sheet's peak, the median of the cards that have both",
+    "attention": "flash and SDPA kernels, of the best matmul measured",
+    "bandwidth": "pointwise kernels of training, of the memory's bandwidth",
+    "unpack": "dequantising packed weights for a product, of the memory's bandwidth",
+    "launch_s": "host time of one eager operation and its autograd node, seconds",
+    "exposed": "share of the shorter of computation and traffic that the longer does not hide",
+    "link": "collectives and copies, of a link's one-way bandwidth",
+    "decode_bandwidth": "weights and cache read by an engine, of the memory's bandwidth",
+    "decode_packed": "packed weights, of that",
+    "engine_step_s": "an engine's own time for a step with graphs, seconds",
+    "sequence_s": "and for every running sequence, seconds",
+    "generate_launch_s": "host time of one eager operation without a graph, seconds",
+    "reduce_s": "one sum over an engine's tensor ranks, seconds",
+    "engine_product": "an engine's products, of the best matmul measured",
+}
+
+
+class RatioRow(NamedTuple):
+    """One row of speed_ratios.csv."""
+
+    id: str
+    source: str
+    kind: str
+    ratio: str
+    group_ratio: str
+
+
+def sheet_share() -> float:
+    """Return the median of measured matmuls over sheet peaks, in bf16 (fp16 before Ampere)."""
+    found = []
+    for gpu in gpu_catalogue().values():
+        card = card_speed(gpu.id)
+        if card is None:
+            continue
+        dtype = "bf16" if gpu.bf16_native else "fp16"
+        if dtype in card.measured and card.peaks.get(dtype):
+            found.append(card.measured[dtype] / card.peaks[dtype])
+    return median(found)
+
+
+def spread_of(ratios: Sequence[tuple[str, float]]) -> Spread:
+    """Return the factors between which INSIDE of the weight lies, of (source, measured over predicted)."""
+    ordered = sorted(ratios, key=lambda row: row[1])
+    counts = Counter(source for source, _ in ordered)
+    shares, run = [], 0.0
+    for source, _ in ordered:
+        run += min(1.0, SOURCE_SHARE / counts[source])
+        shares.append(run)
+    tail = (1 - INSIDE) / 2
+
+    def at(share: float) -> float:
+        return ordered[min(len(ordered) - 1, bisect_left(shares, share * run))][1]
+
+    return Spread(at(tail), at(1 - tail), len(ordered), len(counts))
+
+
+def document(p: Parameters, ratios: Sequence[RatioRow]) -> dict[str, Any]:
+    """Return data/calibration/speed.json."""
+    spreads = {
+        kind: spread_of([(row.source, float(row.ratio)) for row in ratios if row.kind == kind])
+        for kind in (TRAIN, GENERATE)
+    }
+    kinds = {**dict.fromkeys(TRAINING.names, TRAIN), **dict.fromkeys(DECODING.names, GENERATE)}
+    return {
+        "what": "The speed model's parameters (planner/speed/parameters.py): shares of published speeds, and "
+        "software's own times. Written by python -m planner.accuracy.speed_calibrate.",
+        "parameters": {
+            name: {
+                "value": float(f"{getattr(p, name):.5g}"),
+                "what": what,
+                "rows": f"speed_ratios.csv, kind {kinds[name]}"
+                if name in kinds
+                else "data/speed/cards.csv and matmul.csv",
+            }
+            for name, what in MEANING.items()
+        },
+        "spread": {kind: found._asdict() for kind, found in spreads.items()},
+        "judged_on": "each source left out in turn: speed_ratios.csv",
+    }
+
+
+def ratios_of(samples: Sequence[TimeSample], fit: Fit) -> list[RatioRow]:
+    """Return the ratio rows of one kind of samples."""
+    by_source = left_out(samples, lambda sample: sample.source, fit)
+    by_group = left_out(samples, lambda sample: sample.group, fit, folds=GROUP_FOLDS)
+    groups = {each.sample.row.id: each for each in by_group}
+    return [
+        RatioRow(
+            each.sample.row.id,
+            each.sample.source,
+            each.sample.kind,
+            f"{each.sample.measured / each.predicted:.5g}",
+            f"{each.sample.measured / groups[each.sample.row.id].predicted:.5g}",
+        )
+        for each in by_source
+    ]
+
+
+def main() -> int:
+    """Fit, leave out, write."""
+    samples, _ = samples_of(shipped_rows())
+    folder = Path(str(data_dir() / "calibration"))
+    rows = {kind: [s for s in samples if s.kind == kind] for kind in (TRAIN, GENERATE)}
+    trained = TRAINING.run(rows[TRAIN])
+    decoded = DECODING.run(rows[GENERATE])
+    values = {name: getattr(trained, name) for name in TRAINING.names}
+    values |= {name: getattr(decoded, name) for name in DECODING.names}
+    p = Parameters(**values, sheet=sheet_share())
+    ratios = sorted(ratios_of(rows[TRAIN], TRAINING) + ratios_of(rows[GENERATE], DECODING))
+    text = json.dumps(document(p, ratios), indent=1)
+    (folder / "speed.json").write_text(text + "\n", encoding="utf-8")
+    stream = io.StringIO()
+    stream.write("# measured over predicted; made by python -m planner.accuracy.speed_calibrate\n")
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(RatioRow._fields)
+    writer.writerows(ratios)
+    (folder / "speed_ratios.csv").write_text(stream.getvalue(), encoding="utf-8")
+    print({name: float(f"{getattr(p, name):.4g}") for name in MEANING})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""A row of decode.csv -> the engine that it describes, and tokens a second of it."""
+
+import re
+from typing import NamedTuple
+
+from planner.accuracy.names import machine_named, model_named
+from planner.accuracy.prediction import NotCovered
+from planner.accuracy.rows import Row
+from planner.errors import VramwiseError
+from planner.models.spec import ModelSpec
+from planner.plan import Plan, plan
+from planner.run.framework import pick
+from planner.run.recipe import EngineKind, EngineSection, Recipe, Task
+
+SCHEMES = (
+    (r"nvfp4|^fp4", "nvfp4"),
+    (r"mxfp4", "mxfp4"),
+    (r"fp8", "fp8"),
+    (r"gptq-int8|int8", "gptq-8bit"),
+    (r"nf4|bitsandbytes", "nf4"),
+    (r"awq", "awq-4bit"),
+    (r"gptq|int4|w4a16|autoround", "gptq-4bit"),
+)
+"""What a row's column calls a scheme -> the planner's word."""
+VLLM_SEQS = 256
+"""vLLM's own limit of running sequences (EngineArgs.max_num_seqs of 2023 to 2025)."""
+OTHER_SEQS = 2048
+"""TensorRT-LLM's limit (max_batch_size of trtllm-serve); SGLang has none of its own."""
+
+
+class DecodeRun(NamedTuple):
+    """A generation row, planned."""
+
+    row: Row
+    plan: Plan
+    concurrency: int
+    """Of one engine."""
+    copies: int
+    """Engines side by side."""
+    running: int
+    """Sequences that run at once: the engine's limit, and what its cache holds."""
+    steps_alone: bool
+    """The figure is of decoding steps, without prompts."""
+    prompt: float
+    output: float
+    seconds: float
+    """Between two tokens of one sequence, as the row says."""
+
+
+def scheme_of(text: str) -> str:
+    """Return the planner's word for a row's quantisation, empty for 16 bits."""
+    folded = text.lower()
+    if folded.startswith(("bf16", "fp16", "fp32")):
+        return ""
+    return next((word for pattern, word in SCHEMES if re.search(pattern, folded)), "?")
+
+
+def decode_run(row: Row) -> DecodeRun:
+    """Return the plan of a generation row; raises NotCovered with the reason."""
+    if row["speculative"] not in ("", "0"):
+        raise NotCovered("speculative decoding")
+    if row["engine"].startswith("gpt-fast") or "gguf" in row["quant"]:
+        raise NotCovered(f"the engine {row['engine'][:30]!r} is not planned")
+    scheme = scheme_of(row["quant"])
+    if scheme == "?":
+        raise NotCovered(f"the scheme {row['quant'][:30]!r} is not known")
+    prompt, output = row.number("prompt_len"), row.number("output_len")
+    if prompt is None or not output:
+        raise NotCovered("samples without lengths: the row states no prompt or output length")
+    requests = row.integer("num_prompts") or 0
+    concurrency = row.integer("concurrency") or 0
+    if row["concurrency"].startswith("max"):
+        concurrency = requests
+    if not concurrency:
+        raise NotCovered("the row states a rate of requests, not how many run at once")
+    tensor, stages = row.integer("tp") or 1, row.integer("pp") or 1
+    gpus = row.integer("n_gpus") or tensor * stages
+    copies = (
+        max(1, gpus // (tensor * stages))
+        if "replica" in row["notes"] or "dp=" in row["notes"]
+        else 1
+    )
+    model = model_named(row["model"])
+    transformers = row["engine"].startswith("transformers")
+    if transformers and gpus > 1:
+        raise NotCovered("layers split over GPUs by device_map")
+    if (
+        scheme
+        and model.checkpoint_quantization
+        and model.checkpoint_quantization.startswith(scheme)
+    ):
+        scheme = ""
+    length = int(prompt + output) + 1
+    each = -(-concurrency // copies)
+    section = EngineSection(
+        kind=EngineKind.TRANSFORMERS if transformers else EngineKind.VLLM_SERVER,
+        tensor_parallel=tensor,
+        pipeline_parallel=stages,
+        kv_dtype="fp8" if row["kv_dtype"].startswith("fp8") else None,
+        cuda_graphs=not row["graphs"].startswith("eager"),
+    )
+    recipe = Recipe(
+        task=Task.SERVE,
+        framework="hf-trainer" if transformers else _law(row),
+        quantization=scheme or "none",
+        dtype="fp16" if row["gpu"] == "t4" else "bf16",
+        context=max(16, length),
+        micro_batch_size=min(each, 4096),
+        engine=section,
+    )
+    gpu = re.sub(r"\(.*\)", "", row["gpu"]).strip()
+    gpu = {
+        "a100": "a100-80gb",
+        "h100": "h100-sxm",
+        "a800": "a100-80gb",
+        "rtx-pro-6000": "rtx-pro-6000-server",
+        "dgx-spark": "gb10-dgx-spark",
+    }.get(gpu, gpu)
+    machine = machine_named(gpu, tensor * stages)
+    made = plan(_long_enough(model, length), recipe, machine)
+    value, quantity = row.number("value"), row["quantity"]
+    if not value or value <= 0:
+        raise NotCovered("the row's figure is no positive number")
+    if quantity == "tpot_ms":
+        rate = concurrency / value * 1000
+    elif quantity == "latency_s":
+        rate = concurrency * output / value
+    elif quantity == "total_tok_s":
+        rate = value * output / (prompt + output)
+    else:
+        rate = value
+    return DecodeRun(
+        row=row,
+        plan=made,
+        concurrency=each,
+        copies=copies,
+        running=_running(row, made, each, prompt + output),
+        steps_alone=quantity in ("tpot_ms", "decode_tok_s", "latency_s"),
+        prompt=prompt,
+        output=output,
+        seconds=each * copies / rate,
+    )
+
+
+def _running(row: Row, made: Plan, asked: int, tokens: float) -> int:
+    """Return how many of `asked` sequences run at once."""
+    most = VLLM_SEQS if row["engine"].startswith("vllm") else OTHER_SEQS
+    limit = min(asked, most)
+    if made.serving is not None and made.serving.kv_tokens:
+        limit = min(limit, int(made.serving.kv_tokens / tokens))
+    return max(1, limit)
+
+
+def _long_enough(model: ModelSpec, length: int) -> ModelSpec:
+    from dataclasses import replace
+
+    if model.longest and length > model.longest:
+        return replace(model, rope_scaled_position=length)
+    return model
+
+
+def _law(row: Row) -> str:
+    found = (
+        re.search(r"(\d+)\.(\d+)(\.\d+)?", row["version"])
+        if row["engine"].startswith("vllm")
+        else None
+    )
+    if found:
+        try:
+            return pick("vllm", found[0]).name
+        except VramwiseError:
+            pass
+    return "vllm"

@@ -1,0 +1,182 @@
+"""docs/speed.md: what the speed model is worth, from data/calibration/speed_ratios.csv.
+
+python -m planner.accuracy.speed_report > docs/speed.md
+"""
+
+import csv
+import sys
+from collections import Counter
+from statistics import median
+from typing import NamedTuple
+
+from planner.accuracy.speed_calibrate import RatioRow
+from planner.accuracy.speed_score import Refused, TimeSample, samples_of, shipped_rows
+from planner.datafiles import data_dir
+from planner.speed.parameters import document
+from planner.speed.spread import GENERATE, TRAIN, spread
+
+WORST = 40
+TITLES = {TRAIN: "Training: seconds of a step", GENERATE: "Generation: seconds of a step"}
+INTRO = """# How long a step takes, and how well that is known
+
+`vramwise plan` prints seconds, hours, dollars and energy beside memory. They come from the same tape:
+[planner/speed](../planner/speed) counts the FLOPs, bytes and launches of every pass over the layers the memory
+model describes, and a roofline turns them into seconds.
+
+* **Products** take their FLOPs at a share of the best matmul anybody measured on the card (data/speed/matmul.csv;
+  of the sheet's peak where none was), and the bytes of their matrices at a share of its bandwidth: both are added,
+  so that few rows reach little of what many reach.
+* **Attention** takes its causal FLOPs, the backward five products instead of two.
+* **Pointwise operations**, norms, copies, casts and logits take their bytes, operation by operation as the tape runs
+  them; under torch.compile a third.
+* **Packed weights** are read and written unpacked in every pass.
+* **The host** starts every kernel: a pass takes the longer of that and the device's time.
+* **Traffic** between GPUs and to the host takes its bytes at the links' one-way bandwidth, partly hidden.
+* **Generation** reads weights (of experts those that some token chose) and the running sequences' cache, computes, sums
+  over tensor ranks, and pays the engine's own time a step and a sequence.
+
+"""
+
+
+class Judged(NamedTuple):
+    """A row with its predictions."""
+
+    sample: TimeSample
+    ratio: float
+    """Measured over predicted, its source left out."""
+    group_ratio: float
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one."""
+        return 1 / self.ratio - 1
+
+    @property
+    def group_error(self) -> float:
+        """The same where only the run's group was left out."""
+        return 1 / self.group_ratio - 1
+
+
+def ratio_rows() -> list[RatioRow]:
+    """Return the rows of speed_ratios.csv."""
+    text = (data_dir() / "calibration" / "speed_ratios.csv").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    return [RatioRow(**row) for row in csv.DictReader(lines)]
+
+
+def text() -> str:
+    """Return the page."""
+    samples, refused = samples_of(shipped_rows())
+    known = {row.id: row for row in ratio_rows()}
+    judged = [
+        Judged(each, float(known[each.row.id].ratio), float(known[each.row.id].group_ratio))
+        for each in samples
+        if each.row.id in known
+    ]
+    lines = [INTRO.rstrip(), "", *_parameters()]
+    for kind in (TRAIN, GENERATE):
+        lines += ["", *_kind(kind, [each for each in judged if each.sample.kind == kind])]
+    lines += ["", *_worst(judged), "", *_refused(refused)]
+    return "\n".join(lines) + "\n"
+
+
+def _parameters() -> list[str]:
+    found = document()["parameters"]
+    lines = [
+        f"## The {len(found)} parameters",
+        "",
+        "Written by `python -m planner.accuracy.speed_calibrate`; this page by "
+        "`python -m planner.accuracy.speed_report > docs/speed.md`.",
+        "",
+        "| name | value | what |",
+        "|---|---:|---|",
+    ]
+    return [
+        *lines,
+        *(f"| {name} | {each['value']:.4g} | {each['what']} |" for name, each in found.items()),
+    ]
+
+
+def _quantile(sizes: list[float], share: float) -> float:
+    ordered = sorted(sizes)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def _by_source(rows: list[Judged], share: float) -> float:
+    """Return a quantile of absolute errors in which all sources weigh the same."""
+    counts = Counter(each.sample.source for each in rows)
+    run = 0.0
+    for each in sorted(rows, key=lambda each: abs(each.error)):
+        run += 1 / counts[each.sample.source]
+        if run >= share * len(counts):
+            break
+    return abs(each.error)
+
+
+def _kind(kind: str, rows: list[Judged]) -> list[str]:
+    groups = [abs(each.group_error) for each in rows]
+    errors = [abs(each.error) for each in rows]
+    factors = spread(kind)
+    inside = sum(factors.low <= each.ratio <= factors.high for each in rows) / len(rows)
+    lines = [
+        f"## {TITLES[kind]}",
+        "",
+        "| left out | rows | median error | p90 | weighted by source: median | p90 |",
+        "|---|---:|---:|---:|---:|---:|",
+        f"| a run group | {len(rows)} | {median(groups):.0%} | {_quantile(groups, 0.9):.0%} | | |",
+        f"| a source | {len(rows)} | {median(errors):.0%} | {_quantile(errors, 0.9):.0%} "
+        f"| {_by_source(rows, 0.5):.0%} | {_by_source(rows, 0.9):.0%} |",
+        "",
+        f"The interval {factors.low:.2f} to {factors.high:.2f} times the prediction holds {inside:.0%} of the rows "
+        f"(85% with sources weighted); its width is {factors.high - factors.low:.0%}.",
+        "",
+        "| source, left out, worst first | rows | median | p90 | bias |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    by: dict[str, list[Judged]] = {}
+    for each in rows:
+        by.setdefault(each.sample.source, []).append(each)
+    ranked = sorted(by.items(), key=lambda item: -median(abs(each.error) for each in item[1]))
+    for source, found in ranked:
+        sizes = [abs(each.error) for each in found]
+        bias = median(each.error for each in found)
+        lines.append(
+            f"| {source} | {len(found)} | {median(sizes):.0%} | {_quantile(sizes, 0.9):.0%} | {bias:+.0%} |"
+        )
+    return lines
+
+
+def _worst(rows: list[Judged]) -> list[str]:
+    def size(each: Judged) -> float:
+        return max(each.ratio, 1 / each.ratio)
+
+    lines = [
+        f"## The {WORST} worst rows",
+        "",
+        "| row | source | run | measured | predicted, its source left out |",
+        "|---|---|---|---:|---:|",
+    ]
+    for each in sorted(rows, key=lambda each: -size(each))[:WORST]:
+        row, measured = each.sample.row, each.sample.measured
+        what = f"{row['model'].rsplit('/', 1)[-1]}, {row['quant'] or '16 bits'}, {row['gpu']}"
+        if row["concurrency"]:
+            what += f" x {row['tp']}, {row['engine']}, {row['concurrency']} at once"
+        else:
+            what += f" x {row['n_gpus']}, {row['method']}, batch {row['micro_batch']}"
+        lines.append(
+            f"| {row.id} | {row['source']} | {what} | {measured:.3g} s | {measured / each.ratio:.3g} s |"
+        )
+    return lines
+
+
+def _refused(rows: list[Refused]) -> list[str]:
+    lines = ["## Rows that are not scored", "", "| rows | why |", "|---:|---|"]
+    impossible = [row for row in rows if row.reason.startswith("impossible")]
+    counts = Counter(row.reason for row in rows if row not in impossible)
+    lines += [f"| {count} | {reason} |" for reason, count in counts.most_common()]
+    lines += [f"| 1 | {row.id}, {row.source}: {row.reason} |" for row in impossible]
+    return lines
+
+
+if __name__ == "__main__":
+    sys.stdout.write(text())

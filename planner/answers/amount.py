@@ -1,0 +1,73 @@
+"""How much a run trains, and the plan of its typical step: samples, epochs, steps, or a file of lengths."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from planner.errors import UsageError
+from planner.plan import Plan, plan
+from planner.run.recipe import Recipe, RunFile, Task
+from planner.speed.cost import Amount
+
+if TYPE_CHECKING:
+    from planner.answers.length_files import Lengths
+
+
+def amount_of(
+    made: Plan,
+    run: RunFile,
+    lengths: Path | None,
+    *,
+    samples: int | None,
+    epochs: float | None,
+    total_steps: int | None,
+) -> tuple[Plan, Amount]:
+    """Return the plan of a typical step and the amount of steps that somebody asked for.
+
+    Flags win over the train section of a run.yaml; with a file of lengths its samples are counted, and
+    the typical step has micro-batches as long as theirs are on average.
+    """
+    train = run.train or {}
+    if samples is None and total_steps is None and lengths is None:
+        total_steps = train.get("steps") if train.get("epochs") is None else None
+    epochs = epochs if epochs is not None else train.get("epochs")
+    typical = made
+    if lengths is not None:
+        from planner.answers.length_files import read_lengths
+
+        found = read_lengths(lengths)
+        samples = samples if samples is not None else len(found.counts)
+        typical = _typical(made, run.recipe, found)
+    if epochs is not None and samples is None and total_steps is None:
+        if "epochs" in train:
+            epochs = None  # of a data set that a plan does not read
+        else:
+            raise UsageError(
+                "epochs: of how many samples is not said",
+                hint="--samples 7473, or --lengths FILE with one length a sample",
+            )
+    return typical, Amount(samples=samples, epochs=epochs, total_steps=total_steps)
+
+
+def _typical(made: Plan, recipe: Recipe, lengths: "Lengths") -> Plan:
+    """Return the plan at the average length of a micro-batch's padded rows."""
+    from planner.answers.lengths import at_length
+
+    r = made.resolved
+    cap = recipe.context if recipe.task is not Task.GRPO else None
+    counts = sorted(min(count, cap) if cap else count for count in lengths.counts)
+    if r.packing and cap:
+        return made  # rows are full
+    rows = r.sequences if r.padded else 1
+    return plan(made.spec, at_length(recipe, round(longest_of(counts, rows))), made.machine)
+
+
+def longest_of(counts: list[int], rows: int) -> float:
+    """Return the mean of the longest of `rows` draws from sorted lengths."""
+    size = len(counts)
+    below = 0.0
+    total = 0.0
+    for index, count in enumerate(counts, 1):
+        share = (index / size) ** rows
+        total += count * (share - below)
+        below = share
+    return total

@@ -1,0 +1,92 @@
+"""How fast a card is: published peaks and bandwidths, and the best matmul anybody measured on it.
+
+data/speed/cards.csv, matmul.csv and links.csv hold one fact a row with its source; they are joined to
+data/gpus by the id of the one resolver (planner/machines/machine.py).
+"""
+
+import csv
+from dataclasses import dataclass
+from functools import cache
+
+from planner.datafiles import data_dir
+
+PEAKS = {
+    "bf16": "bf16_tflops_fp32acc",
+    "fp16": "fp16_tflops_fp32acc",
+    "fp32": "fp32_tflops",
+    "tf32": "tf32_tflops",
+    "fp8": "fp8_tflops_fp32acc",
+    "int8": "int8_tops",
+    "fp4": "fp4_tflops",
+}
+TERA, GIGA = 1e12, 1e9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CardSpeed:
+    """One card's speeds, in FLOP/s and bytes/s."""
+
+    id: str
+    peaks: dict[str, float]
+    """Dense FLOP/s by dtype, as sold."""
+    measured: dict[str, float]
+    """The best matmul measured, by dtype."""
+    bandwidth: float
+    nvlink: float
+    """One direction; 0 = none."""
+    pcie: float
+    """One direction; 0 = not known (memory shared with the host)."""
+    tdp_watts: float
+    """0 = not known."""
+
+    def ceiling(self, dtype: str) -> tuple[float, bool]:
+        """Return the fastest matmul in a dtype, and whether it was measured; (0, False): not known.
+
+        A card without the dtype computes in another: what it would use is `peaks` of fp32.
+        """
+        if dtype in self.measured:
+            return self.measured[dtype], True
+        return self.peaks.get(dtype) or self.peaks.get("fp32", 0.0), False
+
+    def fastest(self, dtype: str) -> float:
+        """Return what no matmul exceeds: the sheet's peak, or a measurement above it."""
+        return max(self.peaks.get(dtype, 0.0), self.measured.get(dtype, 0.0))
+
+
+@cache
+def card_speed(gpu_id: str) -> CardSpeed | None:
+    """Return a card's speeds, or None where its bandwidth or its matmul speed is not known."""
+    rows = _rows("cards.csv", gpu_id)
+    if not rows:
+        return None
+    row = rows[0]
+    peaks = {dtype: float(row[name]) * TERA for dtype, name in PEAKS.items() if row[name]}
+    measured = {each["dtype"]: float(each["tflops"]) * TERA for each in _rows("matmul.csv", gpu_id)}
+    bandwidth = _number(row["mem_bandwidth_gb_s"]) * GIGA
+    if not bandwidth or not (peaks or measured):
+        return None
+    return CardSpeed(
+        id=gpu_id,
+        peaks=peaks,
+        measured=measured,
+        bandwidth=bandwidth,
+        nvlink=_number(row["nvlink_gb_s_both_directions"]) * GIGA / 2,
+        pcie=_number(row["pcie_gb_s_one_way_theory"]) * GIGA,
+        tdp_watts=_number(row["tdp_w"]),
+    )
+
+
+def _number(text: str) -> float:
+    return float(text) if text else 0.0
+
+
+def _rows(name: str, gpu_id: str) -> list[dict[str, str]]:
+    """Return one card's rows; the file's other lines are not parsed."""
+    lines = _lines(name)
+    kept = [line for line in lines[1:] if line.startswith(f"{gpu_id},")]
+    return list(csv.DictReader([lines[0], *kept]))
+
+
+@cache
+def _lines(name: str) -> list[str]:
+    return (data_dir() / "speed" / name).read_text(encoding="utf-8").splitlines()

@@ -1,0 +1,243 @@
+"""How fast an engine generates: a prefill that computes, and decoding steps that read weights and cache.
+
+A decoding step reads every weight that some sequence needs and the keys and values of all of them, sums
+over tensor ranks, and pays the engine's own time: Python between steps, or eager launches where no graph
+is replayed. A batch shrinks as its sequences end.
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from planner.dtypes import element_bytes
+from planner.models.spec import ModelSpec, ModuleKind
+from planner.run.recipe import VLLM, Method
+from planner.run.resolved import Resolved
+from planner.speed.cards import CardSpeed
+from planner.speed.counts import layer_counts
+from planner.speed.parameters import Parameters
+from planner.speed.roofline import BANDWIDTH, COMPUTE, HOST, LAUNCHES, LINK, Seconds
+from planner.speed.work import attention_flops
+from planner.terms.activations import op_settings
+from planner.terms.counts import base_weights
+from planner.terms.kv_cache import sequence_bytes
+from planner.terms.vllm_weights import vllm_weights
+
+FUSED = frozenset({"rmsnorm", "swiglu", "rope"})
+"""Kernels of vLLM's layers (vllm/model_executor/layers: RMSNorm, SiluAndMul, rotary_embedding)."""
+SAMPLING_LAUNCHES = 12
+"""Of a step outside the layers: embedding, norm, head, softmax and sampling."""
+
+
+class EngineWork(NamedTuple):
+    """What decides an engine's steps; one rank's part."""
+
+    always_bytes: float
+    """Weights that every step reads."""
+    expert_bytes: float
+    """Weights of all routed experts."""
+    experts: int
+    top_k: int
+    packed: bool
+    weight_only: bool
+    """Packed weights are unpacked for products in 16 bits; False: the product is in the packed dtype."""
+    active: float
+    """Parameters that a token meets."""
+    dtype: str
+    """Of products."""
+    launches: float
+    """Of one step without a graph."""
+    ranks: int
+    reductions: float
+    """Sums over tensor ranks in one step."""
+    hidden: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine on a card."""
+
+    model: ModelSpec
+    r: Resolved
+    card: CardSpeed
+    p: Parameters
+    work: EngineWork
+
+    def decode(self, batch: float, context: float) -> Seconds:
+        """Return one step of `batch` sequences that are `context` tokens long."""
+        w, p = self.work, self.p
+        share = 1.0
+        if w.experts:
+            share = 1 - (1 - min(1.0, w.top_k / w.experts)) ** max(1.0, batch)
+        reached = self.card.bandwidth * p.decode_bandwidth
+        weights = (w.always_bytes + w.expert_bytes * share) / reached
+        if w.packed:
+            weights /= p.decode_packed
+        cache = batch * self.cache_bytes(context) / reached
+        computing = 2 * w.active * batch / w.ranks / self.products()
+        summing = self.summing(batch)
+        own = batch * p.sequence_s
+        if w.launches:
+            own += w.launches * p.generate_launch_s
+            device = max(weights + cache, computing)
+            return Seconds(max(own, device) + summing, LAUNCHES if own > device else BANDWIDTH)
+        own += p.engine_step_s
+        device = weights + cache + computing
+        parts = {BANDWIDTH: weights + cache, COMPUTE: computing, LINK: summing, HOST: own}
+        return Seconds(device + summing + own, max(parts, key=lambda name: parts[name]))
+
+    def cache_bytes(self, context: float) -> float:
+        """Return what one sequence's keys and values take on a rank."""
+        return _cache(self.model, self.r, int(context)) / self.work.ranks
+
+    def products(self) -> float:
+        """Return FLOP/s of the engine's products."""
+        best, known = self.card.ceiling(self.work.dtype)
+        return best * (1.0 if known else self.p.sheet) * self.p.engine_product
+
+    def summing(self, tokens: float) -> float:
+        """Return what tensor ranks take to sum in one step of `tokens` tokens."""
+        w = self.work
+        if w.ranks < 2:
+            return 0.0
+        link = (self.card.nvlink or self.card.pcie) * self.p.link
+        moved = 2 * (w.ranks - 1) / w.ranks * tokens * w.hidden * element_bytes("bf16") / link
+        return w.reductions * (self.p.reduce_s + moved)
+
+    def prefill(self, prompts: float, length: float) -> Seconds:
+        """Return how long `prompts` prompts of `length` tokens take."""
+        w, p, r = self.work, self.p, self.r
+        tokens = prompts * length
+        if not tokens:
+            return Seconds(0.0, COMPUTE)
+        attention = sum(
+            layer.count * attention_flops(layer, tokens, length) for layer in self.model.layers
+        )
+        best, known = self.card.ceiling("bf16" if w.weight_only else self.r.compute_dtype)
+        best *= 1.0 if known else p.sheet
+        computing = 2 * w.active * tokens / w.ranks / self.products()
+        computing += attention / w.ranks / (best * p.attention)
+        chunks = max(1.0, tokens / max(1, r.max_num_batched_tokens or tokens))
+        reading = (
+            chunks * (w.always_bytes + w.expert_bytes) / (self.card.bandwidth * p.decode_bandwidth)
+        )
+        own = chunks * (w.launches * p.generate_launch_s or p.engine_step_s)
+        total = computing + reading + own + self.summing(tokens)
+        return Seconds(total, COMPUTE if computing > reading + own else BANDWIDTH)
+
+    def generate(
+        self,
+        sequences: int,
+        prompt: float,
+        lengths: tuple[float, ...],
+        *,
+        prompts: float,
+        at_once: int,
+    ) -> tuple[Seconds, Seconds]:
+        """Return prefill and decoding of `sequences` completions, whose lengths are spread like `lengths`.
+
+        `prompts`: different ones, each read once. Waves of `at_once` sequences follow each other; in
+        each the batch shrinks as sequences end.
+        """
+        first = self.prefill(prompts, prompt)
+        ordered = sorted(lengths)
+        at_once = max(1, min(at_once, sequences))
+        total = 0.0
+        bound: dict[str, float] = {}
+        done = 0.0
+        # between two quantiles the batch is constant; a free place goes to a waiting sequence
+        waiting = max(0, sequences - at_once)
+        mean = sum(ordered) / len(ordered)
+        if waiting:
+            steps = waiting * mean / at_once
+            step = self.decode(at_once, prompt + mean / 2)
+            total += steps * step.seconds
+            bound[step.bound_by] = bound.get(step.bound_by, 0.0) + steps * step.seconds
+        for index, length in enumerate(ordered):
+            steps = length - done
+            if steps <= 0:
+                continue
+            running = at_once * (len(ordered) - index) / len(ordered)
+            step = self.decode(max(1.0, running), prompt + done + steps / 2)
+            total += steps * step.seconds
+            bound[step.bound_by] = bound.get(step.bound_by, 0.0) + steps * step.seconds
+            done = length
+        return first, Seconds(
+            total, max(bound, key=lambda name: bound[name]) if bound else BANDWIDTH
+        )
+
+
+def engine(model: ModelSpec, r: Resolved, card: CardSpeed, p: Parameters) -> Engine:
+    """Return the engine of a run."""
+    return Engine(model, r, card, p, engine_work(model, r, card))
+
+
+def _cache(model: ModelSpec, r: Resolved, context: int) -> int:
+    return sequence_bytes(model, max(1, context), r.kv_dtype)
+
+
+def engine_work(model: ModelSpec, r: Resolved, card: CardSpeed) -> EngineWork:
+    """Return what decides the steps of a run's engine."""
+    vllm = r.engine in VLLM
+    ranks = max(1, r.tensor_parallel)
+    width = element_bytes(r.dtype)
+    whole: float
+    if vllm:
+        whole = vllm_weights(model, r).modules * max(1, r.pipeline_parallel)
+    else:
+        whole = base_weights(model, r).total / ranks
+    looked_up = sum(module.parameters for module in model.embeddings) * width / ranks
+    if not model.tied:
+        whole -= looked_up
+    whole -= sum(module.parameters for module in model.towers) * width / ranks
+    routed = sum(
+        layer.count * module.parameters
+        for layer in model.layers
+        for module in layer.modules
+        if module.kind is ModuleKind.EXPERTS
+    )
+    experts = max((layer.mlp.num_experts for layer in model.layers), default=0)
+    top_k = max((layer.mlp.top_k for layer in model.layers), default=0)
+    share = routed / max(1, model.text_parameters)
+    scheme = r.quantization or model.checkpoint_quantization
+    native = _native(scheme, card)
+    launches = 0.0
+    if not vllm or not r.cuda_graphs:
+        launches = _launches(model, r, fused=vllm)
+    read = model.active_parameters - (0 if model.tied else looked_up * ranks / width)
+    return EngineWork(
+        always_bytes=max(0.0, whole * (1 - share)),
+        expert_bytes=max(0.0, whole * share),
+        experts=experts,
+        top_k=top_k,
+        packed=bool(scheme),
+        weight_only=bool(scheme) and not native,
+        active=read,
+        dtype=native or r.compute_dtype,
+        launches=launches,
+        ranks=ranks,
+        reductions=2.0 * model.num_layers if ranks > 1 else 0.0,
+        hidden=model.hidden,
+        stages=max(1, r.pipeline_parallel),
+    )
+
+
+def _native(scheme: str, card: CardSpeed) -> str:
+    """Return the dtype in which a card multiplies packed weights as they are; empty: in 16 bits."""
+    if "fp8" in scheme and card.peaks.get("fp8"):
+        return "fp8"
+    if scheme in ("nvfp4", "mxfp4", "fp4") and card.peaks.get("fp4"):
+        return "fp4"
+    return ""
+
+
+def _launches(model: ModelSpec, r: Resolved, *, fused: bool) -> float:
+    run = replace(r, trains=False, method=Method.FULL)
+    settings = op_settings(model, run)
+    if fused:
+        settings = settings._replace(fused=settings.fused | FUSED)
+    total = sum(
+        layer.count * layer_counts(layer, model.hidden, settings).forward.launches
+        for layer in model.layers
+    )
+    return total + SAMPLING_LAUNCHES

@@ -1,0 +1,259 @@
+"""Seconds of a plan: every phase of one step with what bounds it, and tokens a second."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from planner.run.recipe import VLLM, EngineKind
+from planner.run.resolved import Resolved
+from planner.run.tasks import TASKS
+from planner.speed.cards import GIGA, CardSpeed, card_speed
+from planner.speed.engine import Engine, engine
+from planner.speed.parameters import Parameters, parameters
+from planner.speed.roofline import LINK, Rates, Seconds, rates, seconds
+from planner.speed.spread import GENERATE, TRAIN, Spread, spread
+from planner.speed.traffic import Traffic, traffic
+from planner.speed.work import Work, micro_batches, training_work
+from planner.terms.kv_cache import rollout_sequences
+
+if TYPE_CHECKING:
+    from planner.plan import Plan
+
+NETWORK_BYTES_PER_S = 400 * GIGA / 8
+"""One direction of a 400 Gb/s adapter, one a GPU, as DGX and HGX nodes have."""
+SHARED_MEMORY_BYTES_PER_S = 63 * GIGA
+"""One direction of PCIe 5.0 x16: links of cards that share the host's memory."""
+
+
+class TimedPhase(NamedTuple):
+    """One phase of a step."""
+
+    name: str
+    seconds: float
+    low: float
+    high: float
+    bound_by: str
+    """compute, bandwidth, link, launches or host."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {
+            "name": self.name,
+            "seconds": round(self.seconds, 6),
+            "low": round(self.low, 6),
+            "high": round(self.high, 6),
+            "bound_by": self.bound_by,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Time:
+    """How long one optimizer step takes; of an engine alone, one round of requests."""
+
+    phases: tuple[TimedPhase, ...]
+    tokens: float
+    """Tokens of a step on all GPUs: trained, or generated where nothing trains."""
+    samples: float
+    """Samples (GRPO: prompts) of a step on all GPUs."""
+    notes: tuple[str, ...]
+    basis: str
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of one step."""
+        return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def low(self) -> float:
+        """Return its lower end: phases are as wrong together as they are apart."""
+        return sum(phase.low for phase in self.phases)
+
+    @property
+    def high(self) -> float:
+        """Return its upper end."""
+        return sum(phase.high for phase in self.phases)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second on all GPUs."""
+        return self.tokens / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def bound_by(self) -> str:
+        """Return what bounds the largest part of a step."""
+        parts: dict[str, float] = {}
+        for phase in self.phases:
+            parts[phase.bound_by] = parts.get(phase.bound_by, 0.0) + phase.seconds
+        return max(parts, key=lambda name: parts[name])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {
+            "phases": [phase.to_dict() for phase in self.phases],
+            "step_seconds": round(self.step_seconds, 6),
+            "low_seconds": round(self.low, 6),
+            "high_seconds": round(self.high, 6),
+            "tokens_per_s": round(self.tokens_per_s, 3),
+            "tokens_per_step": round(self.tokens),
+            "samples_per_step": round(self.samples, 3),
+            "bound_by": self.bound_by,
+            "basis": self.basis,
+            "assumptions": list(self.notes),
+        }
+
+
+def time_of(plan: "Plan") -> Time | None:
+    """Return the time of a plan's step, or None where its card's speed is not known."""
+    gpu = plan.machine.gpu
+    card = card_speed(gpu.id) if gpu is not None else None
+    if card is None or plan.problem:
+        return None
+    return timed(plan, card, parameters())
+
+
+def why_not(plan: "Plan") -> str:
+    """Return why a plan has no time, in one sentence."""
+    gpu = plan.machine.gpu
+    if plan.problem:
+        return "the run cannot start"
+    if gpu is None:
+        return "no card is named: memory only"
+    return f"how fast {gpu.name} computes is not known: memory only"
+
+
+class _Timed(NamedTuple):
+    name: str
+    seconds: Seconds
+    spread: Spread
+
+
+def timed(plan: "Plan", card: CardSpeed, p: Parameters) -> Time:
+    """Return the time of a plan's step with given parameters."""
+    r = plan.resolved
+    notes: list[str] = []
+    if r.trains:
+        phases = _training(plan, card, p, notes)
+        each = micro_batches(r) * r.layout.data
+        tokens, samples = float(r.tokens * each), float(r.batch * each)
+        if TASKS[r.task].generates:
+            samples /= max(1, r.num_generations)
+    else:
+        phases, tokens, samples = _serving(plan, card, p, notes)
+    found = tuple(
+        TimedPhase(
+            each.name,
+            each.seconds.seconds,
+            each.seconds.seconds * each.spread.low,
+            each.seconds.seconds * each.spread.high,
+            each.seconds.bound_by,
+        )
+        for each in phases
+        if each.seconds.seconds > 0
+    )
+    basis = spread(TRAIN if r.trains else GENERATE).basis
+    return Time(phases=found, tokens=tokens, samples=samples, notes=tuple(notes), basis=basis)
+
+
+def compute_dtype(plan: "Plan") -> str:
+    """Return the dtype of a run's products on its card: without bf16 units frameworks take fp16."""
+    gpu, dtype = plan.machine.gpu, plan.resolved.compute_dtype
+    return "fp16" if dtype == "bf16" and gpu is not None and not gpu.bf16_native else dtype
+
+
+def training_seconds(
+    work: Work, sent: Traffic, speed: Rates, card: CardSpeed, p: Parameters
+) -> list[tuple[str, Seconds]]:
+    """Return the phases of the update, and what of its traffic nothing hides."""
+    found = [(each.name, seconds(each, speed, p)) for each in work.passes]
+    busy = sum(each.seconds for _, each in found)
+    talk = link_seconds(sent, card, p)
+    if talk:
+        hidden = max(busy, talk) + p.exposed * min(busy, talk)
+        found.append(("communication", Seconds(hidden - busy, LINK)))
+    return found
+
+
+def link_seconds(sent: Traffic, card: CardSpeed, p: Parameters) -> float:
+    """Return what a step's traffic takes on links that work at once."""
+    pcie = card.pcie or SHARED_MEMORY_BYTES_PER_S
+    inside = sent.node / ((card.nvlink or pcie) * p.link)
+    outside = sent.network / (NETWORK_BYTES_PER_S * p.link)
+    return max(inside + outside, sent.host / (pcie * p.link))
+
+
+def _training(plan: "Plan", card: CardSpeed, p: Parameters, notes: list[str]) -> list[_Timed]:
+    r, model = plan.resolved, plan.spec
+    train, generate = spread(TRAIN), spread(GENERATE)
+    found = []
+    if TASKS[r.task].generates and r.engine is not EngineKind.NONE:
+        prefill, decode = rollout(plan, engine(model, r, card, p), notes)
+        found.append(_Timed("prefill", prefill, generate))
+        found.append(_Timed("rollout", decode, generate))
+    elif TASKS[r.task].generates:
+        notes.append("no engine generates: the rollout's time is left out")
+    speed = rates(card, compute_dtype(plan), p)
+    work = training_work(model, r)
+    sent = traffic(model, r, plan.machine.node_gpus)
+    for name, each in training_seconds(work, sent, speed, card, p):
+        found.append(_Timed(name, each, train))
+    return found
+
+
+def rollout(plan: "Plan", made: Engine, notes: list[str]) -> tuple[Seconds, Seconds]:
+    """Return prefill and decoding of one step's completions on one engine."""
+    r = plan.resolved
+    sequences = r.sequences * micro_batches(r) * max(1, r.tensor_parallel)
+    prompts = sequences / max(1, r.num_generations)
+    shares = r.engine in VLLM or r.switches.prefill_tokens > 0
+    notes.append(
+        f"completions of {r.completion_tokens:,} tokens each, as long as the recipe allows: shorter ones "
+        "end the rollout earlier"
+    )
+    at_once = _at_once(plan, sequences)
+    if r.engine is EngineKind.VLLM_SERVER:
+        notes.append("the server has a GPU like this one for every one that trains")
+    return made.generate(
+        sequences,
+        float(r.prompt_tokens),
+        (float(r.completion_tokens),),
+        prompts=prompts if shares else sequences,
+        at_once=at_once,
+    )
+
+
+def _at_once(plan: "Plan", sequences: int) -> int:
+    """Return how many sequences run together: the engine's limit, and what its cache holds."""
+    r, serving = plan.resolved, plan.serving
+    limit = (
+        min(sequences, rollout_sequences(r))
+        if r.engine is EngineKind.TRANSFORMERS
+        else min(sequences, r.max_num_seqs or sequences)
+    )
+    if serving is not None and serving.kv_tokens:
+        limit = min(limit, int(serving.kv_tokens / max(1, r.seq_tokens)))
+    return max(1, limit)
+
+
+def _serving(
+    plan: "Plan", card: CardSpeed, p: Parameters, notes: list[str]
+) -> tuple[list[_Timed], float, float]:
+    """Return a round of requests: as many as run at once, prompts read, completions generated."""
+    r = plan.resolved
+    made, generate = engine(plan.spec, r, card, p), spread(GENERATE)
+    sequences = _at_once(plan, max(1, r.sequences))
+    prompt, output = _parts(r)
+    prefill, decode = made.generate(
+        sequences, prompt, (output,), prompts=float(sequences), at_once=sequences
+    )
+    replicas = max(1, r.data_parallel)
+    notes.append(
+        f"{sequences:,} requests at once, {prompt:,.0f} tokens in and {output:,.0f} out each"
+    )
+    phases = [_Timed("prefill", prefill, generate), _Timed("rollout", decode, generate)]
+    return phases, sequences * output * replicas, float(sequences * replicas)
+
+
+def _parts(r: Resolved) -> tuple[float, float]:
+    """Return a request's tokens in and out; of a context alone, half each."""
+    if r.prompt_tokens and r.completion_tokens:
+        return float(r.prompt_tokens), float(r.completion_tokens)
+    return r.seq_tokens / 2, r.seq_tokens / 2
