@@ -6,10 +6,12 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from planner.errors import VramwiseError
+from planner.terms.activations import MLP_TILE_TOKENS
 from trainer.checkpointing import decoder_layers
 from trainer.config import parse_run
 from trainer.data import Order, load_samples
@@ -28,7 +30,8 @@ from trainer.validation import loss_measure, read_held_out, reward_measure
 def prepared(ranks: Ranks, document: dict[str, Any], root: str) -> Any:
     """Return (run, train section, the run ready to step)."""
     run, train = parse_run(document, root=Path(root))
-    return run, train, prepare(run, train, ranks=ranks)
+    balanced = bool(train.router_aux_loss_coef)
+    return run, train, prepare(run, train, router_loss=balanced, ranks=ranks)
 
 
 def gradients(policy: Any) -> dict[str, torch.Tensor]:
@@ -55,15 +58,27 @@ def sft_batches(ready: Any, run: Any, train: Any, root: str) -> Any:
     return lambda: next_batch(examples, order, ready=ready)
 
 
-def sft_gradients(ranks: Ranks, document: dict[str, Any], root: str, budget: int = 64) -> Any:
-    """Return the loss and the gradients of one batch."""
-    run, train, ready = prepared(ranks, document, root)
+def sft_gradients(
+    ranks: Ranks, document: dict[str, Any], root: str, budget: int = 64, tile: int = MLP_TILE_TOKENS
+) -> Any:
+    """Return the loss and the gradients of one batch; `budget` 0: a sequence is a micro-batch."""
+    with patch("trainer.preflight.MLP_TILE_TOKENS", tile):
+        run, train, ready = prepared(ranks, document, root)
     batch = sft_batches(ready, run, train, root)()
-    count = sum(sum(sequence.scored) for sequence in batch)
+    lengths = [len(sequence.token_ids) for sequence in batch]
+    if not budget:
+        budget = max(lengths)
+        assert min(lengths) > budget // 2, "two would be one micro-batch"
     total = 0.0
     with ready.policy.training():
         for part in split(batch, budget, ready=ready):
-            share, _ = loss(part, ready=ready, num_tokens=count)
+            share, _ = loss(
+                part,
+                ready=ready,
+                num_tokens=sum(sum(sequence.scored) for sequence in batch),
+                all_tokens=sum(lengths),
+                coefficient=train.router_aux_loss_coef or 0.0,
+            )
             share.backward()
             total += share.item()
     return ready.policy.ranks.sum(total), gradients(ready.policy)
