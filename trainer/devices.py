@@ -6,6 +6,7 @@ without optional=True). So a run's device always has one.
 """
 
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -121,7 +122,7 @@ def this_machine(run: RunFile, train: TrainSection) -> Machine:
         return Machine(vram_bytes=limit, host_ram_bytes=host_ram, context_bytes=0, cpu=cpu)
     found = calibration.this_machine()
     if found is None:
-        available = psutil.virtual_memory().available
+        available = min(psutil.virtual_memory().available, host_ram or sys.maxsize)
         return Machine(vram_bytes=available, host_ram_bytes=host_ram, context_bytes=0, cpu=True)
     total = found.vram_bytes
     return replace(found, vram_bytes=total - others_bytes(found, total), host_ram_bytes=host_ram)

@@ -293,6 +293,8 @@ def solve(
     """
     if train.device_memory:
         held = f"train.device_memory: {train.device_memory}"
+    elif machine.cpu and machine.host_ram_bytes:
+        held = f"machine.host_ram: {format_bytes(machine.host_ram_bytes)}"
     if recipe.micro_batch_size is not None:
         planned = plan(spec, recipe, machine)
         if not planned.may_run:

@@ -51,7 +51,8 @@ def test_what_was_planned_is_what_is_measured(
     )
     planned, measured = ready.planned_bytes, ready.measured_bytes
     for phase in ("load", "rollout", "forward", "loss", "backward", "step"):
-        near = 0.1 if phase == "loss" else 0.03  # of few bytes here: prompts are shared, and rows copied
+        # the loss's are few here: prompts are shared, and their rows copied
+        near = 0.1 if phase == "loss" else 0.03
         assert measured[phase] == pytest.approx(planned[phase], rel=near), phase
         assert phase in said
     assert ready.measured.peak_phase == ready.plan.peak_phase
