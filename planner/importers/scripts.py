@@ -7,6 +7,7 @@ from dataclasses import replace
 from planner.importers import (
     hf_script,
     megatron_flags,
+    megatron_pretrain,
     ms_swift,
     openrlhf,
     policies,
@@ -65,6 +66,7 @@ _COMMANDS: tuple[Reader, ...] = (
     openrlhf.from_command,
     megatron_flags.swift_command,
     megatron_flags.slime_command,
+    megatron_pretrain.pretrain_command,
     overrides_command,
     litgpt_command,
     llamafactory_command,
