@@ -41,7 +41,7 @@ _IN_PROCESS = ("kv_bytes", "max_num_seqs", "max_num_batched_tokens", "sleep_leve
 ENGINE_FIELDS: dict[EngineKind, tuple[str, ...]] = {
     EngineKind.TRANSFORMERS: ("max_num_seqs", "max_num_batched_tokens"),
     EngineKind.VLLM_SHARED: _IN_PROCESS,
-    EngineKind.VLLM_PUSH: _IN_PROCESS,
+    EngineKind.VLLM_PUSH: (*_IN_PROCESS, "tensor_parallel"),
     EngineKind.VLLM_SERVER: ("url", "timeout_s"),
     EngineKind.NONE: (),
 }
@@ -49,7 +49,7 @@ ENGINE_FIELDS: dict[EngineKind, tuple[str, ...]] = {
 ENGINE_HINTS = {
     "gpu_memory_utilization": "leave it out: the KV cache is as large as the plan says, or kv_bytes",
     "kv_dtype": "leave it out: the cache has the policy's dtype (fp8: engine kinds vllm-shared, vllm-push)",
-    "tensor_parallel": "1: the trainer generates on its own device",
+    "tensor_parallel": "1, or engine kind vllm-push: there as many neighbouring ranks are one engine",
     "pipeline_parallel": "1: the trainer generates on its own device",
     "data_parallel": "1: the trainer generates on its own device",
     "sync": "nothing: weights go to the engine a layer at a time",

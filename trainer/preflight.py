@@ -180,7 +180,8 @@ def prepare(
         policy = shard_policy(policy, recipe, degrees, ranks)
         ranks = policy.ranks
         if recipe.task is Task.GRPO:
-            engine = make_engine(policy, recipe=recipe, plan=planned)
+            engine = make_engine(policy, recipe=recipe, plan=planned, guided=guides(train))
+            engine.release()
     if asked:
         check_apart(policy, asked=asked)
     shape = {
