@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from planner.errors import UsageError
+from planner.errors import UnsupportedError, UsageError
 from planner.importers import import_config, import_subject
 from planner.importers.settings import Imported
 from planner.importers.shapes import Shape, model_of
@@ -179,3 +179,21 @@ def test_a_models_widths() -> None:
     assert model_of(llama._replace(vocab=32000)) != "meta-llama/Meta-Llama-3-8B"
     assert model_of(llama._replace(gated=False)) is None
     assert model_of(Shape(32, 4096, 32, 8, 14336, 8, 32000)) == "mistralai/Mixtral-8x7B-v0.1"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from nemo.collections import llm\nr = llm.llama3_8b.finetune_recipe(name='x', num_nodes=1)\n",
+        "nemo llm finetune --factory llama3_8b trainer.num_nodes=1\n",
+    ],
+)
+def test_nemo_2_is_refused_by_name(text: str) -> None:
+    with pytest.raises(UnsupportedError, match="NeMo 2 recipe"):
+        import_config(text)
+
+
+def test_llamafactorys_critic_is_said_to_be_an_upper_bound() -> None:
+    text = "stage: ppo\nmodel_name_or_path: Qwen/Qwen3-8B\nfinetuning_type: lora\nreward_model: x\ncutoff_len: 512\n"
+    notes = " ".join(import_config(text).report.effects)
+    assert "value head on the policy itself" in notes
