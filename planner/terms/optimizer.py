@@ -12,7 +12,8 @@ from planner.run.resolved import Resolved
 from planner.terms.adapters import Group, trained_groups
 from planner.terms.counts import SMALL_TENSOR, adapters
 from planner.terms.optimizer_kinds import KINDS
-from planner.terms.shards import largest_part, trained_share
+from planner.terms.shards import trained_share
+from planner.terms.step_scratch import slices, states_away
 from planner.terms.term import Term
 from planner.terms.zero import step_copies
 
@@ -60,16 +61,15 @@ def optimizer(model: ModelSpec, r: Resolved) -> OptimizerCosts:
         f"{r.optimizer}: states as wide as the parameter; 8-bit ones with a scale for 256 elements",
     )
     nothing = Term("optimizer", 0)
-    if r.placement.offload.states or kind.paged:
-        # paged states are managed memory: no part of torch's pool, evicted to the host when pressed
-        return OptimizerCosts(nothing, term, nothing)
+    own = slices(model, r) if r.switches.step_scratch_bytes else nothing
+    if states_away(r):  # paged ones are evicted to the host when pressed
+        return OptimizerCosts(nothing, term, own)
     # foreach AdamW holds sqrt(exp_avg_sq) of every parameter at once
     step = int(wide * share) if kind.square_roots else 0
-    scratch = r.switches.step_scratch_bytes
     if r.placement.zero is not None:
         return OptimizerCosts(term, nothing, _flattened(model, r, square_roots=kind.square_roots))
-    if scratch:
-        return OptimizerCosts(term, nothing, _slice(model, r, kind.states * kind.eight_bit))
+    if r.switches.step_scratch_bytes:
+        return OptimizerCosts(term, nothing, own)
     return OptimizerCosts(
         term,
         nothing,
@@ -80,36 +80,6 @@ def optimizer(model: ModelSpec, r: Resolved) -> OptimizerCosts:
             (count // shards, wide / max(1, count)),
             "torch.optim.adamw _multi_tensor_adamw",
         ),
-    )
-
-
-def slice_bytes(r: Resolved, elements: int, width: int, widened: int) -> int:
-    """Return what our own optimizer makes for one slice of a tensor of `elements`, `width` bytes each.
-
-    In fp32: the gradient, and a product or a root beside it; the weights and the noise that rounds them,
-    unless they are fp32 already or their master is; states of 8 bits, `widened` of them.
-    """
-    exact = width == FP32 or r.master_weights
-    each = FP32 * (2 + (0 if exact else 2) + widened)
-    return each * min(elements, r.switches.step_scratch_bytes // MOST_OF_A_SLICE)
-
-
-FP32 = 4
-MOST_OF_A_SLICE = 6 * FP32
-"""Bytes an element that the scratch of a step is sized for."""
-
-
-def _slice(model: ModelSpec, r: Resolved, widened: int) -> Term:
-    """Return our own optimizer's step: slice by slice of one tensor after another."""
-    groups = trained_groups(model, r)
-    width = min((group.width for group in groups), default=FP32)
-    elements = largest_part(model, r)
-    return Term(
-        "optimizer",
-        slice_bytes(r, elements, width, widened),
-        "a slice of a tensor of {0:,} elements in fp32",
-        (elements,),
-        "trainer/elementwise_optimizer.py: _step_one",
     )
 
 

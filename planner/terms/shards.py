@@ -70,20 +70,6 @@ def trained_share(model: ModelSpec, r: Resolved, shards: int) -> Fraction:
     return Fraction(adapter_shard(model, r, shards), total) if total else Fraction(1, shards)
 
 
-def largest_part(model: ModelSpec, r: Resolved) -> int:
-    """Return elements of the largest trained tensor's part on one rank, as the optimizer has it."""
-    ranks = r.placement.state_shards
-    if r.method is Method.FULL:
-        modules = [*outside_layers(model), *model.towers]
-        modules += [module for layer in model.layers for module in layer.modules]
-        sizes = [(shape[0], prod(shape[1:])) for m in modules for shape in m.shapes if shape]
-    else:
-        found = adapters(model, r)
-        sizes = [(rows, columns) for rows, columns, _ in found.matrices]
-        sizes.append((found.largest, 1))  # a module of modules_to_save
-    return max((-(-rows // ranks) * columns for rows, columns in sizes), default=0)
-
-
 FOUR_BIT = ("nf4", "fp4")
 """Schemes whose packed codes are a parameter of bytes that is divided like any other."""
 

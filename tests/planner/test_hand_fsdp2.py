@@ -160,9 +160,9 @@ def test_replicas_hold_the_same_shard_and_their_sum_until_the_backward_ends() ->
 def test_the_heads_whole_gradient_is_made_at_the_loss() -> None:
     result = planned(8, context=2)
     assert term(result, "loss", "gradients") == 2 * (HEAD - 64)
-    # whole ones of the micro-batches before are added to in place, or lie beside in another dtype
+    # then it is added to that of the micro-batches before, or stays beside it in another dtype
     added = planned(8, context=2, gradient_accumulation=2)
-    assert term(added, "loss", "gradients") == 2 * (2 * LAYER + ROOT)
+    assert term(added, "loss", "gradients") == 2 * (2 * LAYER + ROOT) + 2 * (HEAD - 64)
     apart = planned(8, context=2, gradient_accumulation=2, reduce_dtype="fp32")
     assert term(apart, "loss", "gradients") == 4 * (2 * LAYER + ROOT) + 2 * (HEAD - 64)
 
