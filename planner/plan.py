@@ -67,6 +67,8 @@ class Plan:
     """Groups of ranks it talks in."""
     ranks: tuple[RankPeak, ...] = ()
     """The distinct ranks, of which this plan is the fullest one's."""
+    whole: tuple[ModelSpec, Resolved] | None = field(default=None, repr=False, compare=False)
+    """The run before ranks took their parts; None for a rank's own plan."""
     asked: Recipe = field(default=Recipe(), repr=False, compare=False)
     """The recipe, before the framework's defaults."""
     problem: str = ""
@@ -342,7 +344,8 @@ def plan_resolved(
     kinds = rank_runs(model, resolved)
     plans = plans_of_ranks(model, resolved, machine, risk=risk)
     ranks = tuple(starmap(_rank_peak, zip(kinds, plans, strict=True)))
-    return replace(max(plans, key=lambda found: found.peak_bytes), ranks=ranks)
+    fullest = max(plans, key=lambda found: found.peak_bytes)
+    return replace(fullest, ranks=ranks, whole=(model, resolved))
 
 
 def _rank_peak(kind: RankRun, found: Plan) -> RankPeak:

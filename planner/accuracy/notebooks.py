@@ -94,16 +94,16 @@ def step_lengths(
     if data.longest is None:
         top = cap
     else:
-        top = min(cap, int(_quantile(data, chance ** (1 / max(1, samples)), samples)))
+        top = min(cap, int(quantile(data, chance ** (1 / max(1, samples)), samples)))
     drawn = [
-        min(at_most, int(_quantile(data, ((k + 0.5) / STEPS) ** (1 / batch), samples)))
+        min(at_most, int(quantile(data, ((k + 0.5) / STEPS) ** (1 / batch), samples)))
         for k in range(STEPS)
     ]
     shuffled = [drawn[k * SHUFFLE % STEPS] for k in range(STEPS)]
     return (*(min(length, top) for length in shuffled), top)
 
 
-def _quantile(data: DataSet, share: float, samples: int) -> float:
+def quantile(data: DataSet, share: float, samples: int) -> float:
     """Return a quantile of the log-normal whose largest of `samples` is the longest as a median."""
     assert data.median is not None
     longest = data.longest or 8 * data.median

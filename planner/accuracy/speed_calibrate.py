@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from planner.accuracy.speed_fit import Fit
 from planner.accuracy.speed_score import (
     DECODING,
+    OTHER,
     TRAINING,
     TimeSample,
     left_out,
@@ -30,26 +31,28 @@ from planner.datafiles import data_dir
 from planner.machines.machine import gpu_catalogue
 from planner.speed.cards import card_speed
 from planner.speed.parameters import Parameters
-from planner.speed.spread import GENERATE, TRAIN, Spread
+from planner.speed.spread import GENERATE, GRPO, KINDS, TRAIN, Spread
 
 GROUP_FOLDS = 20
 """Run groups are left out in so many parts: one fit a group would say the same."""
 INSIDE = 0.85
 """Share of measured times that a plan's low to high holds."""
+MIN_ROWS = 20
+"""Kinds of steps with fewer rows are as well known as all of training, or of generation."""
 SOURCE_SHARE = 30
 """Rows that one source counts as, at most (like planner/risk.py)."""
 MEANING = {
     "product": "large products, of the best matmul measured on the card",
     "sheet": "best matmul measured over the sheet's peak, the median of the cards that have both",
     "attention": "flash and SDPA kernels, of the best matmul measured",
+    "attention_tflops": "and at most that many TFLOPS, of kernels made for Ampere's instructions",
     "bandwidth": "pointwise kernels of training, of the memory's bandwidth",
-    "unpack": "dequantising packed weights for a product, of the memory's bandwidth",
+    "unpack": "elements dequantised for every fp32 FLOP the card could do",
     "launch_s": "host time of one eager operation and its autograd node, seconds",
     "exposed": "share of the shorter of computation and traffic that the longer does not hide",
-    "link": "collectives and copies, of a link's one-way bandwidth",
     "decode_bandwidth": "weights and cache read by an engine, of the memory's bandwidth",
-    "decode_packed": "packed weights, of that",
-    "engine_step_s": "an engine's own time for a step with graphs, seconds",
+    "engine_step_s": "vLLM's own time for a step with graphs, V1 (0.8 and later), seconds",
+    "old_step_s": "the same of V0, seconds",
     "sequence_s": "and for every running sequence, seconds",
     "generate_launch_s": "host time of one eager operation without a graph, seconds",
     "reduce_s": "one sum over an engine's tensor ranks, seconds",
@@ -98,10 +101,13 @@ def spread_of(ratios: Sequence[tuple[str, float]]) -> Spread:
 
 def document(p: Parameters, ratios: Sequence[RatioRow]) -> dict[str, Any]:
     """Return data/calibration/speed.json."""
-    spreads = {
-        kind: spread_of([(row.source, float(row.ratio)) for row in ratios if row.kind == kind])
-        for kind in (TRAIN, GENERATE)
-    }
+    spreads = {}
+    for kind in KINDS:
+        own = [(row.source, float(row.ratio)) for row in ratios if row.kind == kind]
+        if len(own) < MIN_ROWS:
+            root = kind.split(",")[0]
+            own = [(row.source, float(row.ratio)) for row in ratios if row.kind.startswith(root)]
+        spreads[kind] = spread_of(own)
     kinds = {**dict.fromkeys(TRAINING.names, TRAIN), **dict.fromkeys(DECODING.names, GENERATE)}
     return {
         "what": "The speed model's parameters (planner/speed/parameters.py): shares of published speeds, and "
@@ -110,7 +116,7 @@ def document(p: Parameters, ratios: Sequence[RatioRow]) -> dict[str, Any]:
             name: {
                 "value": float(f"{getattr(p, name):.5g}"),
                 "what": what,
-                "rows": f"speed_ratios.csv, kind {kinds[name]}"
+                "rows": f"speed_ratios.csv, kinds {kinds[name]}"
                 if name in kinds
                 else "data/speed/cards.csv and matmul.csv",
             }
@@ -121,7 +127,7 @@ def document(p: Parameters, ratios: Sequence[RatioRow]) -> dict[str, Any]:
     }
 
 
-def ratios_of(samples: Sequence[TimeSample], fit: Fit) -> list[RatioRow]:
+def ratios_of(samples: Sequence[TimeSample], fit: Fit, p: Parameters) -> list[RatioRow]:
     """Return the ratio rows of one kind of samples."""
     by_source = left_out(samples, lambda sample: sample.source, fit)
     by_group = left_out(samples, lambda sample: sample.group, fit, folds=GROUP_FOLDS)
@@ -130,7 +136,7 @@ def ratios_of(samples: Sequence[TimeSample], fit: Fit) -> list[RatioRow]:
         RatioRow(
             each.sample.row.id,
             each.sample.source,
-            each.sample.kind,
+            each.sample.spread_kind(p),
             f"{each.sample.measured / each.predicted:.5g}",
             f"{each.sample.measured / groups[each.sample.row.id].predicted:.5g}",
         )
@@ -148,7 +154,15 @@ def main() -> int:
     values = {name: getattr(trained, name) for name in TRAINING.names}
     values |= {name: getattr(decoded, name) for name in DECODING.names}
     p = Parameters(**values, sheet=sheet_share())
-    ratios = sorted(ratios_of(rows[TRAIN], TRAINING) + ratios_of(rows[GENERATE], DECODING))
+    steps = [
+        RatioRow(s.row.id, s.source, s.kind, ratio, ratio)
+        for s in samples
+        if s.kind in (GRPO, OTHER)
+        for ratio in [f"{s.measured / s.predicted(p):.5g}"]
+    ]
+    ratios = sorted(
+        steps + ratios_of(rows[TRAIN], TRAINING, p) + ratios_of(rows[GENERATE], DECODING, p)
+    )
     text = json.dumps(document(p, ratios), indent=1)
     (folder / "speed.json").write_text(text + "\n", encoding="utf-8")
     stream = io.StringIO()

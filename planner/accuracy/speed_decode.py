@@ -1,6 +1,7 @@
 """A row of decode.csv -> the engine that it describes, and tokens a second of it."""
 
 import re
+from math import log
 from typing import NamedTuple
 
 from planner.accuracy.names import machine_named, model_named
@@ -22,8 +23,12 @@ SCHEMES = (
     (r"gptq|int4|w4a16|autoround", "gptq-4bit"),
 )
 """What a row's column calls a scheme -> the planner's word."""
-VLLM_SEQS = 256
-"""vLLM's own limit of running sequences (EngineArgs.max_num_seqs of 2023 to 2025)."""
+PLANNED = ("vllm", "transformers")
+"""Engines whose memory and time are planned; others are scored apart."""
+SPREAD = 8
+"""Quantiles of the lengths that a data set's requests have: exponential, of which the mean is known."""
+SHORTEST = 16
+"""Output tokens below which a row measures prompts and their transport."""
 OTHER_SEQS = 2048
 """TensorRT-LLM's limit (max_batch_size of trtllm-serve); SGLang has none of its own."""
 
@@ -41,8 +46,13 @@ class DecodeRun(NamedTuple):
     """Sequences that run at once: the engine's limit, and what its cache holds."""
     steps_alone: bool
     """The figure is of decoding steps, without prompts."""
+    requests: int
+    """Sent to one engine."""
     prompt: float
+    lengths: tuple[float, ...]
+    """Of the outputs, as quantiles."""
     output: float
+    """Their mean."""
     seconds: float
     """Between two tokens of one sequence, as the row says."""
 
@@ -75,6 +85,8 @@ def decode_run(row: Row) -> DecodeRun:
         raise NotCovered("the row states a rate of requests, not how many run at once")
     tensor, stages = row.integer("tp") or 1, row.integer("pp") or 1
     gpus = row.integer("n_gpus") or tensor * stages
+    stated = re.search(r"\bpp=(\d+)", row["notes"])
+    stages = int(stated[1]) if stated else stages
     copies = (
         max(1, gpus // (tensor * stages))
         if "replica" in row["notes"] or "dp=" in row["notes"]
@@ -91,7 +103,10 @@ def decode_run(row: Row) -> DecodeRun:
     ):
         scheme = ""
     length = int(prompt + output) + 1
+    copies = min(copies, concurrency)
     each = -(-concurrency // copies)
+    if output < SHORTEST:
+        raise NotCovered(f"{output:.0f} tokens out: how fast a server reads prompts, no generation")
     section = EngineSection(
         kind=EngineKind.TRANSFORMERS if transformers else EngineKind.VLLM_SERVER,
         tensor_parallel=tensor,
@@ -121,6 +136,9 @@ def decode_run(row: Row) -> DecodeRun:
     value, quantity = row.number("value"), row["quantity"]
     if not value or value <= 0:
         raise NotCovered("the row's figure is no positive number")
+    between = row.number("tpot_ms") if concurrency == 1 and "wall" in row["notes"] else None
+    if between:  # the rate is of the whole request, its prompt included
+        quantity, value = "tpot_ms", between
     if quantity == "tpot_ms":
         rate = concurrency / value * 1000
     elif quantity == "latency_s":
@@ -136,15 +154,29 @@ def decode_run(row: Row) -> DecodeRun:
         copies=copies,
         running=_running(row, made, each, prompt + output),
         steps_alone=quantity in ("tpot_ms", "decode_tok_s", "latency_s"),
+        requests=max(requests // copies, each),
         prompt=prompt,
+        lengths=_lengths(row, output),
         output=output,
         seconds=each * copies / rate,
     )
 
 
+def _lengths(row: Row, mean: float) -> tuple[float, ...]:
+    """Return quantiles of the outputs' lengths: of a data set's answers exponential, else all alike."""
+    if "data" not in row["len_kind"] and "ShareGPT" not in row["len_kind"]:
+        return (mean,)
+    if "random" in row["len_kind"]:
+        return (mean,)
+    drawn = [-log(1 - (k + 0.5) / SPREAD) for k in range(SPREAD)]
+    return tuple(mean * each * SPREAD / sum(drawn) for each in drawn)
+
+
 def _running(row: Row, made: Plan, asked: int, tokens: float) -> int:
     """Return how many of `asked` sequences run at once."""
-    most = VLLM_SEQS if row["engine"].startswith("vllm") else OTHER_SEQS
+    stated = re.search(r"max_num_seqs=(\d+)", row["notes"])
+    most = made.resolved.max_num_seqs if row["engine"].startswith("vllm") else OTHER_SEQS
+    most = int(stated[1]) if stated else most
     limit = min(asked, most)
     if made.serving is not None and made.serving.kv_tokens:
         limit = min(limit, int(made.serving.kv_tokens / tokens))

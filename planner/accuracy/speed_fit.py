@@ -8,7 +8,7 @@ measured, large ones count linearly, and a source counts as the root of its rows
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from math import exp, log, sqrt
 from typing import Protocol
 
@@ -20,11 +20,14 @@ OUTLIER = 0.1
 """An error from which on it counts linearly: 10%."""
 PULL = 0.05
 """How strongly a parameter without evidence stays where it starts."""
-ROUNDS, TRIES = 15, 8
+ROUNDS, TRIES = 10, 6
 
 BOUNDS = {
+    "attention_tflops": 1000,
+    "unpack": 0.1,
     "launch_s": 2e-4,
     "engine_step_s": 2e-2,
+    "old_step_s": 2e-2,
     "sequence_s": 5e-4,
     "generate_launch_s": 1e-4,
     "reduce_s": 5e-4,
@@ -64,7 +67,7 @@ class Fit:
             name: BOUNDS.get(name, 1.0) / (1 + exp(-value))
             for name, value in zip(self.names, free, strict=True)
         }
-        return replace(self.start, **values)
+        return self.start._replace(**values)
 
     def run(self, samples: Sequence[Sample]) -> Parameters:
         """Return the parameters that fit `samples` best."""
@@ -148,8 +151,3 @@ def solve(matrix: list[list[float]], right: list[float]) -> list[float]:
         rest = sum(rows[i][k] * found[k] for k in range(i + 1, size))
         found[i] = (rows[i][size] - rest) / rows[i][i]
     return found
-
-
-def names() -> tuple[str, ...]:
-    """Return every parameter's name."""
-    return tuple(each.name for each in fields(Parameters))

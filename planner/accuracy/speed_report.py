@@ -10,13 +10,19 @@ from statistics import median
 from typing import NamedTuple
 
 from planner.accuracy.speed_calibrate import RatioRow
-from planner.accuracy.speed_score import Refused, TimeSample, samples_of, shipped_rows
+from planner.accuracy.speed_score import OTHER, Refused, TimeSample, samples_of, shipped_rows
 from planner.datafiles import data_dir
 from planner.speed.parameters import document
-from planner.speed.spread import GENERATE, TRAIN, spread
+from planner.speed.spread import GENERATE, GRPO, KINDS, TRAIN, spread
 
 WORST = 40
-TITLES = {TRAIN: "Training: seconds of a step", GENERATE: "Generation: seconds of a step"}
+TITLES = {
+    TRAIN: "Training: seconds of a step",
+    GRPO: "GRPO: seconds of a step, rollout and all",
+    GENERATE: "Generation by vLLM and transformers: seconds of a step",
+    OTHER: "Generation by engines that are not planned (SGLang, TensorRT-LLM)",
+}
+FITTED = (TRAIN, GENERATE)
 INTRO = """# How long a step takes, and how well that is known
 
 `vramwise plan` prints seconds, hours, dollars and energy beside memory. They come from the same tape:
@@ -29,9 +35,9 @@ model describes, and a roofline turns them into seconds.
 * **Attention** takes its causal FLOPs, the backward five products instead of two.
 * **Pointwise operations**, norms, copies, casts and logits take their bytes, operation by operation as the tape runs
   them; under torch.compile a third.
-* **Packed weights** are read and written unpacked in every pass.
+* **Packed weights** are dequantised in every pass, at so many elements for every fp32 FLOP of the card.
 * **The host** starts every kernel: a pass takes the longer of that and the device's time.
-* **Traffic** between GPUs and to the host takes its bytes at the links' one-way bandwidth, partly hidden.
+* **Traffic** between GPUs and to the host takes its bytes at four fifths of the links' one-way bandwidth (data/speed/links.csv), partly hidden.
 * **Generation** reads weights (of experts those that some token chose) and the running sequences' cache, computes, sums
   over tensor ranks, and pays the engine's own time a step and a sequence.
 
@@ -45,6 +51,8 @@ class Judged(NamedTuple):
     ratio: float
     """Measured over predicted, its source left out."""
     group_ratio: float
+    spread: str
+    """The kind of step whose interval it has."""
 
     @property
     def error(self) -> float:
@@ -69,12 +77,12 @@ def text() -> str:
     samples, refused = samples_of(shipped_rows())
     known = {row.id: row for row in ratio_rows()}
     judged = [
-        Judged(each, float(known[each.row.id].ratio), float(known[each.row.id].group_ratio))
+        Judged(each, float(row.ratio), float(row.group_ratio), row.kind)
         for each in samples
-        if each.row.id in known
+        if (row := known.get(each.row.id)) is not None
     ]
     lines = [INTRO.rstrip(), "", *_parameters()]
-    for kind in (TRAIN, GENERATE):
+    for kind in TITLES:
         lines += ["", *_kind(kind, [each for each in judged if each.sample.kind == kind])]
     lines += ["", *_worst(judged), "", *_refused(refused)]
     return "\n".join(lines) + "\n"
@@ -116,19 +124,24 @@ def _by_source(rows: list[Judged], share: float) -> float:
 def _kind(kind: str, rows: list[Judged]) -> list[str]:
     groups = [abs(each.group_error) for each in rows]
     errors = [abs(each.error) for each in rows]
-    factors = spread(kind)
-    inside = sum(factors.low <= each.ratio <= factors.high for each in rows) / len(rows)
     lines = [
         f"## {TITLES[kind]}",
         "",
-        "| left out | rows | median error | p90 | weighted by source: median | p90 |",
+        "| left out | rows | median error | p90 | sources weighing the same: median | p90 |",
         "|---|---:|---:|---:|---:|---:|",
-        f"| a run group | {len(rows)} | {median(groups):.0%} | {_quantile(groups, 0.9):.0%} | | |",
-        f"| a source | {len(rows)} | {median(errors):.0%} | {_quantile(errors, 0.9):.0%} "
-        f"| {_by_source(rows, 0.5):.0%} | {_by_source(rows, 0.9):.0%} |",
-        "",
-        f"The interval {factors.low:.2f} to {factors.high:.2f} times the prediction holds {inside:.0%} of the rows "
-        f"(85% with sources weighted); its width is {factors.high - factors.low:.0%}.",
+    ]
+    if kind in FITTED:
+        lines.append(
+            f"| a run group | {len(rows)} | {median(groups):.0%} | {_quantile(groups, 0.9):.0%} | | |"
+        )
+    lines.append(
+        f"| {'a source' if kind in FITTED else 'all: nothing is fitted to them'} | {len(rows)} | "
+        f"{median(errors):.0%} | {_quantile(errors, 0.9):.0%} "
+        f"| {_by_source(rows, 0.5):.0%} | {_by_source(rows, 0.9):.0%} |"
+    )
+    if kind != OTHER:
+        lines += ["", *_intervals(rows)]
+    lines += [
         "",
         "| source, left out, worst first | rows | median | p90 | bias |",
         "|---|---:|---:|---:|---:|",
@@ -144,6 +157,32 @@ def _kind(kind: str, rows: list[Judged]) -> list[str]:
             f"| {source} | {len(found)} | {median(sizes):.0%} | {_quantile(sizes, 0.9):.0%} | {bias:+.0%} |"
         )
     return lines
+
+
+def _intervals(rows: list[Judged]) -> list[str]:
+    """Return what the intervals of plans hold, by the kind of step."""
+    lines = [
+        "| interval of | rows | times the prediction | holds | width |",
+        "|---|---:|---|---:|---:|",
+    ]
+    held, widths = 0, []
+    for kind in KINDS:
+        own = [each for each in rows if each.spread == kind]
+        if not own:
+            continue
+        factors = spread(kind)
+        inside = sum(factors.low <= each.ratio <= factors.high for each in own)
+        width = factors.high - factors.low
+        held += inside
+        widths += [width] * len(own)
+        lines.append(
+            f"| {kind} | {len(own)} | {factors.low:.2f} to {factors.high:.2f} | {inside / len(own):.0%} "
+            f"| {width:.0%} |"
+        )
+    return [
+        *lines,
+        f"| all | {len(rows)} | | {held / len(rows):.0%} | median {median(widths):.0%} |",
+    ]
 
 
 def _worst(rows: list[Judged]) -> list[str]:

@@ -5,13 +5,14 @@ from math import exp, log, sqrt
 from statistics import NormalDist
 from typing import NamedTuple
 
-from planner.accuracy.names import machine_named
-from planner.accuracy.notebooks import data_set
+from planner.accuracy.names import machine_named, model_named
+from planner.accuracy.notebooks import DataSet, data_set, quantile
 from planner.accuracy.prediction import NotCovered
 from planner.accuracy.rows import Layout, Row
+from planner.accuracy.sft_recipe import recipe_of
 from planner.accuracy.sft_rows import run_of
 from planner.plan import Plan, plan
-from planner.run.recipe import Recipe
+from planner.run.recipe import EngineKind, EngineSection, Recipe, Task
 
 COLUMNS = {
     "source": "source_family",
@@ -35,14 +36,16 @@ class SpeedRun(NamedTuple):
     """That a step trains on, of one rank."""
     micro_batches: float
     """In what `seconds` measures."""
+    longest: int = 0
+    """Tokens of the longest completion of a GRPO step."""
 
 
 def training_row(row: Row) -> Row:
     """Return the row with the columns of sft.csv, and one length instead of a distribution."""
     fields = {COLUMNS.get(name, name): value for name, value in row.fields.items()}
     method = re.sub(r"-(sft|rl-trainer|grpo|swe)$", "", fields["method"])
-    if method in ("ia3", "adalora", "boft", "lokr", "oft", "vera"):
-        pass
+    if method in OTHER_PRODUCTS:
+        raise NotCovered(f"the products of {method} are not those of LoRA, and not counted")
     dtype = fields.get("dtype", "")
     weights = {"bfloat16": "bf16", "float16": "fp16", "bf16-true": "bf16", "bf16": "bf16"}.get(
         dtype, ""
@@ -52,6 +55,12 @@ def training_row(row: Row) -> Row:
         weights, mixed = "fp32", "bf16"
     fields |= {"method": method, "weights_dtype": weights, "mixed_precision": mixed}
     fields["quantity"] = "peak_allocated"
+    framework = fields["framework"].lower()
+    fields["framework"] = next(
+        (name for start, name in NEAREST if framework.startswith(start)), framework
+    )
+    if framework.startswith("litgpt 8641822"):
+        fields["source_family"] = "litgpt-tables"  # whose law is that year's
     fields["kernels"] = fields.get("kernels", "").replace("float8 linears", "float8")
     fields["parallelism"] = _parallelism(row)
     if re.search(r"/", fields.get("grad_accum", "")):
@@ -59,23 +68,54 @@ def training_row(row: Row) -> Row:
     return Row(Layout.SFT, fields)
 
 
+NEAREST = (("prime-rl", "torchtitan"), ("fsdp_qlora", "torchtune"), ("litgpt", "litgpt"))
+"""Code bases without a law of their own -> the nearest: fully_shard and compiled layers; a 4-bit base
+whose stream stays in 16 bits."""
+OTHER_PRODUCTS = frozenset({"boft", "oft", "lokr", "vera", "adalora"})
+"""PEFT methods that make their matrices anew in every forward."""
+
+
 def _parallelism(row: Row) -> str:
     text = row["parallelism"]
     if text.startswith("fsdp or ddp"):
         # accelerate.yaml of fms-acceleration: FSDP, adapters of quantised bases in DDP
         return "fsdp"
+    if text == "zero":
+        return "zero3"  # Qwen's finetune scripts: ds_config_zero3.json
     found = re.match(r"fsdp(\d*) cp(\d+)", text)
     if found and int(found[2]) > 1:
         return f"fsdp, CP {found[2]}"
     return text
 
 
-def mean_of_cut(mean: float, deviation: float, cap: int) -> float:
-    """Return the mean of log-normal lengths that are cut at `cap`."""
+QUANTILES = 64
+
+
+def mean_below(mean: float, deviation: float, cap: int) -> float:
+    """Return the mean of log-normal lengths of which those above `cap` are dropped.
+
+    ms-swift 1.5 and 2: truncation_strategy "delete" (planner/accuracy/lengths.py).
+    """
     spread = log(1 + (deviation / mean) ** 2)
-    middle, width = log(mean) - spread / 2, sqrt(spread)
-    steps = [NormalDist(middle, width).inv_cdf((k + 0.5) / 64) for k in range(64)]
-    return sum(min(cap, exp(step)) for step in steps) / len(steps)
+    logs = NormalDist(log(mean) - spread / 2, sqrt(spread))
+    kept = logs.cdf(log(cap))
+    return (
+        sum(exp(logs.inv_cdf(kept * (k + 0.5) / QUANTILES)) for k in range(QUANTILES)) / QUANTILES
+    )
+
+
+def longest_in_batch(data: DataSet, cap: int, batch: int) -> float:
+    """Return the mean length that a micro-batch of `batch` samples is padded to."""
+    if data.median is None:
+        return float(cap)
+    shares = [((k + 0.5) / QUANTILES) ** (1 / batch) for k in range(QUANTILES)]
+    top = min(cap, data.longest or cap)
+    return sum(min(top, quantile(data, share, SAMPLES)) for share in shares) / QUANTILES
+
+
+SAMPLES = 500
+"""Of a notebook's run, about: of so many the longest is known."""
+ALPACA = "unsloth/alpaca-cleaned"
 
 
 def length_of(row: Row) -> tuple[int, float]:
@@ -85,17 +125,23 @@ def length_of(row: Row) -> tuple[int, float]:
         return int(text), float(text)
     found = re.search(r"cut at (\d+) \(dataset mean ([\d.]+)\+-([\d.]+)\)", text)
     if found:
-        own = mean_of_cut(float(found[2]), float(found[3]), int(found[1]))
+        own = mean_below(float(found[2]), float(found[3]), int(found[1]))
         return int(own), own
     found = re.search(r"mean ([\d.]+)", text)
     if found:
         own = float(found[1])
         return int(own), own
+    batch = row.integer("micro_batch") or 1
     found = re.search(r"max (\d+) data (\S+)", text)
     data = data_set(found[2]) if found else None
     if found and data is not None:
-        own = min(int(found[1]), data.median or int(found[1]))
-        return int(own), float(own)
+        own = longest_in_batch(data, int(found[1]), batch)
+        return int(own), own
+    found = re.search(r"\(alpaca\), longest (\d+)", text)
+    data = data_set(ALPACA)
+    if found and data is not None:
+        own = longest_in_batch(data, int(found[1]), batch)
+        return int(own), own
     raise NotCovered("samples without lengths: the row states a cap or nothing")
 
 
@@ -124,8 +170,6 @@ def step_seconds(row: Row, tokens: float, sequences: float, gpus: int) -> float:
 
 def training_run(row: Row) -> SpeedRun:
     """Return the plan of a training row; raises NotCovered with the reason."""
-    if "grpo" in row["method"] or "swe" in row["method"]:
-        raise NotCovered("rollout and training together")
     padded, own = length_of(row)
     as_sft = training_row(row).changed(seq_len=str(padded))
     run = run_of(as_sft)
@@ -136,6 +180,46 @@ def training_run(row: Row) -> SpeedRun:
     r = made.resolved
     count = 1 if row["quantity"] == "s_per_micro_batch" else max(1, r.grad_accum)
     sequences = r.sequences * count
-    tokens = r.sequences * own * count
-    found = step_seconds(row, tokens, sequences, gpus)
+    whole = (made.whole or (run.model, r))[1].layout
+    share = whole.data / max(1, gpus if whole.gpus == gpus else whole.gpus)
+    tokens = r.sequences * own * count * share
+    found = step_seconds(row, tokens, sequences * share, gpus)
     return SpeedRun(row, made, found, tokens, count)
+
+
+PROMPT = 128
+"""Tokens of a prompt of the notebooks, which state completions alone: a line of GSM8K and instructions."""
+
+
+def grpo_run(row: Row) -> SpeedRun:
+    """Return the plan of a GRPO step, rollout and all; raises NotCovered with the reason."""
+    found = re.search(r"completion mean ([\d.]+).*?(?:max_seq (\d+)|$)", row["seq_len"])
+    generations = re.search(r"num_generations (\d+)", row["notes"])
+    if not found or not generations or (row.integer("n_gpus") or 1) > 1:
+        raise NotCovered("a GRPO step whose completions, groups or split over GPUs are not stated")
+    mean = round(float(found[1]))
+    as_sft = training_row(row)
+    model = model_named(row["model"])
+    base = recipe_of(as_sft.changed(seq_len="1024"), model)
+    fast = "fast_inference=True" in row["notes"]
+    kind = EngineKind.VLLM_SHARED if fast else EngineKind.TRANSFORMERS
+    recipe = Recipe(
+        task=Task.GRPO,
+        method=base.method,
+        framework="unsloth",
+        quantization=base.quantization,
+        lora=base.lora,
+        dtype="fp16" if row["gpu"] == "t4" else "bf16",
+        micro_batch_size=row.integer("micro_batch") or 1,
+        gradient_accumulation=row.integer("grad_accum") or 1,
+        num_generations=int(generations[1]),
+        prompt_length=PROMPT,
+        completion_length=mean,
+        engine=EngineSection(kind=kind),
+    )
+    made = plan(model, recipe, machine_named(row["gpu"], 1))
+    longest = max(mean, int(found[2] or 0) - PROMPT)
+    value = row.number("value")
+    if not value or value <= 0:
+        raise NotCovered("the row's figure is no positive number")
+    return SpeedRun(row, made, value, float(made.resolved.tokens), 1, longest)

@@ -11,33 +11,35 @@ from pydantic import ValidationError
 
 from planner.accuracy.prediction import NotARun, NotCovered, Prediction
 from planner.accuracy.rows import Layout, Row
-from planner.accuracy.speed_decode import DecodeRun, decode_run
+from planner.accuracy.speed_decode import PLANNED, DecodeRun, decode_run
 from planner.accuracy.speed_fit import Fit
-from planner.accuracy.speed_rows import SpeedRun, training_run
+from planner.accuracy.speed_rows import SpeedRun, grpo_run, training_run
 from planner.datafiles import data_dir
 from planner.errors import VramwiseError
 from planner.speed.cards import CardSpeed, card_speed
 from planner.speed.engine import Engine, EngineWork, engine_work
 from planner.speed.parameters import Parameters, parameters
 from planner.speed.roofline import rates
-from planner.speed.spread import GENERATE, TRAIN, spread
-from planner.speed.time import compute_dtype, training_seconds
+from planner.speed.spread import GENERATE, GRPO, TRAIN, TRAIN_UNSTATED, spread
+from planner.speed.time import compute_dtype, timed, training_kind, training_seconds
 from planner.speed.traffic import Traffic, traffic
 from planner.speed.work import Work, training_work
 
 MIN_CONFIDENCE = 0.55
 """Of a row that is scored: below it a row contradicts itself, or a card's peak."""
 TRAINING = Fit(
-    ("product", "attention", "bandwidth", "unpack", "launch_s", "exposed", "link"), parameters()
+    ("product", "attention", "attention_tflops", "bandwidth", "unpack", "launch_s", "exposed"),
+    parameters(),
 )
 DECODING = Fit(
     (
-        *("decode_bandwidth", "decode_packed", "engine_step_s", "sequence_s", "generate_launch_s"),
+        *("decode_bandwidth", "old_step_s", "engine_step_s", "sequence_s", "generate_launch_s"),
         *("reduce_s", "engine_product"),
     ),
     parameters(),
 )
 TERA = 1e12
+OTHER = "other engines"
 
 
 class Refused(NamedTuple):
@@ -59,7 +61,19 @@ class TrainSample:
     card: CardSpeed
     dtype: str
 
-    kind = TRAIN
+    @property
+    def kind(self) -> str:
+        """Which parameters it decides."""
+        return TRAIN
+
+    def spread_kind(self, p: Parameters) -> str:
+        """Return what its error says something about."""
+        if self.row["tokens_known"] == "0":
+            return TRAIN_UNSTATED
+        phases = training_seconds(
+            self.work, self.sent, rates(self.card, self.dtype, p), self.card, p
+        )
+        return training_kind(phases, self.row.integer("n_gpus") or 1)
 
     @property
     def source(self) -> str:
@@ -95,8 +109,18 @@ class DecodeSample:
     run: DecodeRun
     work: EngineWork
     card: CardSpeed
+    memo: dict[int, float]
 
-    kind = GENERATE
+    @property
+    def kind(self) -> str:
+        """Of engines that are not planned a kind of its own: they decide no parameter."""
+        return GENERATE if self.row["engine"].startswith(PLANNED) else OTHER
+
+    def spread_kind(self, p: Parameters) -> str:
+        """Return what its error says something about."""
+        if self.kind == OTHER:
+            return OTHER
+        return Engine(self.run.plan.spec, self.run.plan.resolved, self.card, p, self.work, {}).kind
 
     @property
     def source(self) -> str:
@@ -116,14 +140,54 @@ class DecodeSample:
     def predicted(self, p: Parameters) -> float:
         """Return the same by the engine's own laws."""
         run = self.run
-        made = Engine(run.plan.spec, run.plan.resolved, self.card, p, self.work)
-        step = made.decode(run.running, run.prompt + run.output / 2).seconds
-        if not run.steps_alone:
-            step += made.prefill(run.running, run.prompt).seconds / run.output
-        return step * run.concurrency / run.running
+        made = Engine(run.plan.spec, run.plan.resolved, self.card, p, self.work, self.memo)
+        if run.steps_alone:
+            step = made.decode(run.running, run.prompt + run.output / 2).seconds
+            return step * run.concurrency / run.running
+        first, rest = made.generate(
+            run.requests, run.prompt, run.lengths, prompts=run.requests, at_once=run.running
+        )
+        return (first.seconds + rest.seconds) * run.concurrency / (run.requests * run.output)
 
 
-TimeSample = TrainSample | DecodeSample
+@dataclass(frozen=True, slots=True)
+class GrpoSample:
+    """A measured GRPO step, rollout and all. It decides no parameter: others' make it up."""
+
+    row: Row
+    run: SpeedRun
+    card: CardSpeed
+
+    @property
+    def kind(self) -> str:
+        """Which parameters it decides: none."""
+        return GRPO
+
+    @property
+    def source(self) -> str:
+        """Who measured it."""
+        return self.row["source"]
+
+    @property
+    def group(self) -> str:
+        """Runs of one setting."""
+        return self.row["group"] or self.row["id"]
+
+    @property
+    def measured(self) -> float:
+        """Seconds of the step."""
+        return self.run.seconds
+
+    def spread_kind(self, p: Parameters) -> str:
+        """Return what its error says something about."""
+        return GRPO
+
+    def predicted(self, p: Parameters) -> float:
+        """Return seconds of the step."""
+        return timed(self.run.plan, self.card, p, longest=self.run.longest).step_seconds
+
+
+TimeSample = TrainSample | DecodeSample | GrpoSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +228,17 @@ def sample_of(row: Row) -> TimeSample:
     if row.layout is Layout.DECODE:
         run = decode_run(row)
         card = _card(run.plan.machine.gpu.id if run.plan.machine.gpu else "")
-        return DecodeSample(row, run, engine_work(run.plan.spec, run.plan.resolved, card), card)
+        return DecodeSample(row, run, engine_work(run.plan.spec, run.plan.resolved, card), card, {})
+    if "grpo" in row["method"] or "swe" in row["method"]:
+        stepped = grpo_run(row)
+        gpu = stepped.plan.machine.gpu
+        return GrpoSample(row, stepped, _card(gpu.id if gpu else ""))
     found = training_run(row)
     made = found.plan
     card = _card(made.machine.gpu.id if made.machine.gpu else "")
-    work = training_work(made.spec, made.resolved)
-    sent = traffic(made.spec, made.resolved, made.machine.node_gpus)
+    whole, resolved = made.whole or (made.spec, made.resolved)
+    work = training_work(whole, resolved)
+    sent = traffic(whole, resolved, made.machine.node_gpus)
     sample = TrainSample(row, found, work, sent, card, compute_dtype(made))
     refuse_impossible(sample)
     return sample
@@ -178,9 +247,12 @@ def sample_of(row: Row) -> TimeSample:
 def predict_speed(row: Row) -> Prediction:
     """Return what the shipped parameters say about a row: step_seconds of training, tokens_per_s of engines."""
     sample = sample_of(row)
-    seconds, factors = sample.predicted(parameters()), spread(sample.kind)
+    kind = sample.spread_kind(parameters())
+    if kind == OTHER:
+        raise NotCovered(f"the engine {row['engine'][:30]!r} is not planned")
+    seconds, factors = sample.predicted(parameters()), spread(kind)
     made, low, high = sample.run.plan, seconds * factors.low, seconds * factors.high
-    if isinstance(sample, TrainSample):
+    if not isinstance(sample, DecodeSample):
         return Prediction(
             "step_seconds", seconds, low, high, made, truth=sample.measured, judged=False
         )
@@ -193,7 +265,9 @@ def predict_speed(row: Row) -> Prediction:
 
 def refuse_impossible(sample: TrainSample) -> None:
     """Raise NotCovered with the arithmetic when the products alone exceed what the card can do."""
-    flops = sum(each.flops + each.attention_flops for each in sample.work.passes)
+    flops = sum(
+        each.flops + each.narrow_flops + each.attention_flops for each in sample.work.passes
+    )
     dtype = "fp8" if sample.run.plan.resolved.float8 is not None else sample.dtype
     most = sample.card.fastest(dtype) or sample.card.fastest("fp32")
     reached = flops / sample.measured

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from planner.errors import UsageError
 from planner.plan import Plan, plan
 from planner.run.recipe import Recipe, RunFile, Task
+from planner.run.tasks import TASKS
 from planner.speed.cost import Amount
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ def amount_of(
     samples: int | None,
     epochs: float | None,
     total_steps: int | None,
+    mean_completion: int | None = None,
 ) -> tuple[Plan, Amount]:
     """Return the plan of a typical step and the amount of steps that somebody asked for.
 
@@ -30,13 +32,16 @@ def amount_of(
     if samples is None and total_steps is None and lengths is None:
         total_steps = train.get("steps") if train.get("epochs") is None else None
     epochs = epochs if epochs is not None else train.get("epochs")
-    typical = made
+    typical, recipe, longest = made, run.recipe, 0
+    if mean_completion is not None:
+        recipe, longest = _shorter(made, recipe, mean_completion), made.resolved.completion_tokens
+        typical = plan(made.spec, recipe, made.machine)
     if lengths is not None:
         from planner.answers.length_files import read_lengths
 
         found = read_lengths(lengths)
         samples = samples if samples is not None else len(found.counts)
-        typical = _typical(made, run.recipe, found)
+        typical = _typical(made, recipe, found)
     if epochs is not None and samples is None and total_steps is None:
         if "epochs" in train:
             epochs = None  # of a data set that a plan does not read
@@ -45,7 +50,23 @@ def amount_of(
                 "epochs: of how many samples is not said",
                 hint="--samples 7473, or --lengths FILE with one length a sample",
             )
-    return typical, Amount(samples=samples, epochs=epochs, total_steps=total_steps)
+    return typical, Amount(
+        samples=samples, epochs=epochs, total_steps=total_steps, longest_completion=longest
+    )
+
+
+def _shorter(made: Plan, recipe: Recipe, mean: int) -> Recipe:
+    """Return the recipe with completions of that length; UsageError for one that cannot be a mean."""
+    r = made.resolved
+    if not TASKS[r.task].generates:
+        raise UsageError(f"mean-completion: --task {r.task} makes no completions")
+    if not 1 <= mean <= r.completion_tokens:
+        raise UsageError(
+            f"mean-completion: {mean:,} is not allowed",
+            hint=f"from 1 to the {r.completion_tokens:,} tokens that the recipe allows",
+        )
+    lengths = {"prompt_length": r.prompt_tokens, "completion_length": mean, "context": None}
+    return recipe.model_copy(update=lengths)
 
 
 def _typical(made: Plan, recipe: Recipe, lengths: "Lengths") -> Plan:

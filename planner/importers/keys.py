@@ -40,3 +40,20 @@ MOVES = re.compile(
     re.IGNORECASE,
 )
 """Words in a key's name that speak of memory."""
+
+SETTLED = re.compile(
+    r"(?:^|[._-])(?:(?:train_)?global_batch_size|(?:rollout|eval|consumer|over_sampling|generation|val|batch)_?batch_size|(?:policy|critic)_mini_batch_size"
+    r"|update_epochs_per_batch|ppo_n_minibatches|batch_multiplier|batched|dump_data_batch|max_(?:num|sample)_batches|batch_adjust_mode"
+    r"|\w*(?:num|n)_gpus(?:_per_(?:node|worker|engine))?|device_mapping|gpus_per_node|beta[12]|gradient_clipping\w*|clipping_\w+|hysteresis|\w*loss_scale\w*"
+    r"|overlong_buffer\w*|overlap_\w+|\w*divisible_by|sequence_length_round\w*|microbatch_order|algorithm|max_input_seq_length|max_input_length"
+    r"|num_parallel_generation_workers|moe_(?:router|token|grouped|permute|shared|enable|layer_freq|layer_recompute|ffn_hidden_size|aux)\w*|freeze_\w+|lora_[AB]_init_method|dropout_position"
+    r"|length_penalty\w*|max_head_offpolicyness|checkpoint_config|memory_monitor|pin_memory|skip_optimizer|num_attention_heads|num_experts|untie_embeddings\w*"
+    r"|position_embedding_type|attention_output_gate|vocab_size|n_heads|decoder_(?:first|last)_pipeline_num_layers|deterministic_mode|max_turns|use_distributed_optimizer|infer_batch_size|\w*max_gen_batches|empty_unused_memory_level|ckpt_assume_constant_structure|\w*loss_weight|num_infer_gpus|(?:orchestrator|data|rollout)\.batch_size|model\.max_seq_len|max_(?:completion_|new_)?tokens(?:_per_\w+)?|context_length|disable_radix_cache|actor_infer\.model_args\.disable_gradient_checkpointing|max_position_embeddings|\w*image_folder|evaluation_images)(?:$|\.)"
+    r"|(?:^|\.)(?:eval\w*|validation|environment|env|econfig|env_vars|custom_envs|icl\w*|algorithms|callbacks)(?:\.|$)|^env_|_env_vars\.|_CACHE_|optimizer\.(?:bf16|optimizer|params_dtype|sgd_momentum)$"
+)
+"""Names that speak of memory and move none of a card's: batches that are cut into micro-batches, counts of
+GPUs read elsewhere, shapes that the model's own config states, what only evaluation or an environment has."""
+
+DTYPE = re.compile(r"(?:dtype|precision)$", re.IGNORECASE)
+SIXTEEN = ("bfloat16", "bf16", "auto", "torch.bfloat16")
+"""What such a key says where it says nothing that is not planned anyway."""

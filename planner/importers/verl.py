@@ -300,10 +300,7 @@ def _drop_rest(settings: Settings) -> None:
         f"{_R}enable_",
         f"{_F}log_prob",
     )
-    for key in settings.values:
-        if key.startswith(prefixes) and key not in settings.used:
-            settings.used.add(key)
-            settings.report.ignored += 1
+    settings.quiet(*prefixes)
 
 
 def _read_sft(settings: Settings, launched: int | None) -> Imported:

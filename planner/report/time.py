@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from planner.errors import UsageError
 from planner.plan import Plan
-from planner.speed.cost import Amount, Cost, cost_of, parse_price, steps_of
-from planner.speed.time import Time, TimedPhase, why_not
+from planner.speed.cost import Amount, Cost, cost_of, parse_price
+from planner.speed.time import Time, TimedPhase, time_of, why_not
 
 BAR_WIDTH = 24
 MINUTE, HOUR, DAY = 60, 3600, 86400
@@ -33,7 +32,7 @@ def between(low: str, high: str) -> str:
 
 def time_text(plan: Plan, amount: Amount, price: str | None) -> str:
     """Return the lines that `plan` prints below memory."""
-    time = plan.time
+    time = time_of(plan, longest=amount.longest_completion)
     if time is None:
         if price is not None:
             parse_price(price)
@@ -85,7 +84,7 @@ def cost_lines(cost: Cost, time: Time, plan: Plan) -> list[str]:
 
 def document(plan: Plan, amount: Amount, price: str | None) -> dict[str, Any]:
     """Return `time` and `cost` of `plan --json`."""
-    time = plan.time
+    time = time_of(plan, longest=amount.longest_completion)
     if time is None:
         if price is not None:
             parse_price(price)
@@ -99,11 +98,3 @@ def document(plan: Plan, amount: Amount, price: str | None) -> dict[str, Any]:
         "run_hours_high": round(hours[2], 6) if hours else None,
     }
     return {"time": found, "cost": cost.to_dict()}
-
-
-def check(amount: Amount, plan: Plan) -> None:
-    """Raise UsageError for an amount that cannot be, before anything is printed."""
-    if plan.time is not None:
-        steps_of(plan.time, amount)
-    elif amount.epochs is not None and amount.samples is None and amount.total_steps is None:
-        raise UsageError("epochs: of how many samples is not said", hint="--samples 7473")

@@ -5,8 +5,8 @@ data/gpus by the id of the one resolver (planner/machines/machine.py).
 """
 
 import csv
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from planner.datafiles import data_dir
 
@@ -22,8 +22,7 @@ PEAKS = {
 TERA, GIGA = 1e12, 1e9
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CardSpeed:
+class CardSpeed(NamedTuple):
     """One card's speeds, in FLOP/s and bytes/s."""
 
     id: str

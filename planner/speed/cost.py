@@ -2,7 +2,6 @@
 
 import csv
 import re
-from dataclasses import dataclass
 from functools import cache
 from math import ceil
 from typing import Any, NamedTuple
@@ -27,13 +26,14 @@ class Price(NamedTuple):
     source: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Amount:
+class Amount(NamedTuple):
     """How much is trained, as somebody asked for it."""
 
     samples: int | None = None
     epochs: float | None = None
     total_steps: int | None = None
+    longest_completion: int = 0
+    """Tokens, where the plan's completions are as long as on average; 0: they all are."""
 
     @property
     def known(self) -> bool:
@@ -41,8 +41,7 @@ class Amount:
         return self.samples is not None or self.total_steps is not None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cost:
+class Cost(NamedTuple):
     """What a run takes; None where nobody said how long it is."""
 
     steps: int | None

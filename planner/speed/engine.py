@@ -5,17 +5,19 @@ over tensor ranks, and pays the engine's own time: Python between steps, or eage
 is replayed. A batch shrinks as its sequences end.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec, ModuleKind
+from planner.quant.table import BITSANDBYTES
 from planner.run.recipe import VLLM, Method
 from planner.run.resolved import Resolved
-from planner.speed.cards import CardSpeed
+from planner.speed.cards import TERA, CardSpeed
 from planner.speed.counts import layer_counts
 from planner.speed.parameters import Parameters
-from planner.speed.roofline import BANDWIDTH, COMPUTE, HOST, LAUNCHES, LINK, Seconds
+from planner.speed.roofline import BANDWIDTH, COMPUTE, HOST, LAUNCHES, LINK, LINK_SHARE, Seconds
+from planner.speed.spread import kind_of
 from planner.speed.work import attention_flops
 from planner.terms.activations import op_settings
 from planner.terms.counts import base_weights
@@ -37,7 +39,10 @@ class EngineWork(NamedTuple):
     """Weights of all routed experts."""
     experts: int
     top_k: int
-    packed: bool
+    graphs_off: bool
+    """vLLM without graphs: its own time a step comes on top of the launches'."""
+    old: bool
+    """vLLM's V0 engine: Python between any two steps (it alone has swap space)."""
     weight_only: bool
     """Packed weights are unpacked for products in 16 bits; False: the product is in the packed dtype."""
     active: float
@@ -50,11 +55,17 @@ class EngineWork(NamedTuple):
     reductions: float
     """Sums over tensor ranks in one step."""
     hidden: int
-    stages: int
+    unpacked: float
+    """Elements that bitsandbytes dequantises for a product of several rows."""
+    cache_passes: float
+    """How often a step reads or writes the whole cache."""
+
+    def steps(self, p: Parameters) -> float:
+        """Return the engine's own time for one step."""
+        return p.old_step_s if self.old else p.engine_step_s
 
 
-@dataclass(frozen=True)
-class Engine:
+class Engine(NamedTuple):
     """An engine on a card."""
 
     model: ModelSpec
@@ -62,6 +73,14 @@ class Engine:
     card: CardSpeed
     p: Parameters
     work: EngineWork
+    memo: dict[int, float]
+    """Cache bytes of a sequence by its length."""
+
+    @property
+    def kind(self) -> str:
+        """How well its times are known."""
+        w = self.work
+        return kind_of(trains=False, gpus=w.ranks, launches=bool(w.launches))
 
     def decode(self, batch: float, context: float) -> Seconds:
         """Return one step of `batch` sequences that are `context` tokens long."""
@@ -71,24 +90,29 @@ class Engine:
             share = 1 - (1 - min(1.0, w.top_k / w.experts)) ** max(1.0, batch)
         reached = self.card.bandwidth * p.decode_bandwidth
         weights = (w.always_bytes + w.expert_bytes * share) / reached
-        if w.packed:
-            weights /= p.decode_packed
+        if w.unpacked and batch > 1:  # one row has a kernel of its own (bitsandbytes matmul_4bit)
+            cores = self.card.peaks.get("fp32", 0.0) * p.unpack
+            weights += w.unpacked / (cores or self.card.bandwidth)
         cache = batch * self.cache_bytes(context) / reached
         computing = 2 * w.active * batch / w.ranks / self.products()
         summing = self.summing(batch)
         own = batch * p.sequence_s
         if w.launches:
-            own += w.launches * p.generate_launch_s
+            own += w.launches * p.generate_launch_s + (w.steps(p) if w.graphs_off else 0)
             device = max(weights + cache, computing)
             return Seconds(max(own, device) + summing, LAUNCHES if own > device else BANDWIDTH)
-        own += p.engine_step_s
+        own += w.steps(p)
         device = weights + cache + computing
         parts = {BANDWIDTH: weights + cache, COMPUTE: computing, LINK: summing, HOST: own}
         return Seconds(device + summing + own, max(parts, key=lambda name: parts[name]))
 
     def cache_bytes(self, context: float) -> float:
         """Return what one sequence's keys and values take on a rank."""
-        return _cache(self.model, self.r, int(context)) / self.work.ranks
+        tokens = max(1, int(context))
+        if tokens not in self.memo:
+            held = sequence_bytes(self.model, tokens, self.r.kv_dtype)
+            self.memo[tokens] = held * self.work.cache_passes / self.work.ranks
+        return self.memo[tokens]
 
     def products(self) -> float:
         """Return FLOP/s of the engine's products."""
@@ -100,7 +124,7 @@ class Engine:
         w = self.work
         if w.ranks < 2:
             return 0.0
-        link = (self.card.nvlink or self.card.pcie) * self.p.link
+        link = (self.card.nvlink or self.card.pcie) * LINK_SHARE
         moved = 2 * (w.ranks - 1) / w.ranks * tokens * w.hidden * element_bytes("bf16") / link
         return w.reductions * (self.p.reduce_s + moved)
 
@@ -116,12 +140,12 @@ class Engine:
         best, known = self.card.ceiling("bf16" if w.weight_only else self.r.compute_dtype)
         best *= 1.0 if known else p.sheet
         computing = 2 * w.active * tokens / w.ranks / self.products()
-        computing += attention / w.ranks / (best * p.attention)
+        computing += attention / w.ranks / (min(best * p.attention, p.attention_tflops * TERA))
         chunks = max(1.0, tokens / max(1, r.max_num_batched_tokens or tokens))
         reading = (
             chunks * (w.always_bytes + w.expert_bytes) / (self.card.bandwidth * p.decode_bandwidth)
         )
-        own = chunks * (w.launches * p.generate_launch_s or p.engine_step_s)
+        own = chunks * (w.launches * p.generate_launch_s or w.steps(p))
         total = computing + reading + own + self.summing(tokens)
         return Seconds(total, COMPUTE if computing > reading + own else BANDWIDTH)
 
@@ -169,11 +193,7 @@ class Engine:
 
 def engine(model: ModelSpec, r: Resolved, card: CardSpeed, p: Parameters) -> Engine:
     """Return the engine of a run."""
-    return Engine(model, r, card, p, engine_work(model, r, card))
-
-
-def _cache(model: ModelSpec, r: Resolved, context: int) -> int:
-    return sequence_bytes(model, max(1, context), r.kv_dtype)
+    return Engine(model, r, card, p, engine_work(model, r, card), {})
 
 
 def engine_work(model: ModelSpec, r: Resolved, card: CardSpeed) -> EngineWork:
@@ -210,7 +230,8 @@ def engine_work(model: ModelSpec, r: Resolved, card: CardSpeed) -> EngineWork:
         expert_bytes=max(0.0, whole * share),
         experts=experts,
         top_k=top_k,
-        packed=bool(scheme),
+        graphs_off=vllm and not r.cuda_graphs,
+        old=vllm and r.framework.engine.swap_bytes > 0,
         weight_only=bool(scheme) and not native,
         active=read,
         dtype=native or r.compute_dtype,
@@ -218,8 +239,27 @@ def engine_work(model: ModelSpec, r: Resolved, card: CardSpeed) -> EngineWork:
         ranks=ranks,
         reductions=2.0 * model.num_layers if ranks > 1 else 0.0,
         hidden=model.hidden,
-        stages=max(1, r.pipeline_parallel),
+        unpacked=base_weights(model, r).quantized_parameters / ranks
+        if scheme in BITSANDBYTES
+        else 0.0,
+        cache_passes=1.0 if vllm else _cache_passes(model),
     )
+
+
+def _cache_passes(model: ModelSpec) -> float:
+    """Return how often transformers goes over the cache in a step.
+
+    DynamicLayer.update joins it to the new token (read, written), attention reads it; keys and values of
+    groups are repeated for every query head first (written, read): cache_utils.py, repeat_kv.
+    """
+    groups = [
+        mixer.num_heads / mixer.num_kv_heads
+        for layer in model.layers
+        for mixer in layer.mixers
+        if mixer.num_kv_heads
+    ]
+    most = max(groups, default=1.0)
+    return 3 + (2 * most if most > 1 else 0)
 
 
 def _native(scheme: str, card: CardSpeed) -> str:

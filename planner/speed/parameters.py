@@ -5,15 +5,13 @@ names the rows it was read from (`python -m planner.accuracy.speed_fit` writes i
 """
 
 import json
-from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from planner.datafiles import data_dir
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Parameters:
+class Parameters(NamedTuple):
     """Shares of what the hardware could do, and times of software."""
 
     product: float
@@ -22,22 +20,22 @@ class Parameters:
     """The best matmul of a card on which none was measured, of its sheet's peak."""
     attention: float
     """Flash and SDPA kernels: of the best matmul measured."""
+    attention_tflops: float
+    """And at most that many TFLOPS: kernels of Ampere's instructions do not reach Hopper's or Blackwell's."""
     bandwidth: float
     """Pointwise kernels of training: of the memory's bandwidth."""
     unpack: float
-    """Kernels that dequantise packed weights for a product: of the memory's bandwidth."""
+    """Elements that a dequantising kernel makes for every fp32 FLOP the card's cores could do."""
     launch_s: float
     """Host time of one eager operation with its autograd node."""
     exposed: float
     """Traffic between GPUs that no computation hides: of its time at the links' measured speed."""
-    link: float
-    """What collectives and copies reach of a link's one-way bandwidth."""
     decode_bandwidth: float
     """Weights and cache read by an engine's kernels: of the memory's bandwidth."""
-    decode_packed: float
-    """The same of packed 4- and 8-bit weights, of that."""
     engine_step_s: float
-    """An engine's own time for one step, with graphs."""
+    """vLLM's own time for one step with graphs, V1 (0.8 and later)."""
+    old_step_s: float
+    """The same of V0."""
     sequence_s: float
     """And for every running sequence."""
     generate_launch_s: float
@@ -52,7 +50,7 @@ class Parameters:
 def parameters() -> Parameters:
     """Return the shipped parameters."""
     constants = document()["parameters"]
-    return Parameters(**{each.name: constants[each.name]["value"] for each in fields(Parameters)})
+    return Parameters(**{name: constants[name]["value"] for name in Parameters._fields})
 
 
 @cache

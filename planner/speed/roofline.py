@@ -8,7 +8,7 @@ longer of the two.
 
 from typing import NamedTuple
 
-from planner.speed.cards import CardSpeed
+from planner.speed.cards import TERA, CardSpeed
 from planner.speed.parameters import Parameters
 from planner.speed.work import Pass
 
@@ -28,9 +28,17 @@ class Rates(NamedTuple):
     products: float
     wide: float
     """In fp32."""
+    narrow: float
+    """In float8."""
     attention: float
     bandwidth: float
     packed: float
+    """Elements dequantised."""
+
+
+LINK_SHARE = 4 / 5
+"""What collectives and pinned copies reach of a link's one-way bandwidth: data/speed/links.csv has 235 of 300
+GB/s (A100, 8 GPUs), 376 to 396 of 450 (H100, H200), 25 to 27 of 31.5 (PCIe 4), 55 to 57 of 63 (PCIe 5)."""
 
 
 def rates(card: CardSpeed, dtype: str, p: Parameters) -> Rates:
@@ -39,22 +47,23 @@ def rates(card: CardSpeed, dtype: str, p: Parameters) -> Rates:
     best *= 1.0 if known else p.sheet
     wide, known = card.ceiling("fp32")
     wide *= 1.0 if known else p.sheet
+    narrow = card.peaks.get("fp8", 0.0) * p.sheet or best
     return Rates(
         products=best * p.product,
         wide=wide * p.product,
-        attention=best * p.attention,
+        narrow=narrow * p.product,
+        attention=min(best * p.attention, p.attention_tflops * TERA),
         bandwidth=card.bandwidth * p.bandwidth,
-        packed=card.bandwidth * p.unpack,
+        packed=card.peaks.get("fp32", 0.0) * p.unpack or card.bandwidth,
     )
 
 
 def seconds(work: Pass, speed: Rates, p: Parameters) -> Seconds:
     """Return how long a pass takes on a card of these rates."""
     computing = work.flops / speed.products + work.attention_flops / speed.attention
-    if work.wide_flops:
-        computing += work.wide_flops / speed.wide
+    computing += work.wide_flops / speed.wide + work.narrow_flops / speed.narrow
     moving = (work.product_bytes + work.moved_bytes) / speed.bandwidth
-    moving += work.packed_bytes / speed.packed
+    moving += work.packed / speed.packed
     starting = work.launches * p.launch_s
     if starting > computing + moving:
         return Seconds(starting, LAUNCHES)

@@ -10,7 +10,26 @@ from typing import NamedTuple
 
 from planner.speed.parameters import document
 
-TRAIN, GENERATE = "train", "generate"
+TRAIN, TRAIN_LAUNCHES, TRAIN_SEVERAL = "train", "train, launches", "train, several GPUs"
+TRAIN_UNSTATED = "train, lengths estimated"
+"""Runs whose samples' lengths nobody states: no plan is one."""
+GENERATE, GENERATE_EAGER, GENERATE_SEVERAL = "generate", "generate, eager", "generate, several GPUs"
+GRPO = "grpo"
+"""Whole steps, rollout and all: nothing is fitted to them."""
+KINDS = (
+    *(TRAIN, TRAIN_LAUNCHES, TRAIN_SEVERAL, TRAIN_UNSTATED),
+    *(GENERATE, GENERATE_EAGER, GENERATE_SEVERAL),
+    GRPO,
+)
+
+
+def kind_of(*, trains: bool, gpus: int, launches: bool) -> str:
+    """Return the kind of a step by what decides how well it is known."""
+    if launches:
+        return TRAIN_LAUNCHES if trains else GENERATE_EAGER
+    if gpus > 1:
+        return TRAIN_SEVERAL if trains else GENERATE_SEVERAL
+    return TRAIN if trains else GENERATE
 
 
 class Spread(NamedTuple):
@@ -29,6 +48,6 @@ class Spread(NamedTuple):
 
 @cache
 def spread(kind: str) -> Spread:
-    """Return the factors of a kind of phase: train or generate."""
+    """Return the factors of a kind of step."""
     found = document()["spread"][kind]
     return Spread(found["low"], found["high"], int(found["rows"]), int(found["sources"]))

@@ -1,6 +1,6 @@
 """Seconds of a plan: every phase of one step with what bounds it, and tokens a second."""
 
-from dataclasses import dataclass
+from math import exp, log, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from planner.run.recipe import VLLM, EngineKind
@@ -9,8 +9,8 @@ from planner.run.tasks import TASKS
 from planner.speed.cards import GIGA, CardSpeed, card_speed
 from planner.speed.engine import Engine, engine
 from planner.speed.parameters import Parameters, parameters
-from planner.speed.roofline import LINK, Rates, Seconds, rates, seconds
-from planner.speed.spread import GENERATE, TRAIN, Spread, spread
+from planner.speed.roofline import LAUNCHES, LINK, LINK_SHARE, Rates, Seconds, rates, seconds
+from planner.speed.spread import Spread, kind_of, spread
 from planner.speed.traffic import Traffic, traffic
 from planner.speed.work import Work, micro_batches, training_work
 from planner.terms.kv_cache import rollout_sequences
@@ -45,8 +45,7 @@ class TimedPhase(NamedTuple):
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Time:
+class Time(NamedTuple):
     """How long one optimizer step takes; of an engine alone, one round of requests."""
 
     phases: tuple[TimedPhase, ...]
@@ -101,13 +100,16 @@ class Time:
         }
 
 
-def time_of(plan: "Plan") -> Time | None:
-    """Return the time of a plan's step, or None where its card's speed is not known."""
+def time_of(plan: "Plan", *, longest: int = 0) -> Time | None:
+    """Return the time of a plan's step, or None where its card's speed is not known.
+
+    `longest`: tokens of the longest completion, where the plan's are its mean's.
+    """
     gpu = plan.machine.gpu
     card = card_speed(gpu.id) if gpu is not None else None
     if card is None or plan.problem:
         return None
-    return timed(plan, card, parameters())
+    return timed(plan, card, parameters(), longest=longest)
 
 
 def why_not(plan: "Plan") -> str:
@@ -126,12 +128,12 @@ class _Timed(NamedTuple):
     spread: Spread
 
 
-def timed(plan: "Plan", card: CardSpeed, p: Parameters) -> Time:
+def timed(plan: "Plan", card: CardSpeed, p: Parameters, *, longest: int = 0) -> Time:
     """Return the time of a plan's step with given parameters."""
-    r = plan.resolved
+    r = plan.whole[1] if plan.whole is not None else plan.resolved
     notes: list[str] = []
     if r.trains:
-        phases = _training(plan, card, p, notes)
+        phases = _training(plan, card, p, notes, longest)
         each = micro_batches(r) * r.layout.data
         tokens, samples = float(r.tokens * each), float(r.batch * each)
         if TASKS[r.task].generates:
@@ -149,7 +151,7 @@ def timed(plan: "Plan", card: CardSpeed, p: Parameters) -> Time:
         for each in phases
         if each.seconds.seconds > 0
     )
-    basis = spread(TRAIN if r.trains else GENERATE).basis
+    basis = max(phases, key=lambda each: each.seconds.seconds).spread.basis
     return Time(phases=found, tokens=tokens, samples=samples, notes=tuple(notes), basis=basis)
 
 
@@ -165,56 +167,90 @@ def training_seconds(
     """Return the phases of the update, and what of its traffic nothing hides."""
     found = [(each.name, seconds(each, speed, p)) for each in work.passes]
     busy = sum(each.seconds for _, each in found)
-    talk = link_seconds(sent, card, p)
+    talk = link_seconds(sent, card)
     if talk:
         hidden = max(busy, talk) + p.exposed * min(busy, talk)
         found.append(("communication", Seconds(hidden - busy, LINK)))
     return found
 
 
-def link_seconds(sent: Traffic, card: CardSpeed, p: Parameters) -> float:
+def link_seconds(sent: Traffic, card: CardSpeed) -> float:
     """Return what a step's traffic takes on links that work at once."""
     pcie = card.pcie or SHARED_MEMORY_BYTES_PER_S
-    inside = sent.node / ((card.nvlink or pcie) * p.link)
-    outside = sent.network / (NETWORK_BYTES_PER_S * p.link)
-    return max(inside + outside, sent.host / (pcie * p.link))
+    inside = sent.node / ((card.nvlink or pcie) * LINK_SHARE)
+    outside = sent.network / (NETWORK_BYTES_PER_S * LINK_SHARE)
+    return max(inside + outside, sent.host / (pcie * LINK_SHARE))
 
 
-def _training(plan: "Plan", card: CardSpeed, p: Parameters, notes: list[str]) -> list[_Timed]:
+def _training(
+    plan: "Plan", card: CardSpeed, p: Parameters, notes: list[str], longest: int
+) -> list[_Timed]:
     r, model = plan.resolved, plan.spec
-    train, generate = spread(TRAIN), spread(GENERATE)
+    whole, run = plan.whole or (model, r)
     found = []
     if TASKS[r.task].generates and r.engine is not EngineKind.NONE:
-        prefill, decode = rollout(plan, engine(model, r, card, p), notes)
+        made = engine(model, r, card, p)
+        prefill, decode = rollout(plan, made, notes, longest)
+        generate = spread(made.kind)
         found.append(_Timed("prefill", prefill, generate))
         found.append(_Timed("rollout", decode, generate))
     elif TASKS[r.task].generates:
         notes.append("no engine generates: the rollout's time is left out")
     speed = rates(card, compute_dtype(plan), p)
-    work = training_work(model, r)
-    sent = traffic(model, r, plan.machine.node_gpus)
-    for name, each in training_seconds(work, sent, speed, card, p):
-        found.append(_Timed(name, each, train))
-    return found
+    work = training_work(whole, run)
+    sent = traffic(whole, run, plan.machine.node_gpus)
+    phases = training_seconds(work, sent, speed, card, p)
+    train = spread(training_kind(phases, run.layout.gpus))
+    return [*found, *(_Timed(name, each, train) for name, each in phases)]
 
 
-def rollout(plan: "Plan", made: Engine, notes: list[str]) -> tuple[Seconds, Seconds]:
+def training_kind(phases: list[tuple[str, Seconds]], gpus: int) -> str:
+    """Return the kind of a step by its phases."""
+    total = sum(each.seconds for _, each in phases)
+    launching = sum(each.seconds for _, each in phases if each.bound_by == LAUNCHES)
+    return kind_of(trains=True, gpus=gpus, launches=2 * launching > total)
+
+
+DEVIATION = 0.5
+"""Of completions' lengths, over their mean: log-normal, as nobody says otherwise."""
+QUANTILES = 16
+
+
+def completion_lengths(mean: float, longest: float) -> tuple[float, ...]:
+    """Return quantiles of completions of that mean, none above the longest."""
+    from statistics import NormalDist  # a slow import, for those who ask
+
+    width = log(1 + DEVIATION**2)
+    logs = NormalDist(0, sqrt(width))
+    drawn = [exp(logs.inv_cdf((k + 0.5) / QUANTILES)) for k in range(QUANTILES)]
+    return tuple(min(longest, mean * each * QUANTILES / sum(drawn)) for each in drawn)
+
+
+def rollout(plan: "Plan", made: Engine, notes: list[str], longest: int) -> tuple[Seconds, Seconds]:
     """Return prefill and decoding of one step's completions on one engine."""
     r = plan.resolved
     sequences = r.sequences * micro_batches(r) * max(1, r.tensor_parallel)
     prompts = sequences / max(1, r.num_generations)
     shares = r.engine in VLLM or r.switches.prefill_tokens > 0
-    notes.append(
-        f"completions of {r.completion_tokens:,} tokens each, as long as the recipe allows: shorter ones "
-        "end the rollout earlier"
-    )
+    lengths: tuple[float, ...] = (float(r.completion_tokens),)
+    if longest > r.completion_tokens:
+        lengths = completion_lengths(r.completion_tokens, longest)
+        notes.append(
+            f"completions of {r.completion_tokens:,} tokens on average and {longest:,} at most, log-normal "
+            "with half the mean as deviation"
+        )
+    else:
+        notes.append(
+            f"completions of {r.completion_tokens:,} tokens each, as long as the recipe allows: "
+            "--mean-completion says how long they are"
+        )
     at_once = _at_once(plan, sequences)
     if r.engine is EngineKind.VLLM_SERVER:
         notes.append("the server has a GPU like this one for every one that trains")
     return made.generate(
         sequences,
         float(r.prompt_tokens),
-        (float(r.completion_tokens),),
+        lengths,
         prompts=prompts if shares else sequences,
         at_once=at_once,
     )
@@ -238,7 +274,8 @@ def _serving(
 ) -> tuple[list[_Timed], float, float]:
     """Return a round of requests: as many as run at once, prompts read, completions generated."""
     r = plan.resolved
-    made, generate = engine(plan.spec, r, card, p), spread(GENERATE)
+    made = engine(plan.spec, r, card, p)
+    generate = spread(made.kind)
     sequences = _at_once(plan, max(1, r.sequences))
     prompt, output = _parts(r)
     prefill, decode = made.generate(

@@ -5,7 +5,7 @@ Products are counted from the modules, everything else from the tape that counts
 memory model's own. Nothing here knows a card.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from planner.dtypes import element_bytes
@@ -35,13 +35,15 @@ class Pass(NamedTuple):
     """Of products in the compute dtype."""
     wide_flops: float = 0
     """Of products in fp32: adapters that no autocast narrows."""
+    narrow_flops: float = 0
+    """Of products in float8."""
     attention_flops: float = 0
     product_bytes: float = 0
     """Matrices that products read and write."""
     moved_bytes: float = 0
     """Pointwise operations, norms, copies, casts, logits."""
-    packed_bytes: float = 0
-    """Packed weights read, and written dequantised."""
+    packed: float = 0
+    """Elements of packed weights that are dequantised."""
     launches: float = 0
     """Kernels that the host starts."""
 
@@ -54,21 +56,20 @@ class Pass(NamedTuple):
         return Pass(self.name, *(a + b for a, b in zip(self[1:], other[1:], strict=True)))
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """One optimizer step of one rank."""
 
     passes: tuple[Pass, ...]
     micro_batches: int
-    tokens: int
-    """Tokens trained on, of this rank."""
-    stages: int
-    """Of a pipeline: micro-batches fill and drain it."""
 
 
 def training_work(model: ModelSpec, r: Resolved) -> Work:
-    """Return the work of a step that trains; rollouts are planner/speed/engine.py's."""
-    part = rank_runs(model, r)[0].model
+    """Return the work of the busiest rank in a step that trains; rollouts are planner/speed/engine.py's."""
+    works = [_rank_work(kind.model, kind.resolved) for kind in rank_runs(model, r)]
+    return max(works, key=lambda work: sum(each.flops + each.narrow_flops for each in work.passes))
+
+
+def _rank_work(part: ModelSpec, r: Resolved) -> Work:
     share = _Share(part, r)
     count = micro_batches(r)
     forward, backward = share.forward(), share.backward()
@@ -88,8 +89,7 @@ def training_work(model: ModelSpec, r: Resolved) -> Work:
     stages = r.layout.pipeline
     if stages > 1:  # of m micro-batches the pipeline idles through stages - 1 more
         passes = [each.times((count + stages - 1) / count) for each in passes]
-    tokens = r.tokens * count // max(1, r.layout.context)
-    return Work(tuple(passes), count, tokens, stages)
+    return Work(tuple(passes), count)
 
 
 def micro_batches(r: Resolved) -> int:
@@ -166,20 +166,16 @@ ATTENTION_BACKWARD = 5 / 2
 """Products of a flash kernel's backward over its forward's: five instead of two, scores made again."""
 
 
-@dataclass(frozen=True)
 class _Share:
-    """One rank's part of a micro-batch."""
+    """One rank's part of a micro-batch: its layers, matrices and tokens are the rank's already."""
 
-    model: ModelSpec
-    r: Resolved
+    def __init__(self, model: ModelSpec, r: Resolved) -> None:
+        self.model = model
+        self.r = r
 
     @property
     def tokens(self) -> float:
-        return self.r.tokens / max(1, self.r.layout.context)
-
-    @property
-    def tensor(self) -> int:
-        return max(1, self.r.layout.tensor)
+        return float(self.r.tokens)
 
     @property
     def act(self) -> int:
@@ -203,7 +199,7 @@ class _Share:
     def _moved(self, name: str, moved: Moved) -> Pass:
         return Pass(
             name,
-            moved_bytes=(moved.per_token * self.tokens + moved.constant) / self.tensor,
+            moved_bytes=moved.per_token * self.tokens + moved.constant,
             launches=moved.launches,
         )
 
@@ -214,12 +210,15 @@ class _Share:
         products = layer_products(layer, self.tokens)
         flops = sum(each.flops for each in products) * times
         moved = sum(each.bytes(self.act, self.act) for each in products) * times
-        attention = attention_flops(layer, r.tokens, r.seq_tokens) / max(1, r.layout.context)
+        # of a divided sequence every rank's queries see all keys
+        attention = attention_flops(layer, r.tokens, r.seq_tokens * max(1, r.layout.context))
+        narrow = r.float8 is not None
         return Pass(
             name,
-            flops=flops / self.tensor,
-            product_bytes=moved / self.tensor,
-            attention_flops=attention * (ATTENTION_BACKWARD if backward else 1) / self.tensor,
+            flops=0 if narrow else flops,
+            narrow_flops=flops if narrow else 0,
+            product_bytes=moved,
+            attention_flops=attention * (ATTENTION_BACKWARD if backward else 1),
         )
 
     def _adapters(self, name: str, times: int) -> Pass:
@@ -235,7 +234,7 @@ class _Share:
             moved += (
                 rows + columns
             ) * self.tokens * inside * count + rows * columns * count * inside
-        flops, moved = times * flops / self.tensor, times * moved / self.tensor
+        flops, moved = times * flops, times * moved
         if inside == element_bytes("fp32"):
             return Pass(name, wide_flops=flops, product_bytes=moved)
         return Pass(name, flops=flops, product_bytes=moved)
@@ -245,8 +244,7 @@ class _Share:
         base = base_weights(self.model, self.r)
         if not base.quantized:
             return Pass(name)
-        size = base.quantized + base.quantized_parameters * self.act
-        return Pass(name, packed_bytes=size / self.tensor)
+        return Pass(name, packed=base.quantized_parameters)
 
     def forward(self) -> Pass:
         """Return a forward with a graph."""
@@ -281,9 +279,9 @@ class _Share:
 
     def _head(self, name: str, *, products: int, both: bool) -> Pass:
         r, model, law = self.r, self.model, self.r.law
-        if (not r.stage.last and r.layout.pipeline == 1) or law.kind in ("score", "none"):
+        if law.kind in ("score", "none"):  # or another stage's
             return Pass(name)
-        rows = scored_rows(r, law) / max(1, r.layout.context)
+        rows = scored_rows(r, law)
         one = Product(rows, model.vocab, model.hidden, products, products)
         if law.kind == "full":
             kept = [dtype for _, dtype in law.forward]
@@ -294,9 +292,9 @@ class _Share:
         wide = 2.0 * sum(width(dtype, self.act) for dtype in kept)
         return Pass(
             name,
-            flops=one.flops / self.tensor,
-            product_bytes=one.bytes(0, self.act) / self.tensor,
-            moved_bytes=rows * model.vocab * wide / self.tensor,
+            flops=one.flops,
+            product_bytes=one.bytes(0, self.act),
+            moved_bytes=rows * model.vocab * wide,
             launches=len(kept) * products,
         )
 

@@ -54,6 +54,10 @@ def _plan(
     total_steps: Annotated[
         int | None, typer.Option("--total-steps", help="Optimizer steps, instead of samples.")
     ] = None,
+    mean_completion: Annotated[
+        int | None,
+        typer.Option("--mean-completion", help="Tokens of a mean completion (GRPO), for the time."),
+    ] = None,
     price: Annotated[
         str | None,
         typer.Option(
@@ -111,7 +115,13 @@ def _plan(
     best_layouts = layouts(described.model, recipe, described.machine, fitting=1) if whole else []
     extra = foreign_extras(described, lengths=lengths, order=order)
     timed, amount = amount_of(
-        result, described.run, lengths, samples=samples, epochs=epochs, total_steps=total_steps
+        result,
+        described.run,
+        lengths,
+        samples=samples,
+        epochs=epochs,
+        total_steps=total_steps,
+        mean_completion=mean_completion,
     )
     if save is not None:
         save_run_file(described.file or described.run, save)

@@ -73,8 +73,8 @@ def test_checkpointing_computes_the_forward_again():
 
 def test_packed_weights_are_unpacked_in_every_pass():
     found = passes(method="qlora", checkpointing="full")
-    assert found["backward"].packed_bytes == 2 * found["forward"].packed_bytes > 0
-    assert passes(method="lora")["forward"].packed_bytes == 0
+    assert found["backward"].packed == 2 * found["forward"].packed > 0
+    assert passes(method="lora")["forward"].packed == 0
 
 
 def test_few_rows_are_bound_by_launches_and_never_reach_the_peak():
@@ -267,3 +267,27 @@ def test_bad_input_is_one_line(flags, says):
     result = run("--gpu", "h100", *flags)
     assert isinstance(result.exception, UsageError)
     assert says in result.exception.message
+
+
+def test_a_mean_completion_ends_the_rollout_earlier():
+    flags = ("--gpu", "h100", "--task", "grpo", "--context", "2048", "--generations", "4")
+    flags = (*flags, "--framework", "vramwise")
+    whole = json.loads(run(*flags, "--json").stdout)
+    short = json.loads(run(*flags, "--mean-completion", "400", "--json").stdout)
+    assert short["time"]["step_seconds"] < whole["time"]["step_seconds"]
+    assert short["peak_bytes"] == whole["peak_bytes"]  # memory is the longest's
+    assert any("400 tokens on average" in note for note in short["time"]["assumptions"])
+    refused = run(*flags, "--mean-completion", "9000")
+    assert "mean-completion: 9,000 is not allowed" in refused.exception.message
+
+
+def test_rows_of_speed_are_scored_like_any_file(tmp_path):
+    text = (data_dir() / "speed" / "throughput.csv").read_text(encoding="utf-8").splitlines()
+    file = tmp_path / "rows.csv"
+    kept = [line for line in text if line.startswith(("T0156,", "T0599,"))]
+    file.write_text("\n".join([text[0], *kept]) + "\n", encoding="utf-8")
+    result = CliRunner().invoke(app, ["accuracy", "--csv", str(file), "--json", "--rows"])
+    rows = {each["id"]: each for each in json.loads(result.stdout)["predictions"]}
+    assert set(rows) == {"T0156", "T0599"}
+    assert {each["quantity"] for each in rows.values()} == {"step_seconds"}
+    assert abs(rows["T0156"]["error"]) < 0.35
