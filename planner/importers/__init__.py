@@ -105,22 +105,33 @@ def _completed(found: Imported, context: Context) -> Imported:
 def import_subject(
     subject: str,
     *,
+    text: bool = False,
+    tool: str | None = None,
     version: str | None = None,
     launch: Path | None = None,
     variant: str | None = None,
     model: str | None = None,
     gpus: int | None = None,
 ) -> Imported | None:
-    """Return the import of what `plan` was given if it is another tool's config, else None."""
-    path = Path(subject)
+    """Return the import of what `plan` was given if it is another tool's config, else None.
+
+    `text`: the subject is the config itself, or a command line, not the name of a file.
+    """
+    path = Path("the text" if text else subject)
     try:
-        foreign = looks_foreign(path)
+        foreign = text or looks_foreign(path) or (tool is not None and path.is_file())
     except OSError:  # a name longer than a path may be
         return None
     if not foreign:
         return None
     found = import_config(
-        path, version=version, launch=launch, variant=variant, model=model, gpus=gpus
+        subject.rstrip("\n") + "\n" if text else path,
+        tool=tool,
+        version=version,
+        launch=launch,
+        variant=variant,
+        model=model,
+        gpus=gpus,
     )
     named = found.run.model
     if not named and found.tool in ("accelerate", "deepspeed"):

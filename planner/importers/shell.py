@@ -12,7 +12,11 @@ MAX_QUOTED_LINES = 200
 _ASSIGN = re.compile(
     r"^(?:export\s+|local\s+|declare\s+(?:-\w+\s+)?)?([A-Za-z_]\w*)=(.*)$", re.DOTALL
 )
-_ARRAY = re.compile(r"^[ \t]*([A-Za-z_]\w*)(\+?)=\(([^()]*)\)[ \t]*$", re.MULTILINE)
+_ARRAY = re.compile(
+    r"^[ \t]*([A-Za-z_]\w*)(\+?)=\((?:[ \t]*\n(.*?)^[ \t]*\)|([^()]*)\))[ \t]*$",
+    re.MULTILINE | re.DOTALL,
+)
+"""An array: over several lines up to a bracket on a line of its own, so that its words may have brackets."""
 _ECHOED = re.compile(r"\$\([^()]*\|\|\s*echo (\w+)\s*\)")
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?:(:?[-=+])([^{}]*))?\}|\$([A-Za-z_]\w*)")
 _UNSET_INSIDE = re.compile(r"\$\{([A-Za-z_]\w*)\}(?=[^{}\s]*\})")
@@ -27,6 +31,7 @@ _READ_HEREDOC = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 """read -r -d '' NAME <<EOF: a command kept in a variable."""
+_PAIR = re.compile(r"--[a-z][\w-]+ [\w./-]+$")
 _ARITHMETIC = re.compile(r"^[\d\s+*/%()-]+$")
 
 
@@ -51,13 +56,17 @@ def parse_shell(text: str) -> Script:
     arrays: dict[str, str] = {}
 
     def keep(match: re.Match[str]) -> str:
-        body = " ".join(_uncommented(line).strip() for line in match.group(3).split("\n"))
-        before = arrays.get(match.group(1), "") if match.group(2) else ""
+        lines = (match.group(3) or match.group(4) or "").split("\n")
+        body = " ".join(_uncommented(line).strip() for line in lines)
+        own = arrays.get(match.group(1), "")
+        body = _ARRAY_USE.sub(lambda use: own if use[1] == match.group(1) else use.group(), body)
+        before = own if match.group(2) else ""
         arrays[match.group(1)] = f"{before} {body}".strip()
         return ""
 
     # $(probe && echo npu || echo gpu): the last echo is what a machine without the probe prints
     text = _ECHOED.sub(lambda match: match.group(1), _gpu_arms(text))
+    text = "\n".join(_uncommented(line) for line in text.split("\n"))
     text = _ARRAY.sub(keep, text)
     for line in text.split("\n"):
         line = _uncommented(line).strip()
@@ -300,6 +309,10 @@ def flags(words: list[str]) -> dict[str, object]:
     """Return --key value, --key=value and bare switches; a repeated value becomes a list."""
     found: dict[str, object] = {}
     index = 0
+    # an array's "--flag value" in one pair of quotes
+    words = [
+        part for word in words for part in (word.split(" ", 1) if _PAIR.match(word) else [word])
+    ]
     while index < len(words):
         word = words[index]
         index += 1

@@ -62,6 +62,8 @@ class OpSettings(NamedTuple):
     capacity: float = 0.0
     """Rows an expert takes at most, in even shares; 0 = all."""
     attention: str = "sdpa"
+    cpu: bool = False
+    """On a CPU one fused kernel takes every dtype and declared groups, and accumulates in place."""
     seq: int = 0
     """Tokens per sequence; only attention with scores or a mask in full needs it."""
     batched: bool = False
