@@ -252,7 +252,8 @@ def _import(raw: str, path: Path | None, context: Context) -> Imported:
         return from_mapping(document, text, context)
     if path is not None and path.suffix == ".ipynb":
         raise UsageError(f"config: {path.name} is not a notebook: it is not JSON")
-    if manifests.is_manifest(text):
+    shell = path is not None and path.suffix.lower() in _SHELL
+    if manifests.is_manifest(text) and not shell:
         return _from_manifest(text, context)
     document = _mapping_or_none(text)
     if document is not None:
@@ -263,7 +264,7 @@ def _import(raw: str, path: Path | None, context: Context) -> Imported:
         return imported
     if (found := from_shell(parse_shell(text), context)) is not None:
         return found
-    if path is not None and path.suffix.lower() in _SHELL:
+    if shell:
         raise unknown()
     if re.search(r"^\s*(?:import|from)\s+\w|\w\s*\(.*=", text, re.MULTILINE) and not _is_shell(
         text

@@ -197,3 +197,44 @@ def test_llamafactorys_critic_is_said_to_be_an_upper_bound() -> None:
     text = "stage: ppo\nmodel_name_or_path: Qwen/Qwen3-8B\nfinetuning_type: lora\nreward_model: x\ncutoff_len: 512\n"
     notes = " ".join(import_config(text).report.effects)
     assert "value head on the policy itself" in notes
+
+
+def test_arithmetic_needs_no_dollar() -> None:
+    text = "G=128\nB=4\nN=8\nX=$((G / (B * N)))\nC=$(ls | wc -l)\nrun --x $X --c $C\n"
+    assert parse_shell(text).commands[-1][:3] == ["run", "--x", "4"]
+
+
+def test_a_trainers_model_by_other_names(tmp_path: Path) -> None:
+    (tmp_path / "my_fsdp.json").write_text('{"activation_checkpointing": true}')
+    path = tmp_path / "sft.sh"
+    path.write_text(
+        "torchrun --nproc-per-node 4 train/sft.py --model_name=Qwen/Qwen3-8B --per_device_train_batch_size=1 "
+        '--learning_rate=1e-5 --block_size=4096 --bf16=True --fsdp="full_shard auto_wrap" '
+        "--fsdp_config=train/my_fsdp.json\n"
+    )
+    found = import_config(path)
+    recipe = found.run.recipe
+    assert (found.tool, found.run.model, found.run.machine.gpus) == (
+        "hf-trainer",
+        "Qwen/Qwen3-8B",
+        4,
+    )
+    assert (recipe.sharding, recipe.checkpointing) == (Sharding.FSDP, Checkpointing.FULL)
+    assert "fsdp_config" not in unread(found)
+    path.write_text(path.read_text().replace("my_fsdp", "gone"))
+    assert any(
+        "gone.json: the file is not here" in note for note in import_config(path).report.effects
+    )
+
+
+def test_a_script_that_submits_another() -> None:
+    text = (
+        "python mason.py --cluster x --gpus 8 -- source setup.sh \\&\\& python open_instruct/grpo_fast.py "
+        "--model_name_or_path Qwen/Qwen3-0.6B --response_length 1024 --max_prompt_token_length 512 "
+        "--num_samples_per_prompt_rollout 4 --deepspeed_stage 2 --beta 0.01\n"
+    )
+    found = import_config(text)
+    recipe = found.run.recipe
+    assert (recipe.task, recipe.num_generations, recipe.completion_length) == (Task.GRPO, 4, 1024)
+    assert recipe.sharding is Sharding.ZERO2
+    assert "cluster" not in unread(found)
