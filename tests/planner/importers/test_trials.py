@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from planner.errors import UnsupportedError, UsageError
-from planner.importers import import_config, import_subject
+from planner.importers import import_config, import_subject, resolve_model
 from planner.importers.settings import Imported
 from planner.importers.shapes import Shape, model_of
 from planner.importers.shell import flags, parse_shell
@@ -262,3 +262,18 @@ def test_a_notebooks_shell_line_may_be_all_of_a_block(tmp_path: Path) -> None:
     )
     found = import_config(path)
     assert (found.tool, found.run.model) == ("unsloth", "unsloth/Qwen3-8B")
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("Qwen/Qwen2-57B-A14B", 57_408_658_944),
+        ("Qwen/Qwen-7B", 7_721_324_544),
+        ("Qwen/Qwen-7B-Chat", 7_721_324_544),
+    ],
+)
+def test_older_models_by_name(name: str, parameters: int) -> None:
+    """Counted by hand from the reports' widths."""
+    found = resolve_model(name)
+    assert found is not None
+    assert found.parameters == parameters
