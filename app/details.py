@@ -3,12 +3,13 @@
 import pandas as pd
 import streamlit as st
 
-from app import cached, charts, export, inputs, links
+from app import cached, charts, export, inputs, links, sharing
 from app.draw import draw
 from app.runs import Run
 from app.words import escape, in_app, problem, section
 from planner.errors import VramwiseError
 from planner.plan import Plan
+from planner.run.recipe import Task
 from planner.terms.term import Term
 from planner.units import format_bytes
 
@@ -38,6 +39,8 @@ def show(run: Run, result: Plan) -> None:
     if take.open:
         with take:
             _exports(run)
+            private = st.session_state.get(inputs.UPLOADED) is not None
+            sharing.show(run, result, inputs.values(), private=private)
 
 
 def _peak_table(result: Plan) -> None:
@@ -167,7 +170,8 @@ def _yaml(run: Run) -> None:
 def _other_tools(run: Run) -> None:
     from planner.exporters import EXPORTERS, export_run
 
-    tool = st.selectbox("Tool", list(EXPORTERS), key="tool")
+    serves = run.recipe.task is Task.SERVE
+    tool = st.selectbox("Tool", [t for t in EXPORTERS if (t == "vllm") is serves], key="tool")
     try:
         exported = export_run(run.file, str(tool))
     except VramwiseError as error:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import streamlit as st
 
-from app import draw, inputs, links, shared
+from app import draw, inputs, links, shared, sharing
 
 PAGES = Path(__file__).parent / "app_pages"
 
@@ -16,6 +16,12 @@ page = st.navigation(
             icon=":material/memory:",
             default=True,
             help="One run on one machine: what takes the memory, when, and what would make it fit.",
+        ),
+        st.Page(
+            PAGES / "serve.py",
+            title="Serve",
+            icon=":material/dns:",
+            help="What vLLM serves on a card: requests at once, the longest one, and what makes it start.",
         ),
         st.Page(
             PAGES / "recommend.py",
@@ -48,13 +54,16 @@ page = st.navigation(
             help="Every published measurement against the planner, the worst first.",
         ),
     ],
-    position="top",
+    position="hidden" if st.context.is_embedded else "top",
 )
 st.set_page_config(
     page_title=f"{page.title.rstrip('?')} · vramwise",
     page_icon=str(PAGES.with_name("favicon.png")),
     layout="wide",
 )
+if st.context.is_embedded:  # a frame in another page: the answer alone, without settings
+    sharing.embedded()
+    st.stop()
 if "link_notices" not in st.session_state:
     parameters = st.query_params.to_dict()
     st.session_state["link_notices"] = links.check_link(parameters)

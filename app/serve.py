@@ -1,12 +1,13 @@
-"""Starts Streamlit on app/main.py in a process of its own, with everything imported before anybody comes.
+"""Starts Streamlit on app/web.py in a process of its own, with everything imported before anybody comes.
 
-    python -m app.serve run app/main.py --server.port=8501
+    python -m app.serve run app/web.py --server.port=8501
 
 is `streamlit run` after that.
 """
 
 import gc
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from app.palette import DARK, LIGHT
 from planner.errors import MissingExtraError
 
 MAX_UPLOAD_MIB = 200
-OPTIONS = {
+OPTIONS: dict[str, str | int] = {
     "server.maxUploadSize": MAX_UPLOAD_MIB,
     "server.fileWatcherType": "none",
     "runner.postScriptGC": "false",  # of a heap that is all catalogue: 0.2 s after every answer
@@ -33,7 +34,20 @@ OPTIONS = {
     **{f"theme.light.{name}": value for name, value in LIGHT.items()},
     **{f"theme.dark.{name}": value for name, value in DARK.items()},
 }
-"""Streamlit settings of the app: they travel with the package, where a config.toml would not."""
+"""Streamlit settings of the app. `config_toml` is the same for who starts Streamlit without us."""
+
+
+def config_toml() -> str:
+    """Return .streamlit/config.toml: of the checkout, and of the package (app/.streamlit)."""
+    sections: dict[str, list[str]] = {}
+    for path, value in OPTIONS.items():
+        section, _, name = path.rpartition(".")
+        plain = isinstance(value, int) or value in ("true", "false") or value.startswith("[")
+        sections.setdefault(section, []).append(f"{name} = {value if plain else json.dumps(value)}")
+    parts = [f"[{section}]\n" + "\n".join(lines) for section, lines in sections.items()]
+    return "# Made from app/serve.py; tests/app/test_app_config.py holds them together.\n" + (
+        "\n\n".join(parts) + "\n"
+    )
 
 
 def serve(*, port: int, address: str, headless: bool) -> int:
@@ -42,14 +56,12 @@ def serve(*, port: int, address: str, headless: bool) -> int:
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError("the app", "app")
     command = [
-        *(sys.executable, "-m", "app.serve", "run", str(Path(__file__).with_name("main.py"))),
+        *(sys.executable, "-m", "app.serve", "run", str(Path(__file__).with_name("web.py"))),
         f"--server.port={port}",
         f"--server.address={address}",
         f"--server.headless={'true' if headless else 'false'}",
         *(f"--{name}={value}" for name, value in OPTIONS.items()),
     ]
-    if importlib.util.find_spec("app") is None:  # not installed: started from the checkout
-        os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
     if os.name == "posix":  # one process: whoever stops us stops the server
         os.execv(sys.executable, command)
     try:
