@@ -11,6 +11,7 @@ from typing import NamedTuple
 from planner.dtypes import element_bytes
 from planner.mixers.registry import mixer_of
 from planner.models.spec import LINEARS, LayerSpec, ModelSpec, ModuleKind
+from planner.quant.table import BITSANDBYTES
 from planner.run.logits_law import width
 from planner.run.ranks import rank_runs
 from planner.run.recipe import Checkpointing, Method, Reference
@@ -44,6 +45,8 @@ class Pass(NamedTuple):
     """Pointwise operations, norms, copies, casts, logits."""
     packed: float = 0
     """Elements of packed weights that are dequantised."""
+    integer: float = 0
+    """The same of packed integers."""
     launches: float = 0
     """Kernels that the host starts."""
 
@@ -244,7 +247,9 @@ class _Share:
         base = base_weights(self.model, self.r)
         if not base.quantized:
             return Pass(name)
-        return Pass(name, packed=base.quantized_parameters)
+        if self.r.quantization in BITSANDBYTES:
+            return Pass(name, packed=base.quantized_parameters)
+        return Pass(name, integer=base.quantized_parameters)
 
     def forward(self) -> Pass:
         """Return a forward with a graph."""
