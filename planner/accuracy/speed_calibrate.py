@@ -46,7 +46,7 @@ MEANING = {
     "unpack": "elements dequantised for every fp32 FLOP the card could do",
     "unpack_integer": "the same of packed integers (GPTQ, AWQ)",
     "launch_s": "host time of one eager operation and its autograd node, seconds",
-    "exposed": "share of the shorter of computation and traffic that the longer does not hide",
+    "unit_s": "waiting for one unit's weights to be gathered, beside their bytes, seconds",
     "decode_bandwidth": "weights and cache read by an engine, of the memory's bandwidth",
     "engine_step_s": "vLLM's own time for a step with graphs (hidden from 0.14 on), seconds",
     "sequence_s": "and for every running sequence, seconds",

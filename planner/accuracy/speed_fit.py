@@ -27,6 +27,7 @@ BOUNDS = {
     "unpack": 0.1,
     "unpack_integer": 0.1,
     "launch_s": 2e-4,
+    "unit_s": 2e-2,
     "engine_step_s": 2e-2,
     "sequence_s": 5e-4,
     "generate_launch_s": 1e-4,

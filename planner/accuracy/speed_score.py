@@ -36,7 +36,7 @@ TRAINING = Fit(
         "unpack",
         "unpack_integer",
         "launch_s",
-        "exposed",
+        "unit_s",
     ),
     parameters(),
 )

@@ -28,8 +28,8 @@ class Parameters(NamedTuple):
     """The same of packed integers (GPTQ, AWQ), which need no table."""
     launch_s: float
     """Host time of one eager operation with its autograd node."""
-    exposed: float
-    """Traffic between GPUs that no computation hides: of its time at the links' measured speed."""
+    unit_s: float
+    """Waiting for one unit's weights to be gathered (FSDP, ZeRO-3), beside their bytes."""
     decode_bandwidth: float
     """Weights and cache read by an engine's kernels: of the memory's bandwidth."""
     engine_step_s: float

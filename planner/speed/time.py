@@ -168,9 +168,11 @@ def training_seconds(
     found = [(each.name, seconds(each, speed, p)) for each in work.passes]
     busy = sum(each.seconds for _, each in found)
     talk = link_seconds(sent, card)
-    if talk:
-        hidden = max(busy, talk) + p.exposed * min(busy, talk)
-        found.append(("communication", Seconds(hidden - busy, LINK)))
+    # what a layer needs of others is waited for; weights and gradients travel while others compute
+    waited = talk if work.serial else max(0.0, talk - busy)
+    waited += work.gathers * p.unit_s
+    if waited:
+        found.append(("communication", Seconds(waited, LINK)))
     return found
 
 

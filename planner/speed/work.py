@@ -64,6 +64,10 @@ class Work(NamedTuple):
 
     passes: tuple[Pass, ...]
     micro_batches: int
+    gathers: int = 0
+    """Units whose weights are gathered: a layer in its forward and in its backward."""
+    serial: bool = False
+    """Ranks wait for what they send each other: parts of one layer, or of one sequence."""
 
 
 def training_work(model: ModelSpec, r: Resolved) -> Work:
@@ -92,7 +96,8 @@ def _rank_work(part: ModelSpec, r: Resolved) -> Work:
     stages = r.layout.pipeline
     if stages > 1:  # of m micro-batches the pipeline idles through stages - 1 more
         passes = [each.times((count + stages - 1) / count) for each in passes]
-    return Work(tuple(passes), count)
+    gathers = 2 * count * part.num_layers if r.placement.weight_shards > 1 else 0
+    return Work(tuple(passes), count, gathers, r.layout.tensor * r.layout.context > 1)
 
 
 def micro_batches(r: Resolved) -> int:

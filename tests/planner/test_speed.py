@@ -343,3 +343,21 @@ def test_bitsandbytes_is_unpacked_for_several_rows_only():
 def made_vllm():
     recipe = Recipe(task="serve", framework="vllm", context=4096, micro_batch_size=8)
     return plan(catalogue_model(LLAMA), recipe, make_machine("h100"))
+
+
+def test_gathered_units_are_waited_for_and_other_traffic_is_hidden():
+    alone, several = (
+        made(gpu="h100", gpus=gpus, framework="torchtitan", method="full", sharding=shard)
+        for gpus, shard in ((1, "none"), (8, "fsdp2"))
+    )
+    names = {each.name: each for each in several.time.phases}
+    assert "communication" not in {each.name for each in alone.time.phases}
+    # a unit a layer, forward and backward; 16 GB over NVLink are behind two seconds of products
+    assert names["communication"].seconds == pytest.approx(2 * 32 * parameters().unit_s)
+    assert names["communication"].bound_by == "link"
+
+
+def test_rows_with_estimated_lengths_decide_no_parameter():
+    rows = {row.id: row for row in read(data_dir() / "speed" / "throughput.csv")}
+    assert sample_of(rows["T0156"]).decides
+    assert not sample_of(rows["T0244"]).decides
