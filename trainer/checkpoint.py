@@ -23,7 +23,6 @@ from torch import Tensor
 
 from planner.errors import UsageError, VramwiseError
 from planner.run.recipe import Method
-from planner.units import MiB, format_bytes
 from trainer.adapters import pissa_as_lora, split_pissa
 from trainer.model import Policy
 from trainer.parallel.ranks import ALONE, Ranks
@@ -36,6 +35,7 @@ from trainer.parallel.saving import (
     training_bytes,
     whole_bytes,
 )
+from trainer.room import check_room, check_space
 
 FOLDER = "checkpoints"
 RUN_FILE = "run.yaml"
@@ -43,8 +43,6 @@ RUN_FILE = "run.yaml"
 PARTIAL = ".partial-"
 RANK_STRIDE = 7_368_787
 """Between the seeds of two ranks; a prime, so that runs of near seeds don't share them."""
-SMALL_FILES_BYTES = 16 * MiB
-"""Tokenizer, configs and slack on top of the tensors, for the check of free space."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +103,7 @@ def save(
         folder.mkdir(parents=True, exist_ok=True)
         _sweep(folder)
         training = {"optimizer": optimizer.state_dict(), "rng": rng_state()}
-        _check_space(folder, policy, training)
+        check_space(folder, policy, training)
         partial.mkdir()
         write_weights(policy, partial)
         torch.save(training, partial / "training.pt")
@@ -141,7 +139,7 @@ def save_together(
     def begin() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         _sweep(folder)
-        _check_room(folder, needed)
+        check_room(folder, needed)
         partial.mkdir()
 
     def end() -> None:
@@ -349,26 +347,6 @@ def _sweep(folder: Path) -> None:
     """Remove what killed runs left half written."""
     for path in folder.glob(f"{PARTIAL}*"):
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _check_space(folder: Path, policy: Policy, training: Mapping[str, Any]) -> None:
-    _check_room(folder, whole_bytes(policy) + _tensor_bytes(training))
-
-
-def _check_room(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed + SMALL_FILES_BYTES:
-        raise OSError(f"needs {format_bytes(needed)}, the disk has {format_bytes(free)} free")
-
-
-def _tensor_bytes(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    if isinstance(value, Mapping):
-        return sum(_tensor_bytes(item) for item in value.values())
-    if isinstance(value, list | tuple):
-        return sum(_tensor_bytes(item) for item in value)
-    return 0
 
 
 def _flush(folder: Path) -> None:

@@ -31,6 +31,7 @@ from planner.run.recipe import (
 )
 from planner.run.resolve import resolve
 from planner.run.resolved import Resolved
+from planner.run.unread import unread
 
 LOSSES = ("grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo")
 MATRIX = (Optimizer.ADAFACTOR, Optimizer.MUON)
@@ -41,7 +42,7 @@ _IN_PROCESS = ("kv_bytes", "max_num_seqs", "max_num_batched_tokens", "sleep_leve
 ENGINE_FIELDS: dict[EngineKind, tuple[str, ...]] = {
     EngineKind.TRANSFORMERS: ("max_num_seqs", "max_num_batched_tokens"),
     EngineKind.VLLM_SHARED: _IN_PROCESS,
-    EngineKind.VLLM_PUSH: _IN_PROCESS,
+    EngineKind.VLLM_PUSH: (*_IN_PROCESS, "tensor_parallel"),
     EngineKind.VLLM_SERVER: ("url", "timeout_s"),
     EngineKind.NONE: (),
 }
@@ -49,7 +50,7 @@ ENGINE_FIELDS: dict[EngineKind, tuple[str, ...]] = {
 ENGINE_HINTS = {
     "gpu_memory_utilization": "leave it out: the KV cache is as large as the plan says, or kv_bytes",
     "kv_dtype": "leave it out: the cache has the policy's dtype (fp8: engine kinds vllm-shared, vllm-push)",
-    "tensor_parallel": "1: the trainer generates on its own device",
+    "tensor_parallel": "1, or engine kind vllm-push: there as many neighbouring ranks are one engine",
     "pipeline_parallel": "1: the trainer generates on its own device",
     "data_parallel": "1: the trainer generates on its own device",
     "sync": "nothing: weights go to the engine a layer at a time",
@@ -84,10 +85,13 @@ def refuse_unhonoured(run: RunFile, train: BaseModel) -> None:
     _refuse_train(recipe, train)
 
 
-def unread_notes(planned: Resolved) -> list[str]:
-    """Return a line for the recipe fields that this run has no use for, such as lora.rank with method full."""
-    said = ("not read, ", "lora.from")
-    return [f"recipe: {note}" for note in planned.assumptions if note.startswith(said)]
+def unread_notes(asked: Recipe, planned: Resolved) -> list[str]:
+    """Return a line for the fields that a recipe sets and its run has no use for, such as lora.rank with method full.
+
+    `asked`: as the file has it; what the trainer itself has settled since is nobody's wish.
+    """
+    notes = [note for note in planned.assumptions if note.startswith("lora.from")]
+    return [f"recipe: {note}" for note in (*unread(asked, planned), *notes)]
 
 
 def machine_note(run: RunFile, found: str) -> str:

@@ -26,7 +26,7 @@ from trainer.evaluation import check_evaluation
 from trainer.grpo_report import rollout_metrics, show_completions, step_line
 from trainer.model import load_tokenizer
 from trainer.parallel.ranks import ALONE, Ranks
-from trainer.parallel.together import largest, together
+from trainer.parallel.together import RankFailed, largest, together
 from trainer.policy_update import learn
 from trainer.preflight import Preflight, longest_prompt, prepare
 from trainer.prompt_data import Prompts, read_prompts
@@ -244,6 +244,8 @@ class Grpo:
                     ranks,
                     lambda: sample(self.engine, prompts, seeded, tokenizer=tokenizer, ranks=ranks),
                 )
+            except RankFailed:
+                raise
             except VramwiseError:
                 # an engine that stopped: nothing of this step happened, and a resume repeats it
                 self.order.restore(place)

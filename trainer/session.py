@@ -25,6 +25,7 @@ from trainer.parallel.watch import in_unison, is_broken_connection
 from trainer.preflight import Preflight
 from trainer.push import EverySave
 from trainer.reporters.reports import Reports
+from trainer.room import check_before
 from trainer.say import Say as Say  # trainer.demo takes it from here
 from trainer.stepping import Stepper
 from trainer.validation import Validation
@@ -177,7 +178,8 @@ class Session:
         """Trained on, padding included, those before a resume too."""
 
     def equip(self, ready: Preflight, callbacks: Callbacks) -> None:
-        """Report to the run's trackers and call its callbacks; before `resume`."""
+        """Report to the run's trackers and call its callbacks; before `resume`. Raises VramwiseError."""
+        check_before(ready, self.output)
         self.reports = Reports(ready, self.output)
         if not self.ranks.first:
             return

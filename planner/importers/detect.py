@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from planner.errors import UnsupportedError
+from planner.importers.inherited import inherits
 
 TOOLS = (
     "axolotl",
@@ -27,6 +28,7 @@ TOOLS = (
     "areal",
     "roll",
     "slime",
+    "megatron",
     "prime-rl",
     "litgpt",
     "llm-foundry",
@@ -142,6 +144,7 @@ def _has(*names: str) -> Callable[[dict[str, Any], set[str], dict[str, Any]], bo
 _SECTIONS: tuple[tuple[str, Callable[[dict[str, Any], set[str], dict[str, Any]], bool]], ...] = (
     ("skyrl", lambda d, keys, flat: "trainer.policy.model.path" in flat),
     ("nemo-rl", _has("policy.model_name", "policy.train_micro_batch_size")),
+    ("nemo-rl", lambda d, keys, flat: inherits(d)),
     (
         "roll",
         lambda d, keys, flat: (

@@ -16,8 +16,9 @@ from planner.importers import (
     verl,
     vllm,
 )
-from planner.importers.context import Context
+from planner.importers.context import Context, absent
 from planner.importers.detect import TOOLS, tool_of_mapping, written_version
+from planner.importers.inherited import inherits, whole
 from planner.importers.launch import apply_launch, from_accelerate, from_deepspeed, from_words
 from planner.importers.loading import flatten
 from planner.importers.settings import Imported, Settings
@@ -87,6 +88,23 @@ def _launch(
     return settings.finish("", recipe=recipe, lora={}, engine={}, gpus=gpus)
 
 
+def _nemo_rl(
+    document: dict[str, Any], flat: dict[str, Any], version: str | None, context: Context
+) -> Imported:
+    if not inherits(document):
+        return policies.read_nemo_rl(flat, version=version)
+    merged, missing = whole(document, context)
+    flat = flatten(merged)
+    if missing and not flat.get("policy.model_name") and context.model is None:
+        raise absent(missing[0])
+    found = policies.read_nemo_rl(flat, version=version)
+    found.report.effects += [
+        f"defaults: {name} is not here: what it sets is planned by NeMo-RL's own examples"
+        for name in missing
+    ]
+    return found
+
+
 _READERS: dict[str, Reader] = {
     "axolotl": lambda d, flat, version, c: axolotl.read(
         flat, version=version, base=c.path, text=comments(c.text)
@@ -104,7 +122,7 @@ _READERS: dict[str, Reader] = {
         d, version=version, variant=c.variant
     ),
     "skyrl": lambda d, flat, version, c: policies.read_skyrl(flat, version=version),
-    "nemo-rl": lambda d, flat, version, c: policies.read_nemo_rl(flat, version=version),
+    "nemo-rl": _nemo_rl,
     "areal": lambda d, flat, version, c: policies.read_areal(flat, version=version),
     "roll": lambda d, flat, version, c: policies.read_roll(flat, version=version),
     "litgpt": lambda d, flat, version, c: supervised.read_litgpt(flat, version=version),

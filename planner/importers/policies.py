@@ -38,6 +38,10 @@ SKYRL = PolicyKeys(
     generations_default=5,
     checkpointing=("trainer.gradient_checkpointing",),
     checkpointing_default=True,
+    recompute=(f"{_M}transformer_config_kwargs.recompute_granularity",),
+    scoring=("trainer.micro_forward_batch_size_per_gpu",),
+    beside=("trainer.ref.",),
+    optimizer_offload=(f"{_M}optimizer_config_kwargs.optimizer_cpu_offload",),
     parameter_offload=("trainer.policy.fsdp_config.cpu_offload",),
     utilization=(f"{_E}gpu_memory_utilization", "generator.gpu_memory_utilization"),
     utilization_default=0.8,
@@ -50,6 +54,7 @@ SKYRL = PolicyKeys(
         "pipeline": (f"{_M}pipeline_model_parallel_size",),
         "context": (f"{_M}context_parallel_size", "trainer.policy.sequence_parallel_size"),
         "expert": (f"{_M}expert_model_parallel_size",),
+        "expert_tensor": (f"{_M}expert_tensor_parallel_size",),
     },
     context_kind="ulysses",
     quiet=quiet_prefixes("skyrl"),
@@ -73,7 +78,10 @@ NEMO = PolicyKeys(
         "policy.dtensor_cfg.activation_checkpointing",
         "policy.megatron_cfg.activation_checkpointing",
     ),
+    recompute=("policy.megatron_cfg.recompute_granularity",),
+    scoring=("policy.logprob_batch_size",),
     optimizer=("policy.optimizer.name",),
+    optimizer_offload=("policy.megatron_cfg.optimizer.optimizer_cpu_offload",),
     parameter_offload=("policy.dtensor_cfg.cpu_offload",),
     utilization=(f"{_G}gpu_memory_utilization",),
     utilization_default=0.6,
@@ -94,6 +102,7 @@ NEMO = PolicyKeys(
             "policy.megatron_cfg.context_parallel_size",
         ),
         "expert": ("policy.megatron_cfg.expert_model_parallel_size",),
+        "expert_tensor": ("policy.megatron_cfg.expert_tensor_parallel_size",),
     },
     quiet=quiet_prefixes("nemo-rl"),
 )
@@ -111,6 +120,8 @@ AREAL = PolicyKeys(
     completion_default=16384,
     generations=("gconfig.n_samples",),
     checkpointing=("actor.gradient_checkpointing",),
+    recompute=("actor.megatron.recompute_granularity",),
+    beside=("ref.",),
     checkpointing_default=True,
     optimizer=("actor.optimizer.type",),
     utilization=("vllm.gpu_memory_utilization", "sglang.mem_fraction_static"),
@@ -141,6 +152,9 @@ ROLL = PolicyKeys(
     whole=("sequence_length",),
     generations=("num_return_sequences_in_group",),
     no_checkpointing=("actor_train.model_args.disable_gradient_checkpointing",),
+    recompute=(f"{_S}recompute_granularity",),
+    scoring=("actor_train.infer_batch_size",),
+    beside=("reference.",),
     utilization=(
         "actor_infer.strategy_args.strategy_config.gpu_memory_utilization",
         "actor_infer.strategy_args.strategy_config.mem_fraction_static",
@@ -149,7 +163,9 @@ ROLL = PolicyKeys(
     engine_tensor=("actor_infer.strategy_args.strategy_config.tensor_parallel_size",),
     degrees={
         "tensor": (f"{_S}tensor_model_parallel_size",),
+        "sequence": (f"{_S}sequence_parallel",),
         "pipeline": (f"{_S}pipeline_model_parallel_size",),
+        "virtual_stages": (f"{_S}virtual_pipeline_model_parallel_size",),
         "context": (f"{_S}context_parallel_size",),
         "expert": (f"{_S}expert_model_parallel_size",),
     },
@@ -190,11 +206,16 @@ def read_skyrl(flat: dict[str, Any], *, version: str | None = None) -> Imported:
 
 def read_nemo_rl(flat: dict[str, Any], *, version: str | None = None) -> Imported:
     """Return a NeMo-RL YAML (grpo, and its sft and dpo) as a run."""
-    s = _settings(flat, "nemo-rl", version)
+    s = _settings(_filled(flat), "nemo-rl", version)
     megatron = s.flag("policy.megatron_cfg.enabled", to="sharding")
     for kind in ("dtensor_cfg.lora_cfg", "megatron_cfg.peft"):
         if s.flag(f"policy.{kind}.enabled", to="method"):
             s.values["lora_rank"] = s.raw(f"policy.{kind}.dim", default=8)
+    other = "dtensor_cfg" if megatron else "megatron_cfg"  # the engine that is not used
+    s.quiet(f"=policy.{other}.", "=data_plane.", "=policy.generation.refit_cfg.")
+    if s.raw("policy.generation.backend") != "megatron":
+        s.quiet("=policy.generation.mcore_generation_config.")
+    s.raw("policy.sequence_packing.train_mb_tokens", "policy.dynamic_batching.train_mb_tokens")
     packed = s.flag("policy.sequence_packing.enabled") or s.flag("policy.dynamic_batching.enabled")
     length = as_int(s.values.get("policy.max_total_sequence_length")) or 512
     micro = as_int(s.values.get("policy.train_micro_batch_size")) or 1
@@ -203,6 +224,7 @@ def read_nemo_rl(flat: dict[str, Any], *, version: str | None = None) -> Importe
     nodes = s.count("cluster.num_nodes", to="gpus", default=1) or 1
     each = s.count("cluster.gpus_per_node", to="gpus", default=1) or 1
     together = s.flag("policy.generation.colocated.enabled", to="engine.kind", default=True)
+    s.without_disabled()
     beta = s.number("loss_fn.reference_policy_kl_penalty", to="beta", default=0.01)
     task = next(
         (
@@ -271,6 +293,9 @@ def read_areal(flat: dict[str, Any], *, version: str | None = None) -> Imported:
         s.values[name] = dims.get(letter)
     s.values["engine_tensor"] = served.get("t")
     gpus = dims.get("d", 1) * dims.get("t", 1) * dims.get("p", 1) * dims.get("c", 1)
+    if not as_bool(s.values.get("actor.use_lora")):  # the rank has a default of its own
+        s.values.pop("actor.lora_rank", None)
+    s.raw("actor.use_lora", "actor.lora_rank", "actor.target_modules", "actor.lora_alpha")
     beta = s.number("actor.kl_ctl", to="beta", default=0.1)
     fsdp = "megatron" not in own
     policy = Policy(

@@ -11,9 +11,10 @@ from typing import Any
 
 from planner.datafiles import data_dir
 from planner.importers import words
+from planner.importers.keys import MOVES, SETTLED
 from planner.importers.launch import finish_sharding, set_degrees
 from planner.importers.names import quantization_in_name
-from planner.importers.settings import Imported, Settings, as_names
+from planner.importers.settings import Imported, Settings, as_int, as_names
 from planner.run.recipe import EngineKind, Loss, Method, Reference, Sharding, Task
 
 Names = tuple[str, ...]
@@ -59,6 +60,12 @@ class PolicyKeys:
     checkpointing: Names = ()
     checkpointing_default: bool = False
     no_checkpointing: Names = ()
+    recompute: Names = ()
+    """Megatron's recompute_granularity: full, selective."""
+    scoring: Names = ()
+    """Rows of a pass that only scores."""
+    beside: Names = ()
+    """Sections of a reference, whose layout is planned as the policy's."""
     optimizer: Names = ()
     optimizer_offload: Names = ()
     parameter_offload: Names = ()
@@ -136,8 +143,38 @@ def read_policy(settings: Settings, keys: PolicyKeys, policy: Policy) -> Importe
         )
     engine = read_engine(settings, keys, policy, method) if policy.engine else {}
     gpus = _degrees(settings, recipe, keys, policy)
+    _scoring(settings, recipe, keys)
+    _beside(settings, keys)
     settings.quiet(*keys.quiet)
     return settings.finish(model, recipe=recipe, lora=lora, engine=engine, gpus=gpus)
+
+
+def _scoring(settings: Settings, recipe: dict[str, Any], keys: PolicyKeys) -> None:
+    """Say how many rows a scoring pass has where they are not the update's."""
+    rows = as_int(settings.raw(*keys.scoring)) if keys.scoring else None
+    if rows and rows != recipe["micro_batch_size"]:
+        settings.effect(
+            f"passes that only score have {rows} rows: planned with the update's {recipe['micro_batch_size']}"
+        )
+
+
+def _beside(settings: Settings, keys: PolicyKeys) -> None:
+    """Say which settings of a reference are not its own in the plan."""
+    named = [
+        key
+        for key in settings.values
+        if keys.beside
+        and key.startswith(keys.beside)
+        and key not in settings.used
+        and MOVES.search(key.removeprefix(keys.beside[0]))
+        and not SETTLED.search(key)
+    ]
+    if named:
+        settings.used.update(named)
+        settings.effect(
+            f"the reference's own layout is planned as the policy's: {', '.join(named[:6])}"
+            + (f" and {len(named) - 6} more" if len(named) > 6 else "")
+        )
 
 
 def read_lora(settings: Settings, keys: PolicyKeys) -> dict[str, Any]:
@@ -199,7 +236,8 @@ def compute(settings: Settings, recipe: dict[str, Any], keys: PolicyKeys) -> Non
             *keys.checkpointing, to="checkpointing", default=keys.checkpointing_default
         )
     )
-    recipe["checkpointing"] = words.checkpointing(on)
+    again = str(settings.raw(*keys.recompute, to="checkpointing") or "") if keys.recompute else ""
+    recipe["checkpointing"] = words.checkpointing(on or again == "full")
     name = settings.raw(*keys.optimizer, to="optimizer") if keys.optimizer else None
     recipe["optimizer"] = words.optimizer(settings, name) if name else "adamw"
     if keys.optimizer_offload and settings.flag(*keys.optimizer_offload, to="optimizer_offload"):

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from planner.errors import UsageError
-from planner.importers.keys import HARMLESS, MOVES, shown
+from planner.importers.keys import DTYPE, HARMLESS, MOVES, SETTLED, SIXTEEN, shown
 from planner.run.framework import fallback_note, pick, spell
 from planner.run.framework_files import Framework
 from planner.run.recipe import EngineSection, LoraSection, MachineSection, Recipe, RunFile
@@ -59,8 +59,13 @@ class ImportReport:
     not_understood: list[NotUnderstood] = field(default_factory=list)
     effects: list[str] = field(default_factory=list)
     """What a person should know about memory: traps of this tool and version."""
-    ignored: int = 0
+    ignored_keys: list[str] = field(default_factory=list)
     """Keys without an effect on memory (learning rates, data, logging)."""
+
+    @property
+    def ignored(self) -> int:
+        """How many keys have no effect on memory."""
+        return len(self.ignored_keys)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +89,7 @@ class Imported:
             "tool": self.tool,
             "version": self.version,
             "run": self.run.model_dump(mode="json", exclude_defaults=True),
-            "report": asdict(self.report),
+            "report": {**asdict(self.report), "ignored": self.report.ignored},
         }
 
 
@@ -228,11 +233,30 @@ class Settings:
         )
 
     def quiet(self, *prefixes: str) -> None:
-        """Count the keys that begin so and that nobody read as those without an effect on memory."""
+        """Count the keys that begin so and that nobody read as those without an effect on memory.
+
+        A key whose own words speak of memory is not among them, unless its whole name or, after "=", its
+        beginning is listed: it is reported as unknown.
+        """
+        listed = tuple(word.removeprefix("=") for word in prefixes if word.startswith("="))
+        open_ = tuple(word for word in prefixes if not word.startswith("="))
         for key in self.values:
-            if prefixes and key.startswith(prefixes) and key not in self.used:
+            if key in self.used or not key.startswith((*listed, *open_)):
+                continue
+            moves = MOVES.search(_own_words(key, open_)) and not SETTLED.search(key)
+            plain = DTYPE.search(key) and str(self.values[key]) in SIXTEEN
+            plain = plain or (key.endswith("parallel_size") and as_int(self.values[key]) == 1)
+            plain = plain or self.values[key] in (0, 0.0, [], "0.0")
+            moves = moves and not plain
+            if key in open_ or key.startswith(listed) or not moves:
                 self.used.add(key)
-                self.report.ignored += 1
+                self.report.ignored_keys.append(key)
+
+    def without_disabled(self) -> None:
+        """Take what stands beside an `enabled: false` as read: that section does nothing."""
+        for key, value in self.values.items():
+            if key.endswith(".enabled") and as_bool(value) is False:
+                self.quiet(f"={key.removesuffix('enabled')}")
 
     @staticmethod
     def note_unknown(report: "ImportReport", key: str) -> None:
@@ -293,7 +317,7 @@ class Settings:
             if key in self.used or str(value).strip().lower() in _FALSE:
                 continue
             if HARMLESS.search(key.replace("-", "_")):
-                self.report.ignored += 1
+                self.report.ignored_keys.append(key)
             else:
                 self.unread(key, value, MOVES_NOTE if MOVES.search(key) else "unknown")
         recipe = self._companions(recipe)
@@ -326,6 +350,12 @@ class Settings:
             report=self.report,
             values=self.values,
         )
+
+
+def _own_words(key: str, sections: tuple[str, ...]) -> str:
+    """Return a key without the section that a prefix names."""
+    inside = [word for word in sections if word.endswith(".") and key.startswith(word)]
+    return key.removeprefix(max(inside, key=len)) if inside else key
 
 
 def _leaves(model: str) -> set[str]:

@@ -224,9 +224,7 @@ def read_xtuner(calls: Calls, names: dict[str, Any], *, version: str | None = No
         context=s.count("sequence_parallel_size", to="parallel.context"),
         context_kind="ulysses",
     )
-    used = set(s.values)
-    s.used |= used
-    s.report.ignored += max(0, len(used) - 6)
+    s.quiet("")
     return s.finish(model, recipe=recipe, lora=lora, engine={}, gpus=gpus)
 
 

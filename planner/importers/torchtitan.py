@@ -70,9 +70,7 @@ def read(values: dict[str, Any], *, version: str | None = None) -> Imported:
         "packing": True,
         "attention": "flash",
     }
-    quiet = [key for key in settings.values if key.split(".")[0] in WITHOUT_BYTES]
-    settings.used.update(quiet, ("training.max_norm", "training.steps"))
-    settings.report.ignored += len(quiet)
+    settings.quiet("training.max_norm", "training.steps", *(f"{name}." for name in WITHOUT_BYTES))
     settings.raw("training.mixed_precision_reduce", "training.dataset_path")
     _optimizer(settings, recipe)
     _checkpointing(settings, recipe)

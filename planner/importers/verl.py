@@ -80,6 +80,8 @@ def read(
     _reference(settings, recipe, method)
     if task is Task.PPO:
         _companions(settings, recipe, model)
+    else:
+        settings.quiet("=critic.")  # no critic: what its section says does nothing
     ranks = _degrees(settings, recipe, count, megatron)
     for key in ("param_offload", "optimizer_offload"):
         if settings.flag(f"{_A}fsdp_config.{key}", f"{_A}megatron.{key}", to="engine"):
@@ -300,10 +302,7 @@ def _drop_rest(settings: Settings) -> None:
         f"{_R}enable_",
         f"{_F}log_prob",
     )
-    for key in settings.values:
-        if key.startswith(prefixes) and key not in settings.used:
-            settings.used.add(key)
-            settings.report.ignored += 1
+    settings.quiet(*prefixes)
 
 
 def _read_sft(settings: Settings, launched: int | None) -> Imported:

@@ -56,6 +56,12 @@ def _faults(model: ModelSpec, r: "Resolved", gpus: int) -> Iterator[tuple[str, o
             getattr(r, name),
             f"needs {ranks} GPUs (tensor {tensor} x pipeline {stages} x data {copies}), machine.gpus is {gpus}",
         )
+    if gpus and r.trains and gpus % ranks:
+        yield (
+            "tensor_parallel",
+            tensor,
+            f"does not divide the {gpus} GPUs, which each belong to one engine",
+        )
     mixers = [mixer for layer in model.layers for mixer in layer.mixers]
     for count in sorted({mixer.num_heads for mixer in mixers if not mixer.state_shapes} - {0}):
         if count % tensor:

@@ -23,7 +23,7 @@ from planner.run.recipe import EngineKind, Method, Recipe
 from planner.terms.vllm_blocks import vllm_kv
 from planner.units import GiB, MiB
 from trainer.config import parse_run
-from trainer.engines import vllm_llm, vllm_platform, vllm_settings
+from trainer.engines import vllm_cpu_build, vllm_llm, vllm_platform, vllm_settings
 from trainer.engines.vllm_settings import settings_for, settle_engine
 from trainer.model import Policy
 
@@ -105,7 +105,7 @@ def test_a_cuda_vllm_takes_the_cuda_branches_whatever_torch_says(
     assert made.kv_bytes == on_gpu.bytes_per_sequence + on_gpu.bytes_per_block
     assert 0 < made.memory_share < 30 / 80
     packs = linear.dispatch_unquantized_gemm
-    with vllm_llm.unpacked_cpu_linears():
+    with vllm_cpu_build.unpacked_cpu_linears():
         assert linear.dispatch_unquantized_gemm is packs
 
 
@@ -119,7 +119,7 @@ def test_a_cpu_vllm_beside_a_cuda_torch_takes_the_cpu_branches(folder, monkeypat
     )
     assert (made.sleep_level, made.memory_share) == (0, None)
     packs = utils.dispatch_cpu_unquantized_gemm
-    with vllm_llm.unpacked_cpu_linears():
+    with vllm_cpu_build.unpacked_cpu_linears():
         assert utils.dispatch_cpu_unquantized_gemm is not packs
     assert utils.dispatch_cpu_unquantized_gemm is packs
 

@@ -1,6 +1,7 @@
 """How trained adapters reach vLLM: as files in RAM, or folded into the weights it serves."""
 
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,11 @@ import torch
 
 from trainer.adapters import is_pissa
 from trainer.engines.vllm_llm import ADAPTER_ID
+from trainer.model import Policy
+from trainer.parallel.ranks import ALONE, Ranks
+from trainer.parallel.saving import gathered
+from trainer.parallel.together import together
+from trainer.parallel.whole import whole
 
 
 def base_name(name: str) -> str:
@@ -18,18 +24,34 @@ def base_name(name: str) -> str:
 
 
 class AdapterFolder:
-    """Hands the policy's adapter to vLLM: a folder in RAM, reloaded in place under one id."""
+    """Hands the policy's adapter to vLLM: a folder in RAM, reloaded in place under one id.
 
-    def __init__(self) -> None:
+    The ranks of a host share one, which the first of them writes.
+    """
+
+    def __init__(self, ranks: Ranks = ALONE) -> None:
         ram = Path("/dev/shm")
-        self.path = Path(tempfile.mkdtemp(prefix="vramwise-", dir=ram if ram.is_dir() else None))
+        own = tempfile.mkdtemp(prefix="vramwise-", dir=ram if ram.is_dir() else None)
+        host = socket.gethostname()
+        folders = [path for at, path in ranks.gather_objects((host, own)) if at == host]
+        self.path = Path(folders[0])
+        self._writes = folders[0] == own
+        if not self._writes:
+            Path(own).rmdir()
         self._saved = False
 
-    def request(self, policy: Any) -> Any:
-        """Save the adapter and return a request that makes vLLM reload it in place."""
+    def request(self, policy: Policy) -> Any:
+        """Save the adapter and return a request that makes vLLM reload it in place; all ranks call it."""
         from vllm.lora.request import LoRARequest
 
-        policy.save_pretrained(self.path, safe_serialization=True)
+        ranks = policy.ranks
+        tensors = gathered(policy, here=self._writes) if ranks.several else None
+
+        def write() -> None:
+            if self._writes:
+                policy.model.save_pretrained(self.path, safe_serialization=True, state_dict=tensors)
+
+        together(ranks, write)
         self._saved = True
         return LoRARequest("policy", ADAPTER_ID, str(self.path), load_inplace=True)
 
@@ -41,7 +63,8 @@ class AdapterFolder:
 
     def close(self) -> None:
         """Remove the folder."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        if self._writes:
+            shutil.rmtree(self.path, ignore_errors=True)
 
 
 def has_adapters(policy: torch.nn.Module) -> bool:
@@ -125,12 +148,18 @@ class MergedWeights:
 def merged_weights(policy: Any, *, fold: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (transformers name, tensor), adapters folded in or left out, one parameter at a time.
 
-    The largest extra allocation is one merged weight.
+    The largest extra allocation is one merged weight. Of a policy in parts, whose adapters cannot be folded
+    in, each is made whole on every rank; what is outside the layers comes last: vLLM keeps the padded ones
+    until it has all of them.
     """
     layers = {f"{base_name(name)}.weight": layer for name, layer in adapted_layers(policy).items()}
-    for full_name, parameter in policy.named_parameters():
+    named = sorted(policy.named_parameters(), key=lambda item: ".layers." not in item[0])
+    for full_name, parameter in named:
         if "lora_" in full_name or ".original_module." in full_name:
             continue
         name = base_name(full_name).replace(".modules_to_save.default.", ".")
         layer = layers.get(name) if fold else None
-        yield name, parameter.detach() if layer is None else merged_weight(layer)
+        if layer is not None:
+            yield name, merged_weight(layer)
+        else:
+            yield name, whole(parameter)

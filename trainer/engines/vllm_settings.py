@@ -1,5 +1,6 @@
 """How to start a vLLM engine for a run: sizes from the recipe and the plan."""
 
+import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +58,12 @@ class VllmSettings:
     memory_share: float | None = None
     """Share of the card that vLLM takes (checked against what is free); None = no card."""
     cuda_graphs: bool = False
+    ranks: int = 1
+    """Of the run: with several, vLLM's workers are the ranks themselves."""
+    tensor_parallel: int = 1
+    """Neighbouring ranks that are one engine; each states its own part of the KV cache."""
+    name: str = ""
+    """Of this start on all ranks: what they share in this machine's memory has it."""
     seed: int = 0
     revision: str | None = None
     generation_timeout_s: float = 1800.0
@@ -122,7 +129,8 @@ def settings_for(
     """
     recipe = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"kind": kind})})
     refuse_four_bit(recipe)
-    check_device(policy.device)
+    ranks = policy.ranks
+    check_device(policy.device, local_rank=ranks.local_rank)
     check_dtype(policy.dtype)
     resolved = plan.resolved if plan is not None else None
     length = recipe.context or (recipe.prompt_length or 0) + (recipe.completion_length or 0)
@@ -146,6 +154,7 @@ def settings_for(
         batched_tokens=batched,
         kv_dtype=kv_dtype,
         block_size=block,
+        degree=recipe.engine.tensor_parallel,
     )
     planned = 0
     if plan is not None:
@@ -161,6 +170,9 @@ def settings_for(
         model=policy.source,
         revision=policy.revision,
         dtype=DTYPE_NAMES[policy.dtype],
+        ranks=ranks.size,
+        tensor_parallel=recipe.engine.tensor_parallel,
+        name=ranks.broadcast_object(uuid.uuid4().hex[:12]),
         max_model_len=length,
         max_num_seqs=sequences,
         max_num_batched_tokens=batched,
@@ -209,8 +221,9 @@ def _pool_bytes(
     batched_tokens: int,
     kv_dtype: str,
     block_size: int | None,
+    degree: int,
 ) -> int:
-    """Return the pool that holds `sequences` of `length` tokens, and vLLM's null block."""
+    """Return one of `degree` ranks' part of the pool that holds `sequences` of `length` tokens, and vLLM's null block."""
     on_cpu, law = runs_on_cpu(), pick("vllm").engine
     kv = vllm_kv(
         find_model(policy.source, revision=policy.revision),
@@ -221,5 +234,6 @@ def _pool_bytes(
         kernel_block=KERNEL_BLOCK_CPU if on_cpu else KERNEL_BLOCK,
         # the CPU platform switches asynchronous scheduling off
         in_flight_tokens=batched_tokens * (1 if on_cpu else law.in_flight_batches),
+        ranks=degree,
     )
     return kv.bytes_per_sequence * sequences + kv.bytes_per_block

@@ -17,7 +17,7 @@ import torch
 from planner.errors import UsageError, VramwiseError
 from planner.plan import Plan
 from planner.run.recipe import EngineKind, Recipe
-from trainer.engines import vllm_llm, vllm_sleep
+from trainer.engines import vllm_cpu_build, vllm_llm, vllm_sleep
 from trainer.engines.protocol import Completion, SamplingSettings
 from trainer.engines.vllm_adapters import (
     AdapterFolder,
@@ -196,7 +196,6 @@ class VllmSharedEngine:
         self._settings = settings_for(
             policy, recipe=recipe, plan=plan, kind=EngineKind.VLLM_SHARED, guided=guided
         )
-        self._folder = AdapterFolder()
         self._lora: Any = None
         self._released = False
         self._updates = 0
@@ -205,8 +204,9 @@ class VllmSharedEngine:
         if needs_merging(policy.model, shared=True):
             self._merged = MergedWeights(policy.model)
             self._settings = replace(self._settings, lora_rank=0)
-        with vllm_llm.unpacked_cpu_linears():
+        with vllm_cpu_build.unpacked_cpu_linears():
             self.llm = vllm_llm.start_llm(self._settings)
+        self._folder = AdapterFolder()
         try:
             self.shared_bytes = adopt(policy.model, vllm_llm.vllm_model(self.llm))
             self.update_weights()
@@ -260,7 +260,7 @@ class VllmSharedEngine:
     def update_weights(self) -> None:
         """Make the next generate use the weights as trained: adapters reload, shared weights are there."""
         if has_adapters(self._policy.model) and self._merged is None:
-            self.llm.llm_engine.add_lora(self._folder.request(self._policy.model))
+            self.llm.llm_engine.add_lora(self._folder.request(self._policy))
             self._lora = self._folder.loaded()
         vllm_sleep.forget_prefixes(self.llm)
         self._updates += 1

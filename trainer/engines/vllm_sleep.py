@@ -94,10 +94,20 @@ def keep_allocators() -> None:
             _KEPT_ALLOCATORS.extend(allocator for _, allocator in pairs)
 
 
-def shutdown(llm: Any) -> None:
-    """Stop an in-process engine and drop its process group."""
-    llm.llm_engine.engine_core.shutdown()
-    from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+def shutdown(llm: Any, *, ranks: int = 1) -> None:
+    """Stop an in-process engine and drop its process group.
 
-    destroy_model_parallel()
-    destroy_distributed_environment()
+    That of several ranks is the run's: vLLM, which would end it (EngineCore.shutdown in v1/engine/core.py,
+    cleanup_dist_env_and_memory), drops its own groups alone.
+    """
+    from vllm.distributed import parallel_state
+
+    ends: Any = parallel_state.destroy_distributed_environment
+    if ranks > 1:
+        parallel_state.destroy_distributed_environment = lambda: None
+    try:
+        llm.llm_engine.engine_core.shutdown()
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+    finally:
+        parallel_state.destroy_distributed_environment = ends

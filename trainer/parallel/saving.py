@@ -27,6 +27,7 @@ from trainer.parallel.pieces import (
     saved,
 )
 from trainer.parallel.ranks import Ranks
+from trainer.parallel.whole import whole
 
 FOLDER = "training"
 SCALES = "scales/"
@@ -92,12 +93,13 @@ def whole_bytes(policy: Policy) -> int:
 
 
 @torch.no_grad()
-def gathered(policy: Policy) -> dict[str, Tensor]:
-    """Return every trained tensor whole and on the host, on the first rank; all ranks call it.
+def gathered(policy: Policy, *, here: bool | None = None) -> dict[str, Tensor]:
+    """Return every trained tensor whole and on the host, on the ranks that want it; all ranks call it.
 
-    Of full training also what the model keeps beside it. One tensor at a time is whole on the device.
+    `here`: whether this one does; None: the first does. Of full training also what the model keeps beside
+    it. One tensor at a time is whole on the device.
     """
-    first = policy.ranks.first
+    first = policy.ranks.first if here is None else here
     named: dict[str, Any] = (
         policy.model.state_dict() if policy.method is Method.FULL else dict(policy.trainable())
     )
@@ -107,8 +109,9 @@ def gathered(policy: Policy) -> dict[str, Tensor]:
         local = value.to_local() if isinstance(value, DTensor) else value
         place = (local.data_ptr(), value.shape, value.dtype)
         if place not in same or not local.numel():  # tied weights are one tensor in the file too
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            same[place] = whole.detach().cpu().contiguous() if first else torch.empty(0)
+            all_of_it = whole(value)
+            same[place] = all_of_it.cpu().contiguous() if first else torch.empty(0)
+            del all_of_it  # before the next one
         found[name] = same[place]
     return found if first else {}
 

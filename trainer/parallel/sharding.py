@@ -25,8 +25,8 @@ from trainer.parallel.traffic import Traffic
 R = TypeVar("R")
 FSDP2_NEEDS = ("reset_iter_state", "set_reduce_scatter_unused_params", "set_custom_all_gather")
 """What FSDP2 of torch 2.13 has, and older ones don't all have."""
-ENGINES = (EngineKind.TRANSFORMERS, EngineKind.VLLM_SERVER)
-"""What generates for several ranks: the policy itself, in step, or a server that each asks."""
+ENGINES = (EngineKind.TRANSFORMERS, EngineKind.VLLM_PUSH, EngineKind.VLLM_SERVER)
+"""What generates for several ranks: the policy itself, in step, engines that each or some share, or a server."""
 
 
 class Root(nn.Module):
@@ -184,7 +184,7 @@ def refuse_over_ranks(recipe: Recipe, layout: Layout) -> None:
     rules: tuple[tuple[str, Any, bool, str], ...] = (
         ("checkpointing", recipe.checkpointing, recipe.checkpointing is Checkpointing.EVERY_K, "full or offload: layers before the one at work are cut again by then"),
         ("optimizer", recipe.optimizer, recipe.optimizer in MATRIX and layout.data_shard > 1, f"adamw, lion or their 8-bit kinds, or sharding: ddp: it steps whole matrices, and {cut}"),
-        ("engine.kind", kind, recipe.task is Task.GRPO and kind not in ENGINES, "transformers, or vllm-server on other GPUs"),
+        ("engine.kind", kind, recipe.task is Task.GRPO and kind not in ENGINES, "vllm-push, transformers, or vllm-server on other GPUs: vllm-shared has whole weights"),
     )  # fmt: skip
     for name, value, wrong, allowed in rules:
         if wrong:

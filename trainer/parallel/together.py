@@ -9,6 +9,13 @@ from trainer.parallel.ranks import Ranks
 R = TypeVar("R")
 
 
+class RankFailed(VramwiseError):
+    """What ended the work of one rank in the midst of what others do with it: they cannot be asked any more.
+
+    Nobody gathers or saves for it; the watch ends the other ranks.
+    """
+
+
 def together(ranks: Ranks, work: Callable[[], R]) -> R:
     """Return `work()`; a VramwiseError of one rank is raised on all, once each has ended its work."""
     if not ranks.several:
@@ -17,6 +24,8 @@ def together(ranks: Ranks, work: Callable[[], R]) -> R:
     error: VramwiseError | None = None
     try:
         done.append(work())
+    except RankFailed:
+        raise
     except VramwiseError as raised:
         error = raised
     every = ranks.gather_objects(None if error is None else (error.message, error.hint))

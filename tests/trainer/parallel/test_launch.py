@@ -145,6 +145,19 @@ def test_two_launchers_on_one_host_are_two_nodes(run_file, static):
 
 
 @pytest.mark.slow
+def test_two_agents_of_torchrun_itself_are_two_nodes(run_file):
+    made = yaml.safe_load(run_file.read_text())
+    made["train"] |= {"steps": 4, "save_every": 2}
+    run_file.write_text(yaml.safe_dump(made))
+    place = f"--nnodes=2 --nproc-per-node=1 --rdzv-id=two --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{free_port()}"
+    agent = ("torch.distributed.run", *place.split(), "-m", "trainer")
+    ends = [end(process) for process in [command(run_file, module=agent) for _ in range(2)]]
+    assert [code for code, *_ in ends] == [0, 0], ends
+    assert sorted(bool(out) for _, out, _ in ends) == [False, True], "one rank prints"
+    assert saved(run_file.parent / "out") == [2, 4]
+
+
+@pytest.mark.slow
 def test_a_rank_killed_on_one_node_ends_the_other_node(run_file):
     output = run_file.parent / "out"
     place = ["--nodes", 2, "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]

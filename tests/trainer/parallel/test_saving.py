@@ -176,12 +176,15 @@ def test_kills_of_any_rank_never_leave_an_unreadable_checkpoint(sft, tmp_path, k
         while not any(s.step >= wanted for s in checkpoints.checkpoints(tmp_path / "out")):
             assert all(process.is_alive() for process in processes)
             time.sleep(0.002)
-        time.sleep(draw.uniform(0.0, 0.3))
+        later = draw.uniform(0.0, 0.3)
+        time.sleep(later)
         victim = draw.randrange(2)
         kill(processes[victim])
+        killed = time.monotonic()
         codes = ended(processes)
         assert codes[victim] == -9
         assert codes[1 - victim] == 1, "the other one ends too"
+        took = time.monotonic() - killed
         for checkpoint in checkpoints.checkpoints(tmp_path / "out"):
             state = checkpoints.restore(
                 checkpoint, policy=alone.policy, optimizer=alone.stepper.optimizer
@@ -189,5 +192,11 @@ def test_kills_of_any_rank_never_leave_an_unreadable_checkpoint(sft, tmp_path, k
             assert state["at"] == state["step"] == checkpoint.step
             assert values(alone) == {float(checkpoint.step % 128)}
         step = checkpoints.latest(tmp_path / "out").step + 1
+        half = [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()]
+        print(
+            f"kill {kill_number + 1}: rank {victim}, {later * 1000:.0f} ms behind a checkpoint; the other ended "
+            f"{took:.1f} s later; whole up to step {step - 1}; in the folder: {', '.join(sorted(half))}",
+            flush=True,
+        )
         ends.append(step)
     assert ends == sorted(set(ends)), "each got further"

@@ -1,0 +1,36 @@
+"""A parameter in parts made whole, on every rank, for who cannot work on a part."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+# torch 2.13 has a new name, and warns of the old one
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@torch.no_grad()
+def whole(parameter: Tensor) -> Tensor:
+    """Return all of a parameter; all ranks call it. What is here already is not copied.
+
+    FSDP2 cuts along the first dimension, ceil(d / N) rows a rank. DTensor's own full_tensor() makes its
+    outputs by functional collectives, which on gloo keep what they have gathered for a while.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter.detach()
+    group = parameter.device_mesh.get_group(parameter.device_mesh.ndim - 1)
+    local = parameter.to_local().detach()
+    parts = group.size()
+    if parts == 1:
+        return local
+    shape = parameter.shape
+    rows = -(-shape[0] // parts)
+    if len(local) < rows:
+        part = local.new_zeros((rows, *shape[1:]))
+        part[: len(local)] = local
+        local = part
+    gathered = local.new_empty((rows * parts, *shape[1:]))
+    _gather(gathered, local.contiguous(), group=group)
+    return gathered[: shape[0]]
