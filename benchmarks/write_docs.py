@@ -40,6 +40,7 @@ VERBS: tuple[tuple[str, ...], ...] = (
     ("push",),
     ("demo",),
     ("app",),
+    ("completion",),
 )
 
 
