@@ -8,7 +8,7 @@ import textwrap
 
 import typer
 
-LEAST_COLUMNS = 20
+LEAST_COLUMNS, LEAST_BAR = 20, 4
 BAR = re.compile(r"[#.!]{8,}")
 VERDICTS = {
     "FITS": typer.colors.GREEN,
@@ -21,7 +21,7 @@ def show(text: str) -> None:
     """Print prose: wrapped and coloured on a terminal, as it is anywhere else."""
     if sys.stdout.isatty():
         columns = max(LEAST_COLUMNS, shutil.get_terminal_size().columns)
-        text = "\n".join(fitted(line, columns) for line in text.split("\n"))
+        text = fitted(text, columns)
         if coloured():
             text = in_colour(text)
     typer.echo(text, color=coloured() or None)
@@ -33,27 +33,30 @@ def coloured() -> bool:
     return sys.stdout.isatty() and not plain
 
 
-def fitted(line: str, columns: int) -> str:
-    """Return a line as lines of at most so many columns: a bar becomes shorter, words go to the next line."""
+def fitted(text: str, columns: int) -> str:
+    """Return a text with lines of at most so many columns: bars become shorter, words go to the next line."""
+    lines = text.split("\n")
+    wide = max((len(line) for line in lines if BAR.search(line)), default=0)
+    return "\n".join(_fitted(line, columns, max(0, wide - columns)) for line in lines)
+
+
+def _fitted(line: str, columns: int, less: int) -> str:
+    bar = BAR.search(line)
+    if bar is not None and less:
+        width = max(LEAST_BAR, len(bar.group()) - less)
+        line = line[: bar.start()] + _shorter(bar.group(), width) + line[bar.end() :]
     if len(line) <= columns:
         return line
-    bar = BAR.search(line)
-    if bar is not None:
-        width = max(4, len(bar.group()) - (len(line) - columns))
-        line = line[: bar.start()] + _shorter(bar.group(), width) + line[bar.end() :]
-        if len(line) <= columns:
-            return line
-    indent = re.match(r" *", line)
-    hang = (indent.group() if indent else "") + "    "
-    hang = hang if len(hang) < columns // 2 else "  "
-    wrapped = textwrap.wrap(
-        line,
-        columns,
-        initial_indent=indent.group() if indent else "",
-        subsequent_indent=hang,
-        break_on_hyphens=False,
+    indent = " " * min(len(line) - len(line.lstrip()), columns // 4)
+    return "\n".join(
+        textwrap.wrap(
+            line.strip(),
+            columns,
+            initial_indent=indent,
+            subsequent_indent=indent + "    ",
+            break_on_hyphens=False,
+        )
     )
-    return "\n".join(wrapped)
 
 
 def _shorter(bar: str, width: int) -> str:
