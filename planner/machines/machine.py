@@ -93,6 +93,8 @@ class Machine:
     context_bytes: int = DEFAULT_CONTEXT_BYTES
     calibration: str = ""
     """Where measured overheads came from; "" = catalogue values."""
+    cpu: bool = False
+    """No GPU: tensors lie in host memory, and torch's CPU kernels run."""
 
     def __post_init__(self) -> None:
         if self.vram_bytes <= 0:
