@@ -53,6 +53,15 @@ def test_a_path_with_variables_is_planned_by_its_last_part(tmp_path: Path) -> No
         import_subject(str(path))
 
 
+def test_a_folder_of_the_hubs_cache_names_its_model(tmp_path: Path) -> None:
+    path = tmp_path / "a.yml"
+    place = "$P/hub/models--meta-llama--Meta-Llama-3.1-8B/snapshots/abc"
+    path.write_text(f"base_model: {place}\nsequence_len: 512\nmicro_batch_size: 1\n")
+    found = import_subject(str(path))
+    assert found is not None
+    assert found.run.model == "meta-llama/Meta-Llama-3.1-8B"
+
+
 def test_overrides_are_told_by_their_keys() -> None:
     verl = "python3 my_trainer.py actor_rollout_ref.model.path=Qwen/Qwen3-8B algorithm.adv_estimator=grpo\n"
     assert import_config(verl).tool == "verl"
