@@ -18,12 +18,14 @@ import planner.verbs.accuracy
 from planner.errors import MissingExtraError
 from planner.models.spec import ModelSpec
 from planner.verbs.edge import at_the_edge
+from planner.verbs.typed import rejoined
 
 if TYPE_CHECKING:
     from planner.accuracy.score import Accuracy
 
 VERB_MODULES = (
     "planner.verbs.plan",
+    "planner.verbs.recommend",
     "planner.verbs.look",
     "planner.verbs.frameworks",
     "planner.verbs.accuracy",
@@ -104,7 +106,7 @@ _register_verbs()
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code; every failure is one line and a hint."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    arguments = rejoined(sys.argv[1:] if arguments is None else arguments)
     return at_the_edge(
         lambda: app(args=arguments, prog_name="vramwise", standalone_mode=False),
         as_json="--json" in arguments,

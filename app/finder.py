@@ -19,11 +19,28 @@ METHODS = ("qlora", "lora", "full")
 KINDS = ("consumer", "workstation", "datacenter", "unified", "embedded", "mig")
 
 
-@st.cache_data(max_entries=MAX_CACHED, show_spinner="Planning every model of the catalogue ...")
-def fitting(section: str, *, task: str, least: int, framework: str) -> list[Recommendation]:
-    """Return what fits a machine (a MachineSection as JSON): the largest models first."""
+@st.cache_data(max_entries=MAX_CACHED, show_spinner="Planning what could fit best ...")
+def fitting(
+    section: str,
+    *,
+    task: str,
+    least: int,
+    framework: str,
+    search: str = "",
+    sizes: tuple[float, float] = (0.0, float("inf")),
+    limit: int = 40,
+) -> list[Recommendation]:
+    """Return the best rows that fit a machine (a MachineSection as JSON), of models by name and size (billions)."""
     machine = machine_of(MachineSection.model_validate_json(section))
-    return recommend(machine, task=task, least_context=least, framework=framework)
+    words = search.lower().split()
+    low, high = sizes
+
+    def wanted(name: str, model: ModelSpec) -> bool:
+        return low <= model.parameters / 1e9 <= high and all(word in name for word in words)
+
+    return recommend(
+        machine, task=task, least_context=least, framework=framework, wanted=wanted, limit=limit
+    )
 
 
 def heat_rows(found: list[Recommendation]) -> list[dict[str, Any]]:
@@ -49,19 +66,6 @@ def heat_rows(found: list[Recommendation]) -> list[dict[str, Any]]:
 def tokens_label(tokens: int) -> str:
     """Return 32768 as "32K"."""
     return f"{tokens // 1024}K" if tokens >= 1024 else str(tokens)
-
-
-def filtered(
-    found: list[Recommendation], *, search: str, sizes: tuple[float, float]
-) -> list[Recommendation]:
-    """Return the rows whose model's name contains the text and whose size (billions) is in range."""
-    words = search.lower().split()
-    low, high = sizes
-    return [
-        row
-        for row in found
-        if low <= row.parameters / 1e9 <= high and all(word in row.model for word in words)
-    ]
 
 
 def largest_size() -> float:

@@ -10,12 +10,15 @@ from app.answer import escape
 from app.draw import draw
 from app.inputs import state
 from app.knobs import BY_KEY
+from planner.answers.ranking import RULE
 from planner.answers.recommend import Recommendation
+from planner.run.recipe import Recipe
+from planner.run.runfile import make_recipe
 from planner.units import format_bytes
 
 MODELS, GPUS = "models for my GPU", "GPUs for my model"
-FEW = 30
-"""Models shown before "Show all"."""
+FEW, MANY = 16, 80
+"""Rows shown first, and at most."""
 LEAST = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
@@ -58,27 +61,28 @@ def _gpu_filters() -> None:
 def models() -> None:
     """Show the heat map model x method, and the same as a table."""
     section, machine = inputs.machine_from_state()
-    found = finder.fitting(
+    most = MANY if st.session_state.get("show_all") else FEW
+    shown = finder.fitting(
         section.model_dump_json(),
         task=state("task"),
         least=int(st.session_state["least"]),
         framework=state("framework"),
+        search=st.session_state["search"] or "",
+        sizes=tuple(st.session_state["sizes"]),
+        limit=most,
     )
-    kept = finder.filtered(
-        found, search=st.session_state["search"] or "", sizes=st.session_state["sizes"]
-    )
-    st.markdown(
-        f"**{len({row.model for row in kept})} models** fit {escape(machine.label)} for "
-        f"**{state('task')}**. Colour and number: the longest context. "
-        "Click a cell, or a row of the table, to open it in *Will it fit?*"
-    )
-    if not kept:
+    if not shown:
         st.info("Nothing fits. Try a shorter context, another size or more GPUs.")
         return
-    names = list(dict.fromkeys(row.model for row in kept))
-    if len(names) > FEW and not st.toggle(f"Show all {len(names)}", key="show_all"):
-        names = names[:FEW]
-    shown = [row for row in kept if row.model in set(names)]
+    names = list(dict.fromkeys(row.model for row in shown))
+    st.markdown(
+        f"The best **{len(names)} models** that fit {escape(machine.label)} for **{state('task')}**, "
+        "the best first. Colour and number: the longest context. "
+        "Click a cell, or a row of the table, to open it in *Will it fit?*"
+    )
+    st.caption(RULE[0].upper() + RULE[1:])
+    if len(shown) == most or most == MANY:
+        st.toggle(f"Show up to {MANY} rows", key="show_all")
     _heat_map(shown, names)
     _table(shown)
 
@@ -102,7 +106,7 @@ def _table(shown: list[Recommendation]) -> None:
         ],
         columns=["model", "billions", "method", "context", "batch", "settings", "peak"],
     )  # fmt: skip
-    st.session_state["table_rows"] = [(r.model, r.method, r.context) for r in shown]
+    st.session_state["table_rows"] = [(r.model, r.method, r.recipe) for r in shown]
     st.dataframe(
         frame,
         hide_index=True,
@@ -122,26 +126,28 @@ def _open_cell() -> None:
     chosen = st.session_state["heat"].selection.get("cell") or []
     if chosen:
         wanted = (chosen[0]["model"], chosen[0]["method"])
-        for model, method, context in st.session_state.get("table_rows", []):
+        for model, method, recipe in st.session_state.get("table_rows", []):
             if (model, method) == wanted:
-                open_run(model=model, method=method, context=context)
+                open_run(make_recipe(**recipe), model=model)
 
 
 def _open_row() -> None:
     rows = st.session_state["table"].selection.rows
     known = st.session_state.get("table_rows", [])
     if rows and rows[0] < len(known):
-        model, method, context = known[rows[0]]
-        open_run(model=model, method=method, context=context)
+        model, _, recipe = known[rows[0]]
+        open_run(make_recipe(**recipe), model=model)
 
 
-def open_run(**chosen: Any) -> None:
-    """Fill in page 1 and ask the page to switch to it."""
+def open_run(recipe: Recipe | None = None, **chosen: Any) -> None:
+    """Fill in page 1, with a whole recipe or single choices, and ask the page to switch to it."""
     kept = {key: state(key) for key in ("gpu", "gpus", "nodes", "vram", "ram", "framework", "task")}
     for knob in BY_KEY.values():  # what was set for another run does not belong to this one
         st.session_state[knob.key] = knob.default
     if chosen.get("method") not in BY_KEY["method"].options:  # serving has no method
         chosen.pop("method", None)
+    if recipe is not None:
+        inputs.set_recipe(recipe)
     for key, value in {**kept, **chosen}.items():
         st.session_state[key] = value
     st.session_state.pop(inputs.UPLOADED, None)

@@ -10,7 +10,11 @@ VramwiseError                exit 1   something failed
 """
 
 import difflib
+import re
 from collections.abc import Iterable
+
+LIKE = 0.5
+"""Share of letters in common from which a name is near another."""
 
 
 class VramwiseError(Exception):
@@ -30,11 +34,28 @@ class UsageError(VramwiseError):
     exit_code = 2
 
 
+def near_names(name: str, known: Iterable[str], *, most: int = 4) -> list[str]:
+    """Return the known names that are most like one, the likest first: by letters and by whole words."""
+    asked, text = set(words_of(name)), name.lower()
+    scored = []
+    for each in dict.fromkeys(known):
+        shared = len(asked & set(words_of(each)))
+        ratio = difflib.SequenceMatcher(None, text, each.lower()).ratio()
+        if ratio >= LIKE or (shared and ratio >= LIKE / 2):
+            scored.append((-ratio - shared / 4, len(each), each))
+    return [each for *_, each in sorted(scored)[:most]]
+
+
+def words_of(name: str) -> list[str]:
+    """Return the words of a name: letters, or a number with its unit: "Llama 3.1 8B" -> llama, 3.1, 8b."""
+    return re.findall(r"\d+(?:\.\d+)?[a-z]*|[a-z]+", name.lower())
+
+
 class UnknownNameError(UsageError):
     """A name that is in no catalogue."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str], *, hint: str = "") -> None:
-        near = difflib.get_close_matches(name.lower(), list(known), n=4, cutoff=0.5)
+        near = near_names(name, known)
         suggestion = f"did you mean {', '.join(near)}?" if near else ""
         super().__init__(
             f"unknown {kind} {name[:80]!r}",

@@ -145,13 +145,15 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
         )
     )
     saved, logit, made, asked = _loss(model, r, acts, head, flat)
-    if not held.bytes and made:
-        held = Term("gradients", made, "the head's {0:,} B", (made,), grads.source)
+    own = Term("gradients", 0)
+    if made and (r.placement.flat_buffers or not held.bytes):
+        own = Term("gradients", made, "the head's {0:,} B", (made,), grads.source)
     phases.append(
         _phase(
             "loss",
             *fixed,
             held,
+            own,
             root,
             kept_between(model, r, model.num_layers),
             term(r, asked, "the last layer's, asked for by the root"),
@@ -297,7 +299,13 @@ def _rollout(
     begins = _phase("rollout", *fixed, whole, term(r, flat.start, "the root's and a layer's"))
     goes_on = term(r, flat.forward, "the running layer's")
     goes = _phase("rollout", *fixed, whole, goes_on, *generating)
-    return max(goes, begins, key=lambda phase: phase.total_bytes)
+    moments = [goes, begins]
+    if (
+        flat.start and model.num_layers > 1
+    ):  # a layer is copied out, the one before it is there still
+        both = term(r, 2 * flat.forward, "two layers'")
+        moments.append(_phase("rollout", *fixed, whole, both, running.kv, running.work))
+    return max(moments, key=lambda phase: phase.total_bytes)
 
 
 def _serve(model: ModelSpec, r: Resolved, machine: Machine, base: Term, space: Term) -> Budget:

@@ -9,7 +9,7 @@ from planner.errors import UsageError
 from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
 from planner.phases import Phase, budget
-from planner.reserved import Reserved, outside_bytes, reserved
+from planner.reserved import Reserved, needed, outside_bytes, reserved
 from planner.risk import EVEN, TAIL, Distribution, Risk, distribution, kind_of
 from planner.run.engine_degrees import idle_note, refuse_degrees
 from planner.run.experts import LOOPS, uneven_notes
@@ -93,7 +93,7 @@ class Plan:
     @property
     def needed_bytes(self) -> int:
         """The least pool the run goes through in: what is alive, and what fragments beside it."""
-        return self.reserved.needed
+        return needed(self.spec, self.resolved, self.phases, self.capacity_bytes)
 
     @property
     def low_bytes(self) -> int:
@@ -203,12 +203,20 @@ class Plan:
     @property
     def has_room(self) -> bool:
         """It fits even as far above the plan as `risk_allowed` says and as fragmented. No replay."""
+        return self.has_room_for(FRAGMENTED)
+
+    def has_room_for(self, fragmented: float) -> bool:
+        """Return the same where the allocator needs `fragmented` times what is alive."""
         if not self.resolved.trains:
             return self.tensors_fit and self.fits
-        most = (
-            FRAGMENTED * self.peak_bytes * self._spread("allocated").quantile(1 - self.risk_allowed)
-        )
-        return self.tensors_fit and most <= self.capacity_bytes
+        return self.tensors_fit and self.peak_bytes <= self.trusted_bytes(fragmented)
+
+    def trusted_bytes(self, fragmented: float) -> int:
+        """Return the largest peak that can be relied on where the allocator needs so much more."""
+        if not self.resolved.trains:
+            return self.capacity_bytes
+        most = self._spread("allocated").quantile(1 - self.risk_allowed)
+        return int(self.capacity_bytes / (fragmented * most))
 
     @property
     def tensors_fit(self) -> bool:

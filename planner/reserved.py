@@ -40,18 +40,39 @@ def reserved(
     peak = max(phase.total_bytes for phase in phases)
     if not r.trains:  # vLLM stays inside its utilisation
         return Reserved(peak, peak, peak)
-    workspace, resident = _bytes(phases, "loss", "overhead"), _bytes(phases, "forward", "engine")
-    if r.stage.stages > 1 or r.switches.gradient_buffers:
-        # graphs of other micro-batches and buffers, which the replay does not play, only stand there
-        alone = _replayed(model, r, workspace, resident, lengths, None, capacity_bytes)
-        resident += max(0, peak - alone.allocated_bytes)
-    free = _replayed(model, r, workspace, resident, lengths, None, capacity_bytes)
+    free, workspace, resident = _free(model, r, phases, capacity_bytes, lengths)
     with_room = on_card = max(peak, free.reserved_bytes)
     if with_room > capacity_bytes:
         pressed = _replayed(model, r, workspace, resident, lengths, capacity_bytes, capacity_bytes)
         if not pressed.full:
             on_card = max(peak, pressed.reserved_bytes)
     return Reserved(max(peak, free.needed_bytes), on_card, with_room, free.loaded_bytes)
+
+
+def needed(model: ModelSpec, r: Resolved, phases: tuple[Phase, ...], capacity_bytes: int) -> int:
+    """Return the least pool that the run goes through in: `Reserved.needed` without a replay on a full card."""
+    peak = max(phase.total_bytes for phase in phases)
+    if not r.trains:
+        return peak
+    return max(peak, _free(model, r, phases, capacity_bytes, ())[0].needed_bytes)
+
+
+def _free(
+    model: ModelSpec,
+    r: Resolved,
+    phases: tuple[Phase, ...],
+    capacity_bytes: int,
+    lengths: tuple[int, ...],
+) -> tuple[Replayed, int, int]:
+    """Return the replay with room for all, and the bytes of workspaces and residents it was made with."""
+    peak = max(phase.total_bytes for phase in phases)
+    workspace, resident = _bytes(phases, "loss", "overhead"), _bytes(phases, "forward", "engine")
+    if r.stage.stages > 1 or r.switches.gradient_buffers:
+        # graphs of other micro-batches and buffers, which the replay does not play, only stand there
+        alone = _replayed(model, r, workspace, resident, lengths, None, capacity_bytes)
+        resident += max(0, peak - alone.allocated_bytes)
+    free = _replayed(model, r, workspace, resident, lengths, None, capacity_bytes)
+    return free, workspace, resident
 
 
 _PLAYED: dict[tuple[object, ...], tuple[ModelSpec, Replayed]] = {}

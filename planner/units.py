@@ -28,6 +28,8 @@ _UNITS: dict[str, int] = {
     "t": TiB,
 }
 _PATTERN = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*$")
+MOST_GIB = 65536
+"""A bare number up to here is of GiB where a memory is meant: nobody has a card of so few bytes."""
 MAX_BYTES = 2**60
 """One EiB: nothing a planner is asked about is larger."""
 
@@ -49,6 +51,29 @@ def parse_bytes(text: str, *, field: str = "size") -> int:
     if not 0 < amount <= MAX_BYTES:
         raise UsageError(
             f"{field}: {text[:40]} is outside what is allowed", hint="more than 0 and at most 1 EiB"
+        )
+    return int(amount)
+
+
+def parse_memory(text: str, *, field: str = "size") -> int:
+    """Return the bytes of a card's or a host's memory: as parse_bytes, and a bare small number is GiB ("24")."""
+    plain = text.strip()
+    if re.fullmatch(r"\d+(?:\.\d+)?", plain) and float(plain) <= MOST_GIB:
+        plain += "GiB"
+    return parse_bytes(plain, field=field)
+
+
+def parse_count(text: str, *, field: str = "count") -> int:
+    """Return a count as people type it: "8192", "8,192", "8k" (8,192), "128K", "1M"."""
+    match = re.fullmatch(r"\s*(\d[\d_,]*(?:\.\d+)?)\s*([kKmM]?)\s*", text)
+    factor = {"": 1, "k": 1024, "m": 1024**2}
+    amount = 0.0
+    if match is not None:
+        amount = float(re.sub("[_,]", "", match.group(1))) * factor[match.group(2).lower()]
+    if match is None or amount != int(amount):
+        raise UsageError(
+            f"{field}: cannot read {text[:40]!r} as a whole number",
+            hint="for example 8192 or 8k",
         )
     return int(amount)
 

@@ -66,21 +66,20 @@ def _is_cuda(device: Any) -> bool:
 
 
 class CudaBehaviour(TorchFunctionMode):
-    """Make what runs inside allocate as on CUDA; `tracker` learns what goes to the host."""
+    """Make what runs inside allocate as on CUDA; `tracker` learns what goes to the host.
 
-    def __init__(self, tracker: StorageTracker, *, padded: bool = False) -> None:
+    Without `kernels` a CPU's own run: all the rest stands.
+    """
+
+    def __init__(
+        self, tracker: StorageTracker, *, padded: bool = False, kernels: bool = True
+    ) -> None:
         super().__init__()
         self._tracker = tracker
         self._padded = padded
         self._saved: list[tuple[Any, str, Any]] = []
         self._special: dict[Any, Callable[..., Any]] = {
-            _F.scaled_dot_product_attention: cuda_attention.attention,
-            _F.dropout: _dropout,
-            _F.softmax: _functional_softmax,
-            torch.softmax: _softmax,
-            torch.Tensor.softmax: _softmax,
-            _F.rms_norm: _rms_norm,
-            torch.rms_norm: _rms_norm,
+            **(_KERNELS if kernels else {}),
             torch.Tensor.cpu: self._to_host,
             torch.Tensor.cuda: self._to_device,
             torch.Tensor.pin_memory: self._to_host,
@@ -320,3 +319,15 @@ def _gemm_4bit(
     elements = rows * columns
     nested = kwargs.get("absmax_8bit") is not None
     return elements * activations.element_size(), 4 * elements // 64 if nested else 0
+
+
+_KERNELS: dict[Any, Callable[..., Any]] = {
+    _F.scaled_dot_product_attention: cuda_attention.attention,
+    _F.dropout: _dropout,
+    _F.softmax: _functional_softmax,
+    torch.softmax: _softmax,
+    torch.Tensor.softmax: _softmax,
+    _F.rms_norm: _rms_norm,
+    torch.rms_norm: _rms_norm,
+}
+"""Functions whose CUDA kernels keep or make other tensors than a CPU's."""

@@ -67,15 +67,18 @@ def trace(
     progress: Callable[[int, str], None] | None = None,
     allocator: AllocatorConfig | None = None,
     in_place: bool = True,
+    cpu: bool = False,
 ) -> Recording:
     """Return the Recording of `subject` run on fake tensors; `allocator` decides what is reserved.
 
-    `in_place=False` counts as torch's own memory trackers do (see StorageTracker).
+    `cpu`: by the kernels of a CPU, not CUDA's. `in_place=False` counts as torch's own memory trackers do (see StorageTracker).
     Raises TraceTimeoutError at `time_limit_s`, UnsupportedError naming op and module when the
     model cannot run on fake tensors.
     """
     started = time.monotonic()
-    tracker = run_subject(subject, time_limit_s=time_limit_s, progress=progress, in_place=in_place)
+    tracker = run_subject(
+        subject, time_limit_s=time_limit_s, progress=progress, in_place=in_place, cpu=cpu
+    )
     assign_terms(tracker.events, vocab=subject.vocab, embedding=subject.trained_embedding)
     summary = summarise(tracker.events)
     events = to_events(tracker.events)
@@ -104,8 +107,9 @@ def run_subject(
     progress: Callable[[int, str], None] | None = None,
     fake: bool = True,
     in_place: bool = True,
+    cpu: bool = False,
 ) -> StorageTracker:
-    """Run `subject` and return the tracker; `fake=False` runs it on real CPU memory."""
+    """Run `subject` and return the tracker; `fake=False` runs it on real CPU memory, `cpu` by a CPU's kernels."""
     tracker = StorageTracker(
         workspaces=workspaces(), deadline_s=time.monotonic() + time_limit_s, in_place=in_place
     )
@@ -123,7 +127,7 @@ def run_subject(
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=shard is not None))
             stack.enter_context(states_found())
         stack.enter_context(tracker)
-        stack.enter_context(CudaBehaviour(tracker, padded=subject.padded))
+        stack.enter_context(CudaBehaviour(tracker, padded=subject.padded, kernels=not cpu))
         stack.enter_context(_collected_by_hand())
         try:
             subject.allocate(model, tracker)

@@ -120,7 +120,10 @@ def test_the_planner_imports_nothing_by_a_name_in_a_string():
 
 
 ROOMS = (
-    ("planner", "planner.errors", "planner.units", "planner.dtypes", "planner.datafiles"),
+    (
+        *("planner", "planner.errors", "planner.units", "planner.dtypes", "planner.datafiles"),
+        "planner.names",
+    ),
     ("planner.models.spec", "planner.models.quantization", "planner.models.vision_spec"),
     ("planner.quant",),
     (

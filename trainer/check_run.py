@@ -53,7 +53,7 @@ def check_run(path: Path, *, say: Say = silent) -> dict[str, Any]:
     run, train = given.run, given.train
     check_output(train, resume=False)
     recipe, planned = _planned(run, train)
-    for note in unread_notes(planned.resolved):
+    for note in unread_notes(run.recipe, planned.resolved):
         say(note)
     rows, held_out = _data(given, say)
     if rows is not None and train.epochs is not None:

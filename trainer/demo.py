@@ -114,8 +114,7 @@ def curve(rewards: list[float], *, rows: int = 10) -> str:
 def _trace(run: RunFile, train: TrainSection, *, say: Say) -> dict[str, int]:
     """Return phase -> traced peak of the same training step on fake tensors; none if it takes long.
 
-    The trace runs what CUDA would allocate; on a CPU its library workspaces (term overhead) don't
-    exist and are left out.
+    On a CPU its own kernels are traced, and library workspaces (term overhead) are left out.
     """
     import torch
 
@@ -126,7 +125,7 @@ def _trace(run: RunFile, train: TrainSection, *, say: Say) -> dict[str, int]:
     config = json.loads((Path(run.model) / "config.json").read_text(encoding="utf-8"))
     subject = subject_for(resolved, recipe, config, gpu=machine.gpu)
     try:
-        recording = trace(subject, time_limit_s=TRACE_LIMIT_S)
+        recording = trace(subject, time_limit_s=TRACE_LIMIT_S, cpu=machine.cpu)
     except TraceTimeoutError:
         say(f"the trace takes over {TRACE_LIMIT_S:.0f} s on this machine: going on without it")
         return {}

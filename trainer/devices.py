@@ -6,6 +6,7 @@ without optional=True). So a run's device always has one.
 """
 
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -117,11 +118,12 @@ def this_machine(run: RunFile, train: TrainSection) -> Machine:
     host_ram = parse_bytes(stated, field="machine.host_ram") if stated else None
     if train.device_memory:
         limit = parse_bytes(train.device_memory, field="train.device_memory")
-        return Machine(vram_bytes=limit, host_ram_bytes=host_ram, context_bytes=0)
+        cpu = run_device().type == "cpu"
+        return Machine(vram_bytes=limit, host_ram_bytes=host_ram, context_bytes=0, cpu=cpu)
     found = calibration.this_machine()
     if found is None:
-        available = psutil.virtual_memory().available
-        return Machine(vram_bytes=available, host_ram_bytes=host_ram, context_bytes=0)
+        available = min(psutil.virtual_memory().available, host_ram or sys.maxsize)
+        return Machine(vram_bytes=available, host_ram_bytes=host_ram, context_bytes=0, cpu=True)
     total = found.vram_bytes
     return replace(found, vram_bytes=total - others_bytes(found, total), host_ram_bytes=host_ram)
 

@@ -8,10 +8,10 @@ Two kinds: completions that rewards judge (pass@k, every reward's mean), and the
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,10 +23,15 @@ from trainer.data import Prompt, Sample, Samples
 from trainer.engines.protocol import Engine, SamplingSettings
 from trainer.intervals import Estimate, bootstrap, bootstrap_mean, pass_rate
 from trainer.model import Policy
+from trainer.parallel.dealing import blank_batch, deal, evened
+from trainer.parallel.ranks import ALONE, Ranks
+from trainer.parallel.together import together
 from trainer.rewards import Rewards, Scores, score
 from trainer.rollout import Rollout, sample
 from trainer.scoring import hidden_rows, log_probs
 from trainer.stepping import TokenBudget, in_budget
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,16 +52,27 @@ def measure_rewards(
     rewards: Rewards,
     section: EvaluationSection,
     state: dict[str, Any] | None = None,
+    ranks: Ranks = ALONE,
 ) -> Measured:
-    """Return pass@k and every reward's mean over completions of `prompts` under the engine's weights."""
-    rollout = sample(engine, prompts, settings, tokenizer=tokenizer)
-    scores = score(
-        rewards,
-        prompts=rollout.prompts,
-        texts=rollout.texts,
-        completion_ids=[completion.token_ids for completion in rollout.completions],
-        state=state,
+    """Return pass@k and every reward's mean over completions of `prompts` under the engine's weights.
+
+    Each of several ranks samples and judges its share; the figures are of all.
+    """
+    shared = ranks if len(prompts) >= ranks.size else ALONE  # too few to share: each has all
+    rollout = together(
+        ranks, lambda: sample(engine, prompts, settings, tokenizer=tokenizer, ranks=shared)
     )
+    scores = together(
+        ranks,
+        lambda: score(
+            rewards,
+            prompts=rollout.prompts,
+            texts=rollout.texts,
+            completion_ids=[completion.token_ids for completion in rollout.completions],
+            state=state,
+        ),
+    )
+    rollout, scores = _of_all(rollout, scores, shared)
     each = settings.num_generations
     figures: dict[str, float] = {"samples": len(prompts), "generations": each}
     for name, values in scores.by_reward.items():
@@ -81,6 +97,43 @@ def measure_rewards(
     return Measured(figures=figures, rollout=rollout, scores=scores)
 
 
+def _of_all(rollout: Rollout, scores: Scores, ranks: Ranks) -> tuple[Rollout, Scores]:
+    """Return the completions of all ranks and what was said about them, in the order of the prompts."""
+    if not ranks.several:
+        return rollout, scores
+    every = ranks.gather_objects((rollout, scores))
+    places = [place for own, _ in every for place in own.places]
+    order = sorted(range(len(places)), key=places.__getitem__)
+
+    def ordered(parts: Iterable[Sequence[T]]) -> list[T]:
+        values = [value for part in parts for value in part]
+        return [values[place] for place in order]
+
+    told = [own.metrics for _, own in every]
+    means = {
+        name: [own[name] for own in told if name in own]
+        for name in dict.fromkeys(name for own in told for name in own)
+    }
+    return (
+        replace(
+            rollout,
+            prompts=ordered(own.prompts for own, _ in every),
+            completions=ordered(own.completions for own, _ in every),
+            texts=ordered(own.texts for own, _ in every),
+            places=tuple(sorted(places)),
+        ),
+        replace(
+            scores,
+            totals=ordered(own.totals for _, own in every),
+            by_reward={
+                name: ordered(own.by_reward[name] for _, own in every) for name in scores.by_reward
+            },
+            failures=tuple(failure for _, own in every for failure in own.failures),
+            metrics={name: sum(values) / len(values) for name, values in means.items()},
+        ),
+    )
+
+
 def measure_loss(
     policy: Policy,
     sequences: Sequence[ScoredSequence],
@@ -91,20 +144,31 @@ def measure_loss(
 ) -> dict[str, float]:
     """Return the mean loss a trained token and its perplexity, with intervals over sequences.
 
-    Where memory runs out, all of it is done again in micro-batches of half the tokens.
+    Where memory runs out, all of it is done again in micro-batches of half the tokens. Each of several
+    ranks does its share of the sequences.
     """
     row = max(len(sequence.token_ids) for sequence in sequences)
-    sums, counts = in_budget(
+    ranks = policy.ranks
+    own = deal([len(sequence.token_ids) for sequence in sequences], ranks)
+    found = in_budget(
         lambda tokens: _losses(
-            policy, sequences, budget_tokens=tokens, layout=layout, chunk_rows=chunk_rows
+            policy,
+            [sequences[index] for index in own],
+            budget_tokens=tokens,
+            layout=layout,
+            row=row,
+            chunk_rows=chunk_rows,
         ),
         TokenBudget(max(budget_tokens, row)),
         longest=row,
     )
+    whole = torch.zeros(2, len(sequences), dtype=torch.float64)
+    whole[:, own] = torch.tensor(found, dtype=torch.float64)
+    sums, counts = ranks.sum(whole).tolist()
     loss = bootstrap(
         len(sequences), lambda rows: sum(sums[r] for r in rows) / sum(counts[r] for r in rows)
     )
-    figures: dict[str, float] = {"samples": len(sequences), "tokens": sum(counts)}
+    figures: dict[str, float] = {"samples": len(sequences), "tokens": int(sum(counts))}
     _add(figures, "loss", loss)
     _add(figures, "perplexity", Estimate(*(_exp(v) for v in (loss.value, loss.low, loss.high))))
     return figures
@@ -117,16 +181,23 @@ def _losses(
     *,
     budget_tokens: int,
     layout: Layout,
+    row: int,
     chunk_rows: int | None,
 ) -> tuple[list[float], list[int]]:
     """Return the summed loss and the number of trained tokens of each sequence."""
     lengths = [len(sequence.token_ids) for sequence in sequences]
     pad = policy.tokenizer.pad_token_id or 0
     sums, counts = [0.0] * len(sequences), [0] * len(sequences)
-    row = max(lengths)
-    for pick in micro_batches(lengths, budget_tokens=budget_tokens, layout=layout, row_tokens=row):
-        batch = collate(sequences, pick, layout=layout, pad_id=pad, row_tokens=row)
-        batch = batch.to(policy.device)
+    picks = micro_batches(lengths, budget_tokens=budget_tokens, layout=layout, row_tokens=row)
+    made = (
+        collate(sequences, pick, layout=layout, pad_id=pad, row_tokens=row).to(policy.device)
+        for pick in picks
+    )
+    blank = partial(blank_batch, pad, policy.device)
+    for batch in evened(made, len(picks), policy.ranks, blank=blank):
+        if batch.blank:
+            policy.whole(partial(_scored, policy, batch, chunk_rows))
+            continue
         logp = policy.whole(partial(_scored, policy, batch, chunk_rows)).double()
         for owner, value in zip(batch.sequence_ids.tolist(), logp.tolist(), strict=True):
             sums[batch.indices[owner]] -= value

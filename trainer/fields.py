@@ -31,6 +31,7 @@ from planner.run.recipe import (
 )
 from planner.run.resolve import resolve
 from planner.run.resolved import Resolved
+from planner.run.unread import unread
 
 LOSSES = ("grpo", "dr_grpo", "bnpo", "dapo", "cispo", "gspo")
 MATRIX = (Optimizer.ADAFACTOR, Optimizer.MUON)
@@ -84,10 +85,13 @@ def refuse_unhonoured(run: RunFile, train: BaseModel) -> None:
     _refuse_train(recipe, train)
 
 
-def unread_notes(planned: Resolved) -> list[str]:
-    """Return a line for the recipe fields that this run has no use for, such as lora.rank with method full."""
-    said = ("not read, ", "lora.from")
-    return [f"recipe: {note}" for note in planned.assumptions if note.startswith(said)]
+def unread_notes(asked: Recipe, planned: Resolved) -> list[str]:
+    """Return a line for the fields that a recipe sets and its run has no use for, such as lora.rank with method full.
+
+    `asked`: as the file has it; what the trainer itself has settled since is nobody's wish.
+    """
+    notes = [note for note in planned.assumptions if note.startswith("lora.from")]
+    return [f"recipe: {note}" for note in (*unread(asked, planned), *notes)]
 
 
 def machine_note(run: RunFile, found: str) -> str:

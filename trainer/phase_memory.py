@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import psutil
 import torch
+from torch import Tensor
 
 from profiler.startup.vramwise_cuda import CudaMeter
 
@@ -30,16 +31,25 @@ class PhaseMemory:
         try:
             yield
         finally:
-            reserved: int | None
-            if self._meter is not None:
-                allocated, reserved = self._meter.take_peak()
-            else:
-                allocated, reserved = self._process.memory_info().rss, None
-            before = self.peaks.get(phase, (0, None))
-            self.peaks[phase] = (
-                max(before[0], allocated),
-                None if reserved is None else max(before[1] or 0, reserved),
-            )
+            self._note(phase)
+
+    def loss_until(self, hidden: Tensor) -> None:
+        """Count what runs backward before the gradient of `hidden` is there as the loss's: the head's backward."""
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: self._note("loss"))
+
+    def _note(self, phase: str) -> None:
+        """Note the peak since the last note as `phase`'s."""
+        reserved: int | None
+        if self._meter is not None:
+            allocated, reserved = self._meter.take_peak()
+        else:
+            allocated, reserved = self._process.memory_info().rss, None
+        before = self.peaks.get(phase, (0, None))
+        self.peaks[phase] = (
+            max(before[0], allocated),
+            None if reserved is None else max(before[1] or 0, reserved),
+        )
 
     def take(self, planned_bytes: dict[str, int]) -> dict[str, int | None]:
         """Return metrics of the phases since the last call, beside what was planned."""

@@ -90,6 +90,7 @@ class PolicyUpdate:
     def _loss(self, batch: MicroBatch, normaliser: float) -> tuple[Tensor, LossStats]:
         with self._ready.memory("forward"):
             hidden = hidden_rows(self._ready.policy, batch)
+        self._ready.memory.loss_until(hidden)
         with self._ready.memory("loss"):
             scored = log_probs(self._ready.policy, batch, hidden, entropy=True, **self._ready.shape)
             if batch.blank:

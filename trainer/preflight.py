@@ -75,7 +75,7 @@ class Preflight:
     sharing: Sharing | None = None
     """How groups share their prompt in training; None: never."""
     held_out: int = 0
-    """Samples of an evaluation; 0 = there is none."""
+    """Samples of an evaluation, on this rank; 0 = there is none."""
     measured: Recording | None = None
     """The rehearsal."""
     ranks: Ranks = ALONE
@@ -156,11 +156,15 @@ def prepare(
     if asked == "train.padding_free" and layout is Layout.ROWS:
         say(_masked_rows(planned))
     other = other_framework(spec, run.recipe, recipe, machine)
-    for note in filter(None, (other, *unread_notes(planned.resolved), _elsewhere(run, machine))):
+    for note in filter(
+        None, (other, *unread_notes(run.recipe, planned.resolved), _elsewhere(run, machine))
+    ):
         say(note)
     per_step = within_epoch(recipe, train, per_epoch, say=say, ranks=ranks.size)
     check_prompts(recipe, per_step, ranks)
     train = with_epochs(train, per_epoch=per_epoch or 1, per_step=per_step)
+    if held_out >= ranks.size:  # fewer than ranks are each one's
+        held_out = -(-held_out // ranks.size)
     policy = load_policy(
         run.model,
         recipe=recipe,
@@ -289,6 +293,8 @@ def solve(
     """
     if train.device_memory:
         held = f"train.device_memory: {train.device_memory}"
+    elif machine.cpu and machine.host_ram_bytes:
+        held = f"machine.host_ram: {format_bytes(machine.host_ram_bytes)}"
     if recipe.micro_batch_size is not None:
         planned = plan(spec, recipe, machine)
         if not planned.may_run:

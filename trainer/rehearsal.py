@@ -88,7 +88,7 @@ def _learn(
     """Run a micro-batch forward and backward, each phase by its name."""
     batch = make(ready)
     share = ready.policy.whole(lambda: _loss(ready, live, batch))
-    with live.phase("backward"):
+    with live.phase("loss"):  # the head's backward is the loss's
         share.backward()
     return True
 
@@ -97,6 +97,8 @@ def _loss(ready: "Preflight", live: LiveRecording, batch: MicroBatch) -> Tensor:
     policy = ready.policy
     with live.phase("forward"):
         hidden, routers = hidden_and_routers(policy, batch, routers=bool(ready.recipe.router_loss))
+    if hidden.requires_grad:
+        hidden.register_hook(lambda _: live.phases.change("backward"))
     with live.phase("loss"):
         scored = log_probs(policy, batch, hidden, entropy=True, **ready.shape)
         share = sft_loss(scored.logp, num_tokens=len(batch.targets))
@@ -106,12 +108,16 @@ def _loss(ready: "Preflight", live: LiveRecording, batch: MicroBatch) -> Tensor:
 
 
 def _step_without_change(policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-    """Step with gradients of 0 at a rate of 0: optimizer state exists, weights are as before."""
+    """Step with gradients of 0 at a rate of 0: optimizer state exists, weights are as before.
+
+    Twice: in the first one a tensor's state is made when its turn comes, in the others all are there.
+    """
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     for _, parameter in policy.stepped():
         parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+    for _ in range(2):
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
 

@@ -247,6 +247,7 @@ def _loss(
 ) -> tuple[Tensor, Share]:
     with ready.memory("forward"):
         hidden, routers = hidden_and_routers(ready.policy, batch, routers=bool(coefficient))
+    ready.memory.loss_until(hidden)
     with ready.memory("loss"):
         # sampling settings don't apply: the loss is the model's own cross-entropy
         logp = log_probs(ready.policy, batch, hidden, chunk_rows=ready.recipe.loss_chunk_rows).logp

@@ -83,7 +83,7 @@ def reward_measure(
             max_new_tokens=ready.completion_tokens,
         ),
         # the same draws at every evaluation: what changes is the policy
-        seed=train.seed,
+        seed=checkpoints.rank_seed(train.seed, ready.ranks.rank),
     )
     section = train.validation
     prompts = [
@@ -104,6 +104,7 @@ def reward_measure(
                     rewards=rewards,
                     section=train.evaluation,
                     state=state(done),
+                    ranks=ready.ranks,
                 ).figures
             finally:
                 engine.release()
@@ -162,7 +163,7 @@ class Validation:
     def run(self, done: int) -> Figures:
         """Evaluate after `done` steps; log it, and keep the weights if they are the best so far."""
         started = time.perf_counter()
-        # the first rank's, should rewards differ: what follows is decided alike
+        # the first rank's, should rewards differ that each has all of: what follows is decided alike
         figures = self._ready.ranks.broadcast_object(self._measure(done))
         value = figures.get(self.metric, math.nan)  # a reward that was silent everywhere
         sign = -1 if self.metric in SMALLER_IS_BETTER else 1

@@ -1,23 +1,33 @@
-"""Models and methods that fit a GPU, each with the best settings found."""
+"""Models and methods that fit a GPU, best first, each with the settings that take it furthest.
 
-from dataclasses import asdict, dataclass
+A row never pairs numbers that do not hold together: `context`, `batch`, `settings` and `peak_bytes` are of
+one plan, and so are those of `at_least`. Both are replayed on the allocator before they are shown.
+"""
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import count
 from typing import Any, NamedTuple
 
+from planner.answers.longest import USUAL, at, contexts, longest, proved
+from planner.answers.ranking import Worth, worth
+from planner.answers.unchanged import Settled, flags, settle, strongest
 from planner.errors import VramwiseError
 from planner.machines.machine import Machine
 from planner.models.catalogue import catalogue_model, catalogue_names
 from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
-from planner.run.recipe import ParallelSection, Recipe, Sharding
+from planner.run.recipe import ParallelSection, Recipe, Sharding, Task
 from planner.run.resolve import resolve
 from planner.run.resolved import Resolved
 from planner.run.runfile import make_recipe
+from planner.run.tasks import TASKS
 from planner.terms.counts import base_weights
 
-CONTEXTS = tuple(2**power for power in range(9, 21))
 BATCHES = (2, 4, 8, 16, 32, 64)
-
-
+USUAL_SPARE, GENERATING, RECURRENT, WINDOWS = 1.15, 1.3, 1.4, 2.1
+"""A replay of any run of the catalogue needs less than this over what is alive (a slow test holds it)."""
 TRAINING: dict[str, dict[str, Any]] = {
     "full": {"method": "full"},
     "lora": {"method": "lora"},
@@ -28,26 +38,47 @@ SERVING: dict[str, dict[str, Any]] = {
     "serve fp8": {"quantization": "fp8"},
     "serve 4-bit": {"quantization": "awq-4bit"},
 }
+METHODS = {**TRAINING, **SERVING}
 
 
 @dataclass(frozen=True, slots=True)
-class Recommendation:
-    """One model and method that fits."""
+class Setting:
+    """One run that fits: numbers of one plan."""
 
-    model: str
-    parameters: int
-    method: str
     context: int
     batch: int
+    """Sequences of a micro-batch; while serving, requests of that length at once."""
     settings: str
+    """What was chosen, for people."""
+    prices: tuple[str, ...]
+    """What the settings that were changed to make it fit cost."""
     peak_bytes: int
-    verdict: str
+    flags: str
+    """The same for `vramwise plan MODEL`."""
+    recipe: dict[str, Any] = field(repr=False)
+    """The same as a run file's recipe."""
+    verdict: str = "fits"
     layout: str = ""
     """How several GPUs divide the run; empty on one."""
 
+
+@dataclass(frozen=True, slots=True)
+class Recommendation(Setting):
+    """One model and method that fits, as far as it goes: settings for the longest context."""
+
+    model: str = ""
+    parameters: int = 0
+    method: str = ""
+    released: str = ""
+    score: float = 0.0
+    at_least: Setting | None = None
+    """The least slow settings, and the largest batch with them, at the context that was asked for."""
+
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
-        return asdict(self)
+        first = ("model", "parameters", "method", "context", "batch", "settings")
+        document = asdict(self)
+        return {name: document[name] for name in first} | document
 
 
 def recommend(
@@ -56,39 +87,113 @@ def recommend(
     task: str = "sft",
     least_context: int = 2048,
     framework: str = "vramwise",
-    replayed: int = 40,
+    limit: int | None = None,
+    wanted: Callable[[str, ModelSpec], bool] | None = None,
+    only: ModelSpec | None = None,
 ) -> list[Recommendation]:
-    """Return every catalogue model and method that fits, the largest models first.
+    """Return the best `limit` (None: all) models and methods that fit, the best first: see ranking.RULE.
 
-    On several GPUs a run is divided by the first of LAYOUTS that fits.
-
-    For each the longest context in powers of two up to the model's own, then the largest batch at
-    `least_context`. The first `replayed` rows are replayed on the allocator; the others leave the
-    room that the most fragmented of the replays needed.
+    `wanted`: of which catalogue models, by name and size; `only`: of this model alone. Pairs are planned in the order of what they could
+    be worth, so that those behind the last row that is asked for are never planned.
     """
-    variants = SERVING if task == "serve" else TRAINING
-    spread = LAYOUTS if task != "serve" and machine.num_gpus > 1 else ALONE
-    base: dict[str, Any] = {"task": task, "micro_batch_size": 1}
-    base["framework"] = "vllm" if task == "serve" else framework
-    recipes = {label: make_recipe(**base, **fields) for label, fields in variants.items()}
-    order = list(recipes)
-    found = []
-    for name in catalogue_names():
-        model = catalogue_model(name)
-        for label, recipe in recipes.items():
-            for layout in spread:
-                divided = layout.of(recipe, machine)
-                best = divided and _best(model, machine, label, divided, least_context)
-                if best:
-                    found.append(best)
-                    break
-    found.sort(key=lambda row: (-row.parameters, order.index(row.method)))
-    proven = (row.proven() if index < replayed else row for index, row in enumerate(found))
-    return [row.said() for row in proven if row is not None]
+    found: list[Recommendation] = []
+    models = {
+        name: model
+        for name in (catalogue_names() if only is None else [only.name])
+        if (model := only or catalogue_model(name)) and (wanted is None or wanted(name, model))
+    }
+    for row in _ranked(models, machine, task, least_context, framework):
+        found.append(row)
+        if len(found) == limit:
+            break
+    return found
+
+
+def _ranked(
+    models: dict[str, ModelSpec], machine: Machine, task: str, least: int, framework: str
+) -> Iterator[Recommendation]:
+    """Yield rows by falling score. A pair waits at what it is worth at best until it is planned."""
+    queue: list[tuple[float, int, int, int, _Pair | Recommendation]] = []
+    ticket = count()
+    methods = list(variants(task))
+    places = {name: place for place, name in enumerate(models)}
+    for name, model in models.items():
+        place = places[name]
+        value = worth(name, model)
+        for label in methods:
+            pair = _Pair(name, model, label, value)
+            best = value.at(max(least, model.longest or least))
+            heapq.heappush(queue, (-best, place, methods.index(label), next(ticket), pair))
+    alike: dict[tuple[object, ...], Recommendation | None] = {}
+    while queue:
+        *_, waiting = heapq.heappop(queue)
+        if isinstance(waiting, Recommendation):
+            yield waiting
+            continue
+        key = (_shape(waiting.model), waiting.method)
+        if key not in alike:
+            alike[key] = furthest(waiting, machine, task, framework, least)
+        row = _named(alike[key], waiting)
+        if row is not None:
+            order = places[row.model], methods.index(row.method), next(ticket)
+            heapq.heappush(queue, (-row.score, *order, row))
+
+
+def _shape(model: ModelSpec) -> tuple[object, ...]:
+    """Return all of a model but its name: fine-tunes and later versions are often the same shapes."""
+    named = ("name", "hub_id", "source")
+    values = ((f.name, getattr(model, f.name)) for f in fields(model) if f.name not in named)
+    return tuple(repr(value) if isinstance(value, dict) else value for _, value in values)
+
+
+def _named(row: Recommendation | None, pair: "_Pair") -> Recommendation | None:
+    if row is None:
+        return None
+    score = round(pair.worth.at(row.context), 3)
+    return replace(row, model=pair.name, released=pair.worth.released, score=score)
+
+
+class _Pair(NamedTuple):
+    """A model and a method, not planned yet."""
+
+    name: str
+    model: ModelSpec
+    method: str
+    worth: Worth
+
+
+def variants(task: str) -> dict[str, dict[str, Any]]:
+    """Return the methods of a task: a label, and the fields of the recipe."""
+    return SERVING if task == Task.SERVE else TRAINING
+
+
+def starts(task: str, label: str, framework: str, machine: Machine) -> list[Recipe]:
+    """Return the quickest recipes of a method: one for each layout of the GPUs, the quickest first."""
+    fields: dict[str, Any] = {"task": task, "micro_batch_size": 1, **METHODS[label]}
+    fields["framework"] = "vllm" if task == Task.SERVE else framework
+    if machine.gpu is not None and not machine.gpu.bf16_native:
+        fields["dtype"] = "fp16"
+    if task == Task.SERVE:
+        return [
+            make_recipe(**fields, engine={"tensor_parallel": ranks, "data_parallel": copies})
+            for ranks, copies in _serving_layouts(machine)
+        ]
+    base = make_recipe(**fields, checkpointing="none")
+    layouts = LAYOUTS if machine.num_gpus > 1 else ALONE
+    return [divided for layout in layouts if (divided := layout.of(base, machine)) is not None]
+
+
+def _serving_layouts(machine: Machine) -> Iterator[tuple[int, int]]:
+    """Yield GPUs that share a model, and copies of it; only what leaves no GPU idle."""
+    ranks = 1
+    while ranks <= machine.node_gpus:
+        if machine.num_gpus % ranks == 0:
+            yield ranks, machine.num_gpus // ranks
+        ranks *= 2
 
 
 class _Layout(NamedTuple):
-    """One way to divide a run."""
+    """One way to divide a training run."""
 
     sharding: Sharding
     per_node: bool = False
@@ -108,100 +213,161 @@ LAYOUTS = (_Layout(Sharding.DDP), _Layout(Sharding.FSDP2, per_node=True), _Layou
 """Of several GPUs, the fewest bytes over slow links first; `advise` tries more."""
 
 
-class _Candidate(NamedTuple):
-    """What fits of one model and method: its plans at the longest context and the largest batch."""
+def quickest(
+    model: ModelSpec, recipes: Sequence[Recipe], machine: Machine, tokens: int, fragmented: float
+) -> Settled | None:
+    """Return the first of `recipes` that goes at this context, slowed down no more than it needs."""
+    tried = (settle(model, at(recipe, tokens), machine, fragmented) for recipe in recipes)
+    return next((found for found in tried if found is not None), None)
 
-    model: ModelSpec
-    method: str
-    context: Plan
-    batch: Plan | None
-    contexts: list[Recipe]
-    """Those below `context`, in order."""
-    batches: list[Recipe]
-    """Those below `batch`, in order."""
 
-    @property
-    def parameters(self) -> int:
-        """Size of the model."""
-        return self.model.parameters
+def furthest(
+    pair: _Pair, machine: Machine, task: str, framework: str, least: int
+) -> Recommendation | None:
+    """Return the row of a model and method: its longest context and, beside it, the context asked for."""
+    model = pair.model
+    if model.longest and least > model.longest:
+        return None
+    recipes = [
+        each
+        for each in starts(task, pair.method, framework, machine)
+        if _weights_fit(model, each, machine)
+    ]
+    near = comfortable(model, recipes, machine, least, task)
+    base = near or quickest(model, recipes, machine, least, USUAL)
+    if base is None:
+        return None
+    lengths = contexts(least, model.longest or 1 << 20)
+    full = strongest(model, base, recipes[-1], machine)
 
-    def proven(self) -> "_Candidate | None":
-        """Return it without what a replay on the allocator refuses; None when nothing is left."""
-        context = _fitting(self.context, self.contexts)
-        if context is None:
+    end = longest(model, full, machine, lengths, USUAL)
+    if end is None:
+        return None
+
+    def find(tokens: int, fragmented: float) -> Settled:
+        # what is slowed down at the least context is so at a longer one
+        same = settle(model, at(base.recipe, tokens), machine, fragmented, base.changes)
+        other = same or quickest(model, recipes[1:], machine, tokens, fragmented)
+        return other or Settled(plan(model, at(full, tokens), machine))
+
+    far = proved(lengths, end, base.plan.peak_bytes, find, spare(model, task))
+    if far is None:
+        if near is None or not near.plan.fits:
             return None
-        return self._replace(context=context, batch=_fitting(self.batch, self.batches))
-
-    def said(self) -> Recommendation:
-        """Return the row."""
-        r = self.context.resolved
-        settings = f"{r.checkpointing.value} checkpointing, {r.optimizer.value}"
-        if not r.trains:
-            settings = f"{r.kv_dtype} KV, {r.quantization or r.dtype} weights"
-        batch = self.batch.resolved.sequences if self.batch else 1
-        return Recommendation(
-            self.model.name, self.parameters, self.method, r.seq_tokens, batch, settings,
-            self.context.peak_bytes, "fits", _said(r) if r.layout.gpus > 1 else "",
-        )  # fmt: skip
+        far = near
+    if near is None:  # the same settings hold a shorter context, if it fragments no more
+        shorter = far._replace(plan=plan(model, at(far.recipe, least), machine))
+        near = shorter if shorter.plan.fits else far
+    near = _batched(model, near, machine, spare(model, task))
+    return Recommendation(
+        **asdict(setting(far)),
+        parameters=model.parameters,
+        method=pair.method,
+        at_least=setting(near),
+    )
 
 
-def _said(r: Resolved) -> str:
-    return f"{r.layout}, {r.sharding.value}"
+def spare(model: ModelSpec, task: str) -> float:
+    """Return room for fragments where no replay follows, over what is alive: more than any of the catalogue needs."""
+    generates = TASKS[Task(task)].generates
+    if generates and any(mixer.window for layer in model.layers for mixer in layer.mixers):
+        return WINDOWS
+    if any(mixer.state_shapes for layer in model.layers for mixer in layer.mixers):
+        return RECURRENT
+    return GENERATING if generates else USUAL_SPARE
 
 
-def _best(
-    model: ModelSpec, machine: Machine, label: str, recipe: Recipe, least: int
-) -> _Candidate | None:
+def comfortable(
+    model: ModelSpec, recipes: Sequence[Recipe], machine: Machine, tokens: int, task: str
+) -> Settled | None:
+    """Return the quickest settings with room for any fragments; replayed where that room would be half the card."""
+    if spare(model, task) < WINDOWS:
+        return quickest(model, recipes, machine, tokens, spare(model, task))
+    found = quickest(model, recipes, machine, tokens, USUAL_SPARE)
+    for _ in range(2):
+        if found is None or found.plan.fits:
+            return found
+        needed = found.plan.needed_bytes / found.plan.peak_bytes
+        found = quickest(model, recipes, machine, tokens, needed)
+    return None
+
+
+def _weights_fit(model: ModelSpec, recipe: Recipe, machine: Machine) -> bool:
+    """Say whether the weights alone leave any room; what a recipe's framework refuses does not."""
     try:
         resolved = resolve(model, recipe, machine)
-        weights = base_weights(model, resolved).total // resolved.placement.weight_shards
+        ranks = resolved.placement.weight_shards if resolved.trains else resolved.tensor_parallel
+        return base_weights(model, resolved).total // ranks < machine.vram_bytes
     except VramwiseError:
-        return None
-    if weights > machine.vram_bytes:
-        return None
-    longest = max(least, model.max_position)
-    contexts = [
-        recipe.model_copy(update={"context": tokens})
-        for tokens in (least, *(c for c in CONTEXTS if least < c <= longest))
-    ]
-    context, below = _largest(model, contexts, machine)
-    if context is None:
-        return None
-    batches = [
-        recipe.model_copy(update={"context": least, "micro_batch_size": size})
-        for size in (1, *BATCHES)
-    ]
-    batch, smaller = _largest(model, batches, machine)
-    return _Candidate(model, label, context, batch, below, smaller)
+        return False
 
 
-def _largest(
-    model: ModelSpec, recipes: list[Recipe], machine: Machine
-) -> tuple[Plan | None, list[Recipe]]:
-    """Return the plan of the last of growing recipes that has room, and the recipes before it."""
-    best, low, high = None, 0, len(recipes)
-    middle = 0  # most often the least decides
-    while low < high:
-        planned = _try(model, recipes[middle], machine)
-        if planned is None:
-            high = middle
-        else:
-            best, low = planned, middle + 1
-        middle = (low + high) // 2
-    return best, recipes[: max(0, low - 1)]
+def _batched(model: ModelSpec, found: Settled, machine: Machine, fragmented: float) -> Settled:
+    """Return the same settings with the largest micro-batch that has room; serving has its own."""
+    if not found.plan.resolved.trains:
+        return found
+    room = found.plan.trusted_bytes(fragmented)
+    grows = 0
+    for size in BATCHES:  # the first pair of plans says what a sequence takes
+        if found.plan.peak_bytes + (size - found.plan.resolved.batch) * grows > room:
+            break
+        try:
+            larger = plan(
+                model, found.recipe.model_copy(update={"micro_batch_size": size}), machine
+            )
+        except VramwiseError:
+            break
+        if not larger.has_room_for(fragmented):
+            break
+        more = larger.resolved.batch - found.plan.resolved.batch
+        if more > 0:  # some frameworks raise a small batch by themselves
+            grows = (larger.peak_bytes - found.plan.peak_bytes) // more
+        found = found._replace(plan=larger)
+    return found
 
 
-def _fitting(best: Plan | None, below: list[Recipe]) -> Plan | None:
-    """Return the largest plan that fits when it is replayed."""
-    below = list(below)
-    while best is not None and not best.fits:
-        best = plan(best.spec, below.pop(), best.machine) if below else None
-    return best
+def setting(found: Settled) -> Setting:
+    """Return a run as its row says it."""
+    made, r = found.plan, found.plan.resolved
+    return Setting(
+        context=r.seq_tokens,
+        batch=r.batch if r.trains else _requests(made),
+        settings=_said(made),
+        prices=tuple(dict.fromkeys(change.price for change in found.changes)),
+        peak_bytes=made.peak_bytes,
+        flags=flags(found.recipe, {}),
+        recipe=found.recipe.model_dump(mode="json", exclude_defaults=True),
+        layout=_layout(r),
+    )
 
 
-def _try(model: ModelSpec, recipe: Recipe, machine: Machine) -> Plan | None:
-    try:
-        result = plan(model, recipe, machine)
-    except VramwiseError:
-        return None
-    return result if result.has_room else None
+def _requests(made: Plan) -> int:
+    """Return how many requests of the planned length vLLM runs at once."""
+    if made.serving is None or made.serving.pool is None:
+        return 1
+    return max(1, min(int(made.serving.max_concurrency), made.resolved.max_num_seqs))
+
+
+def _said(made: Plan) -> str:
+    r, asked = made.resolved, made.asked
+    if not r.trains:
+        parts = [f"{r.kv_dtype} KV", f"{r.quantization or r.dtype} weights"]
+        if asked.engine.gpu_memory_utilization:
+            parts.append(f"{r.utilization:.0%} of the card")
+        return ", ".join(parts)
+    kept = {"none": "no checkpointing", "full": "full checkpointing"}
+    parts = [kept.get(r.checkpointing.value, f"{r.checkpointing.value} checkpointing")]
+    parts.append(r.optimizer.value + (" on the host" if r.optimizer_offload else ""))
+    if asked.engine.max_num_seqs:
+        parts.append(f"{r.max_num_seqs} generated at once")
+    if not (made.machine.gpu is None or made.machine.gpu.bf16_native):
+        parts.append(r.dtype)
+    return ", ".join(parts)
+
+
+def _layout(r: Resolved) -> str:
+    if r.gpus == 1:
+        return ""
+    if r.trains:
+        return f"{r.layout}, {r.sharding.value}"
+    return f"tensor {r.tensor_parallel} x {r.data_parallel} engine(s)"

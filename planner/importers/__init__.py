@@ -105,22 +105,33 @@ def _completed(found: Imported, context: Context) -> Imported:
 def import_subject(
     subject: str,
     *,
+    text: bool = False,
+    tool: str | None = None,
     version: str | None = None,
     launch: Path | None = None,
     variant: str | None = None,
     model: str | None = None,
     gpus: int | None = None,
 ) -> Imported | None:
-    """Return the import of what `plan` was given if it is another tool's config, else None."""
-    path = Path(subject)
+    """Return the import of what `plan` was given if it is another tool's config, else None.
+
+    `text`: the subject is the config itself, or a command line, not the name of a file.
+    """
+    path = Path("the text" if text else subject)
     try:
-        foreign = looks_foreign(path)
+        foreign = text or looks_foreign(path) or (tool is not None and path.is_file())
     except OSError:  # a name longer than a path may be
         return None
     if not foreign:
         return None
     found = import_config(
-        path, version=version, launch=launch, variant=variant, model=model, gpus=gpus
+        subject.rstrip("\n") + "\n" if text else path,
+        tool=tool,
+        version=version,
+        launch=launch,
+        variant=variant,
+        model=model,
+        gpus=gpus,
     )
     named = found.run.model
     if not named and found.tool in ("accelerate", "deepspeed"):
@@ -232,7 +243,8 @@ def _import(raw: str, path: Path | None, context: Context) -> Imported:
     if (table := load_toml(text, named=named)) is not None:
         kind = tool_of_toml(table)
         return from_mapping(table, text, replace(context, tool=kind))
-    manifests.refuse_template(text)
+    if not (stripped.startswith("{") and '"cells"' in text):  # a notebook may hold a template
+        manifests.refuse_template(text)
     if stripped.startswith("{"):
         document = load_json(text)
         if "cells" in document:
@@ -241,7 +253,8 @@ def _import(raw: str, path: Path | None, context: Context) -> Imported:
         return from_mapping(document, text, context)
     if path is not None and path.suffix == ".ipynb":
         raise UsageError(f"config: {path.name} is not a notebook: it is not JSON")
-    if manifests.is_manifest(text):
+    shell = path is not None and path.suffix.lower() in _SHELL
+    if manifests.is_manifest(text) and not shell:
         return _from_manifest(text, context)
     document = _mapping_or_none(text)
     if document is not None:
@@ -252,7 +265,7 @@ def _import(raw: str, path: Path | None, context: Context) -> Imported:
         return imported
     if (found := from_shell(parse_shell(text), context)) is not None:
         return found
-    if path is not None and path.suffix.lower() in _SHELL:
+    if shell:
         raise unknown()
     if re.search(r"^\s*(?:import|from)\s+\w|\w\s*\(.*=", text, re.MULTILINE) and not _is_shell(
         text

@@ -28,6 +28,7 @@ TOOLS = (
     "areal",
     "roll",
     "slime",
+    "megatron",
     "prime-rl",
     "litgpt",
     "llm-foundry",

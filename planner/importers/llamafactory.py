@@ -93,6 +93,9 @@ def _preferences(settings: Settings, recipe: dict[str, Any], method: Method) -> 
         elif str(kind) in ("lora", "api"):
             recipe["reward_model"] = "none"  # an adapter of the policy's own base, or a server
         recipe["reference"] = words.reference(method, needed=True)
+        settings.effect(
+            "the critic is a value head on the policy itself: planned as a model of its own, an upper bound"
+        )
     settings.raw("ref_model", "ref_model_adapters", "ref_model_quantization_bit")
 
 

@@ -17,7 +17,7 @@ from planner.run.recipe import Checkpointing, Loss, Method, Optimizer, Sharding,
 
 SWIFT, SLIME = "4.6.0", "0.3"
 _TASKS = {"dpo": Task.DPO, "kto": Task.KTO, "rm": Task.REWARD, "grpo": Task.GRPO}
-_DEGREES = {
+DEGREES = {
     "tensor": ("tensor_model_parallel_size",),
     "sequence": ("sequence_parallel",),
     "pipeline": ("pipeline_model_parallel_size",),
@@ -28,7 +28,7 @@ _DEGREES = {
 _QUIET = quiet_prefixes("megatron")
 
 
-def _renamed(words_: list[str]) -> dict[str, Any]:
+def renamed(words_: list[str]) -> dict[str, Any]:
     return {key.replace("-", "_"): value for key, value in flags(words_).items()}
 
 
@@ -40,7 +40,7 @@ def swift_command(started: Started, context: Context) -> Imported | None:
     verb = next((word for word in started.arguments[:2] if word in ("sft", "pt", "rlhf")), None)
     if verb is None:
         return None
-    values = _renamed(started.arguments)
+    values = renamed(started.arguments)
     environment = started.environment
     gpus = as_int(environment.get("NPROC_PER_NODE")) or visible_devices(environment) or 1
     gpus *= as_int(environment.get("NNODES")) or 1
@@ -65,7 +65,7 @@ def read_swift(
     recipe["micro_batch_size"] = micro
     recipe["context"] = s.count("max_length", "seq_length", to="context", default=2048)
     recipe["packing"] = s.flag("packing", to="packing") or s.flag("padding_free")
-    _recompute(s, recipe)
+    recompute(s, recipe)
     recipe["optimizer"] = Optimizer.ADAMW_FUSED
     whole = s.flag("use_distributed_optimizer", to="sharding", default=True)
     recipe["sharding"] = Sharding.MEGATRON if whole else Sharding.DDP
@@ -79,7 +79,7 @@ def read_swift(
         name: s.flag(*keys, to="parallel.sequence")
         if name == "sequence"
         else s.count(*keys, to=f"parallel.{name}")
-        for name, keys in _DEGREES.items()
+        for name, keys in DEGREES.items()
     }
     found["virtual_stages"] = s.count(
         "virtual_pipeline_model_parallel_size", to="parallel.virtual_stages"
@@ -107,7 +107,7 @@ def read_swift(
     return s.finish(model, recipe=recipe, lora=lora, engine={}, gpus=gpus_found)
 
 
-def _recompute(s: Settings, recipe: dict[str, Any]) -> None:
+def recompute(s: Settings, recipe: dict[str, Any]) -> None:
     """Read Megatron's recomputation: full (uniform, N layers), selective (attention's core), none."""
     granularity = str(s.raw("recompute_granularity", to="checkpointing", default="selective"))
     how = s.raw("recompute_method")
@@ -148,14 +148,14 @@ SLIME_KEYS = PolicyKeys(
     utilization=("sglang_mem_fraction_static",),
     utilization_default=0.9,
     engine_tensor=("rollout_num_gpus_per_engine",),
-    degrees=_DEGREES,
+    degrees=DEGREES,
     quiet=_QUIET,
 )
 
 
 def slime_command(started: Started, context: Context) -> Imported | None:
     """Return the run of slime's train.py, or None."""
-    values = _renamed(started.arguments)
+    values = renamed(started.arguments)
     if "hf_checkpoint" not in values or not {
         "rollout_batch_size",
         "advantage_estimator",

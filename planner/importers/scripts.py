@@ -4,9 +4,11 @@ import json
 import re
 from dataclasses import replace
 
+from planner.errors import UnsupportedError
 from planner.importers import (
     hf_script,
     megatron_flags,
+    megatron_pretrain,
     ms_swift,
     openrlhf,
     policies,
@@ -26,6 +28,7 @@ from planner.importers.commands import (
     trl_command,
 )
 from planner.importers.context import Context
+from planner.importers.keys import shown
 from planner.importers.launchers import Started, started
 from planner.importers.mappings import from_mapping, unknown
 from planner.importers.python_calls import UNKNOWN, Calls, read_calls
@@ -61,10 +64,12 @@ def litgpt_command(program: Started, context: Context) -> Imported | None:
     return supervised.read_litgpt(values, version=context.version_of("litgpt"))
 
 
+_NEMO = re.compile(r"\bllm\.\w+\.(?:finetune|pretrain)_recipe\(")
 _COMMANDS: tuple[Reader, ...] = (
     openrlhf.from_command,
     megatron_flags.swift_command,
     megatron_flags.slime_command,
+    megatron_pretrain.pretrain_command,
     overrides_command,
     litgpt_command,
     llamafactory_command,
@@ -90,6 +95,11 @@ def from_shell(script: Script, context: Context) -> Imported | None:
 
 
 def _training(script: Script, context: Context) -> Imported | None:
+    if any(words[:2] == ["nemo", "llm"] for words in script.commands):
+        raise UnsupportedError(
+            "config: this line starts a NeMo 2 recipe, which is not read",
+            hint="state the run by flags: vramwise plan MODEL --task sft --framework megatron --tensor-parallel N",
+        )
     for tool, reader in (("ms-swift", ms_swift.read_script), ("verl", verl.read_script)):
         if (found := reader(script, version=context.version_of(tool))) is not None:
             return found
@@ -144,6 +154,11 @@ def from_python(source: str, context: Context) -> Imported:
         for line in text_lines(source)
         if re.match(r"\s*[#!%]*\s*[!%]", line) or "vllm serve" in line or "swift " in line
     )
+    if nemo := _NEMO.search(source):
+        raise UnsupportedError(
+            f"config: this is a NeMo 2 recipe ({shown('recipe', nemo.group().strip('( '))}), which is not read",
+            hint="state the run by flags: vramwise plan MODEL --task sft --framework megatron --tensor-parallel N",
+        )
     inside = replace(context, written={**_dumped(calls, shell), **context.written})
     if shell and (found := from_shell(parse_shell(shell), inside)) is not None:
         return found

@@ -12,11 +12,18 @@ MAX_QUOTED_LINES = 200
 _ASSIGN = re.compile(
     r"^(?:export\s+|local\s+|declare\s+(?:-\w+\s+)?)?([A-Za-z_]\w*)=(.*)$", re.DOTALL
 )
-_ARRAY = re.compile(r"^[ \t]*([A-Za-z_]\w*)(\+?)=\(([^()]*)\)[ \t]*$", re.MULTILINE)
+_ARRAY = re.compile(
+    r"^[ \t]*([A-Za-z_]\w*)(\+?)=\((?:[ \t]*\n(.*?)^[ \t]*\)|([^()]*)\))[ \t]*$",
+    re.MULTILINE | re.DOTALL,
+)
+"""An array: over several lines up to a bracket on a line of its own, so that its words may have brackets."""
 _ECHOED = re.compile(r"\$\([^()]*\|\|\s*echo (\w+)\s*\)")
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?:(:?[-=+])([^{}]*))?\}|\$([A-Za-z_]\w*)")
 _UNSET_INSIDE = re.compile(r"\$\{([A-Za-z_]\w*)\}(?=[^{}\s]*\})")
 _ARRAY_USE = re.compile(r"\"?\$\{([A-Za-z_]\w*)\[[@*]\]\}\"?")
+_INNER = re.compile(r"\$\([^()]*\)")
+"""$(one | two): its pipe ends no command of the line."""
+_HIDDEN, _SHOWN = str.maketrans("|&;", "\x01\x02\x03"), str.maketrans("\x01\x02\x03", "|&;")
 _EXPR = re.compile(r"\$\(\s*expr\s+([^()]*?)\)|\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 _FLAG = re.compile(r"\s*(--?[A-Za-z][\w.-]*|[+~]*[A-Za-z_]\w*\.[\w.]+(?==))")
 """A flag or a dotted override at the start of a line."""
@@ -27,6 +34,8 @@ _READ_HEREDOC = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 """read -r -d '' NAME <<EOF: a command kept in a variable."""
+_PAIR = re.compile(r"--[a-z][\w-]+ [\w./-]+$")
+_NAME = re.compile(r"(?<![\w$])[A-Za-z_]\w*")
 _ARITHMETIC = re.compile(r"^[\d\s+*/%()-]+$")
 
 
@@ -51,13 +60,17 @@ def parse_shell(text: str) -> Script:
     arrays: dict[str, str] = {}
 
     def keep(match: re.Match[str]) -> str:
-        body = " ".join(_uncommented(line).strip() for line in match.group(3).split("\n"))
-        before = arrays.get(match.group(1), "") if match.group(2) else ""
+        lines = (match.group(3) or match.group(4) or "").split("\n")
+        body = " ".join(_uncommented(line).strip() for line in lines)
+        own = arrays.get(match.group(1), "")
+        body = _ARRAY_USE.sub(lambda use: own if use[1] == match.group(1) else use.group(), body)
+        before = own if match.group(2) else ""
         arrays[match.group(1)] = f"{before} {body}".strip()
         return ""
 
     # $(probe && echo npu || echo gpu): the last echo is what a machine without the probe prints
     text = _ECHOED.sub(lambda match: match.group(1), _gpu_arms(text))
+    text = "\n".join(_uncommented(line) for line in text.split("\n"))
     text = _ARRAY.sub(keep, text)
     for line in text.split("\n"):
         line = _uncommented(line).strip()
@@ -65,8 +78,9 @@ def parse_shell(text: str) -> Script:
             r"^(?:if|then|else|fi|for|do|done|case|esac|set|function|\}|\{)\b|^[{}]$", line
         ):
             continue
+        line = _INNER.sub(lambda inner: inner.group().translate(_HIDDEN), line)
         for part in re.split(r"\s*(?:&&|\|\||;(?!;)|(?<!\|)\|(?!\|))\s*", line):
-            _statement(script, part.strip(), arrays)
+            _statement(script, part.strip().translate(_SHOWN), arrays)
     return script
 
 
@@ -267,7 +281,7 @@ def expand(text: str, environment: dict[str, str], arrays: dict[str, str]) -> st
         before = text
         text = _ARRAY_USE.sub(lambda match: arrays.get(match.group(1), match.group()), text)
         text = _VARIABLE.sub(lambda match: _value(match, environment), text)
-        text = _EXPR.sub(_arithmetic, text)
+        text = _EXPR.sub(lambda match: _arithmetic(match, environment), text)
         if text == before:  # ${A:-${B}/x} without B: its own braces hide what they stand in
             text = _UNSET_INSIDE.sub(r"$\1", text)
         if text == before or len(text) > MAX_EXPANSION:
@@ -286,10 +300,12 @@ def _value(match: re.Match[str], environment: dict[str, str]) -> str:
     return "" if name in ("@", "*", "MACHINE") else match.group()
 
 
-def _arithmetic(match: re.Match[str]) -> str:
+def _arithmetic(match: re.Match[str], environment: dict[str, str]) -> str:
     expression = (match.group(1) or match.group(2) or "").replace("\\*", "*").strip()
+    # inside $(( )) a variable needs no dollar
+    expression = _NAME.sub(lambda name: environment.get(name.group(), name.group()), expression)
     if not _ARITHMETIC.match(expression) or len(expression) > 200 or "**" in expression:
-        return match.group()
+        return match.group() if match.group(1) else re.sub(r"\s+", "", match.group())
     from planner.importers.python_calls import fold_constant
 
     value = fold_constant(expression.replace("/", "//").replace("////", "//"))
@@ -300,6 +316,10 @@ def flags(words: list[str]) -> dict[str, object]:
     """Return --key value, --key=value and bare switches; a repeated value becomes a list."""
     found: dict[str, object] = {}
     index = 0
+    # an array's "--flag value" in one pair of quotes
+    words = [
+        part for word in words for part in (word.split(" ", 1) if _PAIR.match(word) else [word])
+    ]
     while index < len(words):
         word = words[index]
         index += 1

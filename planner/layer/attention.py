@@ -37,7 +37,8 @@ def attend(p: "Program", q: Value, k: Value, v: Value, shape: Shape) -> Value:
         k = p.cast(k, q.size)
         v = p.cast(v, out_size)
     grouped = s.attention == "sdpa" and k.size != q.size
-    if grouped and (s.undeclared_groups or width == 4):
+    # on a CPU: aten/src/ATen/native/transformers/sdp_utils_cpp.cpp, use_flash_attention_cpp
+    if grouped and (s.undeclared_groups or (width == 4 and not s.cpu)):
         return _math(p, q, k, v, heads, out_size, width)
     if (
         s.context_kind == "ulysses"
@@ -57,7 +58,7 @@ def attend(p: "Program", q: Value, k: Value, v: Value, shape: Shape) -> Value:
         saves=tuple(saves),
         saves_out=True,
         forward_scratch=ring.forward,
-        scratch=q.size * 4 / width + ring.backward,
+        scratch=(0 if s.cpu and s.attention == "sdpa" else q.size * 4 / width) + ring.backward,
         kind=Op.ATTENTION,
     )
     tape.drop(*saves)

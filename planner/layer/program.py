@@ -62,6 +62,8 @@ class OpSettings(NamedTuple):
     capacity: float = 0.0
     """Rows an expert takes at most, in even shares; 0 = all."""
     attention: str = "sdpa"
+    cpu: bool = False
+    """On a CPU one fused kernel takes every dtype and declared groups, and accumulates in place."""
     seq: int = 0
     """Tokens per sequence; only attention with scores or a mask in full needs it."""
     batched: bool = False
@@ -427,12 +429,14 @@ def in_tiles(p: Program, x: Value, tokens: int, run: Callable[[Program, Value], 
     again.drop(out)
     again.start_backward(out, out.size)
     again.run()
+    work = largest(envelope(again.points), tokens)
     return p.tape.op(
         (x,),
         out.size,
         saves=(x,),
         weight_grad=max(point.weight_grads for point in again.points),
-        weight_scratch=largest(envelope(again.points), tokens).at(tokens),
+        # a tile's own weight gradients, until they are added to those of the tiles before it
+        weight_scratch=work.total(tokens),
         forward_constant=largest(envelope(forward.points), tokens).at(tokens),
         kind=Op.KERNEL,
     )

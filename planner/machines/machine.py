@@ -6,14 +6,15 @@ What fits is decided by the total that torch reports (`torch.cuda.mem_get_info`)
 
 import json
 import re
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
 from math import isfinite
 from typing import Any
 
 from planner.datafiles import data_dir
-from planner.errors import UnknownNameError, UsageError
-from planner.units import MiB, format_bytes, parse_bytes
+from planner.errors import UnknownNameError, UsageError, words_of
+from planner.names import NOISE, memory_named, sized
+from planner.units import MiB, format_bytes, parse_memory
 
 MAX_GPUS = 65536
 GPUS_PER_NODE = 8
@@ -92,6 +93,8 @@ class Machine:
     context_bytes: int = DEFAULT_CONTEXT_BYTES
     calibration: str = ""
     """Where measured overheads came from; "" = catalogue values."""
+    cpu: bool = False
+    """No GPU: tensors lie in host memory, and torch's CPU kernels run."""
 
     def __post_init__(self) -> None:
         if self.vram_bytes <= 0:
@@ -187,6 +190,25 @@ def _index() -> dict[str, tuple[str, ...]]:
     return index
 
 
+@lru_cache(maxsize=512)
+def gpus_like(name: str) -> tuple[str, ...]:
+    """Return the ids of every card that a typed name could mean, the likest first."""
+    plain = NOISE.sub(" ", name.lower().replace("-", " ").replace("_", " "))
+    asked = [
+        word for word in sized(words_of(plain)) if word not in ("with", "vram", "ram", "memory")
+    ]
+    found = []
+    for gpu in gpu_catalogue().values():
+        spelled = " ".join((gpu.id, gpu.name, *gpu.aliases)).lower().replace("-", " ")
+        own = {*sized(words_of(NOISE.sub(" ", spelled))), f"{gpu.marketed_gb:g}gb"}
+        if asked and set(asked) <= own:
+            beside = [
+                word for word in sized(words_of(gpu.id.replace("-", " "))) if word not in asked
+            ]
+            found.append((gpu.kind == "mig", len(beside), len(gpu.id), gpu.id))
+    return tuple(gpu_id for *_, gpu_id in sorted(found))
+
+
 def find_gpu(name: str) -> GpuSpec:
     """Return the catalogue's GPU for an id, alias or device name.
 
@@ -209,10 +231,34 @@ def find_gpu(name: str) -> GpuSpec:
         raise UsageError(
             f"gpu: {name[:60]!r} comes in several sizes", hint=f"say which: {', '.join(exact[:8])}"
         )
+    like = gpus_like(name)
+    whole = [gpu_id for gpu_id in like if gpu_catalogue()[gpu_id].kind != "mig"] or list(like)
+    if whole and len({gpu_catalogue()[gpu_id].torch_total_bytes for gpu_id in whole}) == 1:
+        return gpu_catalogue()[whole[0]]
+    if len(whole) > 1:
+        raise UsageError(
+            f"gpu: {name[:60]!r} could be several cards", hint=f"say which: {', '.join(whole[:8])}"
+        )
     names = [*gpu_catalogue(), *(a for gpu in gpu_catalogue().values() for a in gpu.aliases)]
     raise UnknownNameError(
         "gpu", name, names, hint="`vramwise gpus` lists all; or give --vram 24GiB"
     )
+
+
+def card_of_memory(marketed_gb: float) -> GpuSpec | None:
+    """Return what any card of so many GB may count on: NVIDIA's of that size of which torch sees least."""
+    kinds = ("consumer", "workstation", "datacenter")
+    cards = [
+        gpu
+        for gpu in gpu_catalogue().values()
+        if gpu.marketed_gb == marketed_gb and gpu.kind in kinds and gpu.torch_total_bytes
+        if gpu.vendor == "nvidia"
+    ]
+    usual = [gpu for gpu in cards if gpu.kind == "consumer"] or cards
+    if not usual:
+        return None
+    least = min(usual, key=lambda gpu: (gpu.torch_total_bytes or 0, gpu.id))
+    return replace(least, name=f"card of {marketed_gb:g} GB, as the {least.name}")
 
 
 def make_machine(
@@ -228,7 +274,10 @@ def make_machine(
     `vram` overrides the catalogue's total (a card with a display, a container's limit).
     Raises UsageError when neither a GPU nor its memory is given.
     """
-    spec = find_gpu(gpu) if gpu else None
+    memory = memory_named(gpu) if gpu else None
+    spec = card_of_memory(memory) if memory is not None else find_gpu(gpu) if gpu else None
+    if memory is not None and spec is None and vram is None:
+        vram = f"{memory:g}GiB"
     total = _size(vram, "vram") if vram is not None else (spec.torch_total_bytes if spec else None)
     if total is None:
         if spec is None:
@@ -250,7 +299,7 @@ def make_machine(
 
 def _size(value: str | int | float, name: str) -> int:
     if isinstance(value, str):
-        return parse_bytes(value, field=name)
+        return parse_memory(value, field=name)
     if not isfinite(value) or value <= 0:
         raise UsageError(f"{name}: {value} is not a size", hint="for example 24GiB")
     return int(value)

@@ -6,8 +6,10 @@ from functools import lru_cache
 from typing import Any
 
 from planner.datafiles import data_dir
+from planner.errors import words_of
 from planner.families import model_spec_from_config
 from planner.models.spec import ModelSpec
+from planner.names import folded
 
 
 @lru_cache(maxsize=1)
@@ -41,3 +43,34 @@ def catalogue_model(name: str) -> ModelSpec:
     entry = load_catalogue()[name]
     spec = model_spec_from_config(entry["config"], name=name, source="catalogue")
     return replace(spec, hub_id=entry["hub_id"])
+
+
+def model_named(name: str) -> str | None:
+    """Return the catalogue's short name for what somebody typed; None when it could be several or none."""
+    found = models_like(name)
+    return found[0] if len(found) == 1 else None
+
+
+@lru_cache(maxsize=512)
+def models_like(name: str) -> tuple[str, ...]:
+    """Return every catalogue model that a typed name could mean, the likest first."""
+    spellings = model_names()
+    text = name.strip().lower()
+    if text in spellings:
+        return (spellings[text],)
+    leaf = text.rsplit("/", 1)[-1]
+    same = {short for known, short in spellings.items() if folded(known) == folded(leaf)}
+    if len(same) == 1:
+        return tuple(same)
+    asked = words_of(leaf)
+    # a name is all words that were typed, in any order, and perhaps more
+    wide = [short for short in catalogue_names() if _has_all(asked, short)]
+    return tuple(sorted(wide, key=lambda short: (len(words_of(short)), len(short))))
+
+
+def _has_all(asked: list[str], name: str) -> bool:
+    own = words_of(name)
+    return bool(asked) and all(
+        word in own or (word.isalpha() and any(each.startswith(word) for each in own))
+        for word in asked
+    )

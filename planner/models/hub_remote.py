@@ -52,7 +52,7 @@ def fetch_model(
         amounts = _header_amounts(repo_id, revision, token, timeout_s, endpoint)
         return replace(spec, checkpoint_dtype=most_common_dtype(amounts)) if amounts else spec
 
-    return _within(timeout_s, repo_id, fetch)
+    return within(timeout_s, repo_id, fetch)
 
 
 def fetch_file(repo_id: str, name: str, *, timeout_s: float = 10) -> Path:
@@ -60,7 +60,7 @@ def fetch_file(repo_id: str, name: str, *, timeout_s: float = 10) -> Path:
     from huggingface_hub import constants
 
     offline = bool(constants.HF_HUB_OFFLINE)
-    return _within(
+    return within(
         timeout_s,
         repo_id,
         lambda: _config_file(repo_id, None, None, offline, timeout_s, None, name=name),
@@ -117,7 +117,7 @@ def _header_amounts(
     return {str(dtype): int(count) for dtype, count in metadata.parameter_count.items()}
 
 
-def _within(
+def within(
     timeout_s: float, repo_id: str, fetch: Callable[[], Answer], *, file: str = "config.json"
 ) -> Answer:
     """Return what `fetch` returns; a hub that trickles bytes cannot hold us past the limit."""

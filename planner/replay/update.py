@@ -7,6 +7,7 @@ from planner.run.resolved import Resolved
 from planner.terms.counts import SMALL_TENSOR
 from planner.terms.optimizer import BLOCK_8BIT, state_width
 from planner.terms.optimizer_kinds import KINDS
+from planner.terms.step_scratch import MOST, slice_width, states_away
 
 
 class Update:
@@ -32,18 +33,25 @@ class Update:
 
     def step(self, grads: list[Chunk]) -> None:
         """Play one step; the gradients are freed after it (zero_grad sets them to None)."""
-        if not (self.r.placement.offload.states or self.kind.paged):
-            if not self.started:
-                self._start()
-            if self.copies is not None:
-                self.player.passing(*self.copies)
-            elif self.kind.square_roots and not self.r.switches.step_scratch_bytes:
-                self.player.passing(
-                    *(each.elements * state_width(self.r, each.width) for each in self.trained)
+        here = not states_away(self.r)
+        if here and not self.started:
+            self._start()
+        if longest := self.r.switches.step_scratch_bytes // MOST:
+            self.player.passing(
+                max(
+                    (
+                        min(each.elements, longest) * slice_width(self.r, each.width, each.elements)
+                        for each in self.trained
+                    ),
+                    default=0,
                 )
-            elif self.r.switches.step_scratch_bytes:
-                most = max((12 * each.elements for each in self.trained), default=0)
-                self.player.passing(min(most, self.r.switches.step_scratch_bytes))
+            )
+        elif here and self.copies is not None:
+            self.player.passing(*self.copies)
+        elif here and self.kind.square_roots:
+            self.player.passing(
+                *(each.elements * state_width(self.r, each.width) for each in self.trained)
+            )
         self.started = True
         self.player.give(*grads)
 

@@ -15,6 +15,7 @@ from planner.run.logits_law import LogitsLaw
 from planner.run.recipe import (
     Attention,
     BucketsSection,
+    Checkpointing,
     Loss,
     Method,
     OffloadSection,
@@ -141,6 +142,12 @@ def on_card(framework: Framework, machine: Machine) -> Framework:
 
 AMPERE = 8
 """Compute capability of the first Ampere cards."""
+
+
+def checkpointing_of(recipe: Recipe, defaults: dict[str, Any], machine: Machine) -> Checkpointing:
+    """Return which layers' graphs are kept; on a CPU what is offloaded stays where it is."""
+    chosen = Checkpointing(choose(recipe.checkpointing, defaults, "checkpointing", "none"))
+    return Checkpointing.FULL if machine.cpu and chosen is Checkpointing.OFFLOAD else chosen
 
 
 def dtypes(model: ModelSpec, recipe: Recipe, defaults: dict[str, Any]) -> tuple[str, str]:

@@ -12,6 +12,7 @@ from planner.run.choices import (
     attention_of,
     batch_of,
     by_deepspeed,
+    checkpointing_of,
     dtypes,
     has_master,
     kernel_notes,
@@ -36,7 +37,6 @@ from planner.run.parallel import layout_of, refuse_unplanned
 from planner.run.pipeline import Stage
 from planner.run.positions import context_notes
 from planner.run.recipe import (
-    Checkpointing,
     Loss,
     Optimizer,
     Recipe,
@@ -139,7 +139,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         **lora_fields(recipe, switches, quantization, dtype, reference),
         **expert_fields(model, machine, recipe, framework, notes),
         optimizer=Optimizer(choose(recipe.optimizer, defaults, "optimizer", "adamw")),
-        optimizer_offload=recipe.optimizer_offload,
+        optimizer_offload=recipe.optimizer_offload and not machine.cpu,
         offload=offload_of(recipe, trains),
         optimizer_in_backward=recipe.optimizer_in_backward,
         sequences=sequences,
@@ -154,9 +154,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         **pictures,
         packing=bool(recipe.packing),
         padded=trains and (padded(recipe, switches, sequences) or sees_images_whole(model, recipe)),
-        checkpointing=Checkpointing(
-            choose(recipe.checkpointing, defaults, "checkpointing", "none")
-        ),
+        checkpointing=checkpointing_of(recipe, defaults, machine),
         checkpoint_every=recipe.checkpoint_every,
         keep_layers=recipe.offload_keep_layers,
         attention=attention_of(model, recipe, defaults, notes),
@@ -189,6 +187,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
         bucket_views=recipe.bucket_views,
         gpus=machine.num_gpus,
         node_gpus=machine.node_gpus,
+        cpu=machine.cpu,
         stage=Stage(),
         **compiled,
         engine=engine,

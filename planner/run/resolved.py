@@ -139,6 +139,8 @@ class Resolved:
     gpus: int
     node_gpus: int
     """Of one host."""
+    cpu: bool
+    """No GPU: torch's CPU kernels run."""
     stage: Stage
     """Whose rank this is of a pipeline."""
     compile: bool

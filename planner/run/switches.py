@@ -54,7 +54,8 @@ class Switches(Section):
     """Data parallel ranks are replicas of FSDP2 (a mesh of N x 1): units are copied before they run and
     reduced through its buffers, and no DistributedDataParallel is made."""
     step_scratch_bytes: Annotated[int, Field(ge=0, strict=True)] = 0
-    """The step works slice by slice in this many bytes; 0: all tensors at once, as torch's foreach."""
+    """The step works slice by slice, each of at most this many bytes in six fp32 numbers an element; 0: all
+    tensors at once, as torch's foreach."""
     embeddings_32bit_state: Flag = False
     """8-bit optimizers keep the embeddings' states in 32 bit (bitsandbytes GlobalOptimManager)."""
     logits_beside_scores: Flag = False

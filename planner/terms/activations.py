@@ -16,7 +16,7 @@ from planner.run.recipe import Checkpointing, Method, Task
 from planner.run.resolved import Resolved
 from planner.terms.beside_layers import with_noise_and_routers
 from planner.terms.counts import adapters, base_weights, rest_width
-from planner.terms.gradients import gradient_width
+from planner.terms.gradients import adds_in_place, gradient_width
 from planner.terms.weights import trained_width
 
 NO_ROPE = frozenset(
@@ -144,10 +144,11 @@ def op_settings(model: ModelSpec, r: Resolved, tokens: int | None = None) -> OpS
         head=full or rest.head,
         embedding=full or rest.embedding,
         attention=r.attention.value,
+        cpu=r.cpu,
         seq=r.seq_tokens if scores else 0,
         undeclared_groups=_undeclared_groups(model),
         batched=eager and r.sequences > 1,
-        reads_half=eager and r.compute_dtype == "fp16",
+        reads_half=eager and r.compute_dtype == "fp16" and not r.cpu,
         score_cap=eager and any(layer.mixer.softcap for layer in model.layers),
         sinks=eager and _sinks(model),
         masked=r.padded,
@@ -160,7 +161,7 @@ def op_settings(model: ModelSpec, r: Resolved, tokens: int | None = None) -> OpS
         mlp_tile=tile,
         tile_experts=r.switches.tiles_experts,
         norm_tile=tile if r.switches.tiled_norms else 0,
-        accumulate=r.grad_accum > 1 or buffers,
+        accumulate=buffers or adds_in_place(r),
         compiled=r.compiled,
         again="ops" if r.checkpointing is Checkpointing.SELECTIVE_OP else "",
         float8=r.float8 is not None,
@@ -237,12 +238,12 @@ def _repeats_heads(model: ModelSpec) -> bool:
 
 
 def _math_sdpa(model: ModelSpec, r: Resolved, *, upcast: bool) -> bool:
-    """Return whether SDPA may have only its math kernel: fp32, or groups it is not told of."""
+    """Return whether SDPA may have only its math kernel: fp32 on a GPU, or groups it is not told of."""
     if r.attention.value != "sdpa":
         return False
     if _undeclared_groups(model):
         return True
-    return not r.autocast and (upcast or element_bytes(r.compute_dtype) == 4)
+    return not (r.autocast or r.cpu) and (upcast or element_bytes(r.compute_dtype) == 4)
 
 
 def beside_layers(settings: OpSettings) -> str:

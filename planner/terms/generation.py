@@ -66,7 +66,10 @@ def rolling(model: ModelSpec, r: Resolved, *, prompts: int = 0) -> Term:
     # the forward holds the embeddings' output beside the layer at work
     prefill = cache + tokens * model.hidden * settings.residual + _one_layer(model, r, tokens)
     longer = full // (2 * model.num_layers)
-    last = full + longer + _one_layer(model, r, rows)
+    # no weight is dequantised while keys are copied
+    last = full + max(
+        longer + _one_layer(model, r, rows, constants=False), _one_layer(model, r, rows)
+    )
     size = max(prefill, last) - full
     if last >= prefill:
         text = "a layer's keys copied {0:,} B + one layer of a forward of {1:,} new tokens"
@@ -76,9 +79,10 @@ def rolling(model: ModelSpec, r: Resolved, *, prompts: int = 0) -> Term:
     return Term("activations", size, text, args, "transformers generation/utils.py")
 
 
-def _one_layer(model: ModelSpec, r: Resolved, tokens: int) -> int:
+def _one_layer(model: ModelSpec, r: Resolved, tokens: int, *, constants: bool = True) -> int:
+    """Return what a layer holds at most for `tokens`; without `constants`, nothing that no token is in."""
     settings = op_settings(model, r, tokens)
-    return max(
-        largest(no_grad_costs(layer, model.hidden, settings), tokens).at(tokens)
-        for layer in model.layers
+    points = (
+        largest(no_grad_costs(layer, model.hidden, settings), tokens) for layer in model.layers
     )
+    return max(point.at(tokens) if constants else int(point.per_token * tokens) for point in points)

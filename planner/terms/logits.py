@@ -11,7 +11,7 @@ from planner.run.resolved import Resolved
 from planner.terms.adapters import trains_head
 from planner.terms.counts import rest_width
 from planner.terms.distillation import beside_student
-from planner.terms.gradients import gradient_width
+from planner.terms.gradients import gradient_width, whole_width
 from planner.terms.term import Term, plus
 from planner.terms.weights import trained_width
 
@@ -182,16 +182,16 @@ def _stream(r: Resolved) -> int:
 
 def _new_head_gradient(model: ModelSpec, r: Resolved) -> int:
     """Return bytes of the head's gradient when a micro-batch makes it anew and whole."""
-    if (
-        not trains_head(model, r)
-        or r.grad_accum > 1
-        or r.placement.reduces
-        or r.switches.gradient_buffers
-    ):
+    if not trains_head(model, r) or r.switches.gradient_buffers:
+        return 0
+    # FSDP2 reduces it at the end of the backward, in every micro-batch
+    waits = r.placement.flat_buffers
+    if not waits and (r.grad_accum > 1 or r.placement.reduces):
         return 0
     # a head that runs chunk by chunk: a chunk's gradient, and the sum it is added to
     copies = 2 if r.law.chunk_count > 1 else 1
-    return copies * model.vocab * model.hidden * head_gradient_width(r)
+    each = whole_width(r) if waits and r.method is Method.FULL else head_gradient_width(r)
+    return copies * model.vocab * model.hidden * each
 
 
 def _passing_head_gradient(model: ModelSpec, r: Resolved) -> int:
@@ -379,8 +379,9 @@ def _tiled(
 ) -> Term:
     """Return rows kept in full, a tile at work and its fp32 accumulators [tile rows, hidden]."""
     tall, columns = tile_shape(model, r, law, rows)
-    narrow = act if act < 4 else 0  # the matrix product's copy of the fp32 tile
-    cast = 0 if head_width(r) == act else columns * model.hidden * act
+    operand = 4 if r.cpu else act  # a CPU's products are of fp32 copies
+    narrow = operand if operand < 4 else 0  # the matrix product's copy of the fp32 tile
+    cast = 0 if head_width(r) == operand else columns * model.hidden * operand
     one = tall * model.hidden  # elements of an accumulator
     tile = tall * columns * (4 + narrow + (4 if model.softcap else 0))
     kept = rows * model.hidden * sum(width(dtype, act) for _, dtype in law.hidden)
@@ -390,7 +391,13 @@ def _tiled(
     elif trains_head(model, r):
         # kept: the rows and their gradient. A tile; or, it being gone, a product beside its sum
         product = 4 * max(one, columns * model.hidden)
-        work = one * (narrow + 4) + cast + max(tile, tall * columns * (narrow or 4) + product)
+        copied = operand if operand != act else 0
+        # beside the sum the rows times their gradient, which the weight's product takes
+        work = (
+            one * (copied + operand + 4)
+            + cast
+            + max(tile, tall * columns * (narrow or 4) + product)
+        )
     else:
         # sum and product; at the end the target's rows of W, as they are and in fp32
         work = max(tile + cast + 8 * one, one * (8 + head_width(r)))

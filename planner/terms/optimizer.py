@@ -13,6 +13,7 @@ from planner.terms.adapters import Group, trained_groups
 from planner.terms.counts import SMALL_TENSOR, adapters
 from planner.terms.optimizer_kinds import KINDS
 from planner.terms.shards import trained_share
+from planner.terms.step_scratch import slices, states_away
 from planner.terms.term import Term
 from planner.terms.zero import step_copies
 
@@ -60,16 +61,15 @@ def optimizer(model: ModelSpec, r: Resolved) -> OptimizerCosts:
         f"{r.optimizer}: states as wide as the parameter; 8-bit ones with a scale for 256 elements",
     )
     nothing = Term("optimizer", 0)
-    if r.placement.offload.states or kind.paged:
-        # paged states are managed memory: no part of torch's pool, evicted to the host when pressed
-        return OptimizerCosts(nothing, term, nothing)
+    own = slices(model, r) if r.switches.step_scratch_bytes else nothing
+    if states_away(r):  # paged ones are evicted to the host when pressed
+        return OptimizerCosts(nothing, term, own)
     # foreach AdamW holds sqrt(exp_avg_sq) of every parameter at once
     step = int(wide * share) if kind.square_roots else 0
-    scratch = r.switches.step_scratch_bytes
     if r.placement.zero is not None:
         return OptimizerCosts(term, nothing, _flattened(model, r, square_roots=kind.square_roots))
-    if scratch:  # our own optimizer steps slice by slice
-        step = min(int(count * 4 * 3 * share), scratch)
+    if r.switches.step_scratch_bytes:
+        return OptimizerCosts(term, nothing, own)
     return OptimizerCosts(
         term,
         nothing,

@@ -5,7 +5,7 @@ from planner.models.spec import LINEARS, ModelSpec
 from planner.run.recipe import Method
 from planner.run.resolved import Resolved
 from planner.terms.companions import with_companions
-from planner.terms.counts import base_weights
+from planner.terms.counts import adapters, base_weights, rest_width
 from planner.terms.rope_tables import rope_tables
 from planner.terms.shards import (
     FOUR_BIT,
@@ -103,6 +103,7 @@ def gathered(model: ModelSpec, r: Resolved, layers: int) -> Term:
         if r.method is not Method.FULL:
             adapted = adapter_shard(model, r, ranks) * ranks // model.num_layers
             each += element_bytes(r.adapter_dtype) * adapted
+            root += _saved_outside(model, r) * rest_width(r)
     if r.float8_all_gather and not base.quantized:  # torchao fsdp_utils: cast before it is gathered
         most = max(model.layers, key=lambda layer: layer.parameters)
         linears = sum(m.weight_parameters for m in most.modules if m.kind in LINEARS)
@@ -122,6 +123,18 @@ def gathered(model: ModelSpec, r: Resolved, layers: int) -> Term:
         (root, layers, each, copied),
         "FSDP FULL_SHARD: the root unit stays gathered from forward to backward",
     )
+
+
+def _saved_outside(model: ModelSpec, r: Resolved) -> int:
+    """Return the parameters of modules_to_save's copies that are in no layer, which are the root unit's."""
+    rest = adapters(model, r).rest
+    inside = sum(
+        layer.count * module.parameters
+        for layer in model.layers
+        for module in layer.modules
+        if module.name in rest.linears
+    )
+    return rest.saved_parameters - inside
 
 
 def kept_between(model: ModelSpec, r: Resolved, layers: int) -> Term:

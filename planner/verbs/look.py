@@ -1,5 +1,6 @@
 """Verbs that look things up: published, models, gpus."""
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -42,12 +43,15 @@ def _models(
     name: Annotated[str | None, typer.Argument(help="Model to look at; none lists all.")] = None,
     offline: Annotated[bool, typer.Option("--offline", help="No network.")] = False,
     revision: Annotated[str | None, typer.Option("--revision", help="Hub revision.")] = None,
+    token: Annotated[
+        str | None, typer.Option("--token", help="Of the hub; HF_TOKEN if not said.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show a model's exact parameters by module, or list the catalogue."""
     from planner.answers.model_facts import model_facts
+    from planner.importers.typed import typed_model
     from planner.models.catalogue import catalogue_model, catalogue_names
-    from planner.models.hub import find_model
     from planner.report import table
 
     if name is None:
@@ -66,15 +70,23 @@ def _models(
         rows = [[s.name, f"{s.parameters:,}", s.model_type, s.hub_id] for s in specs]
         typer.echo(table(["name", "parameters", "type", "hub id"], rows))
         return
-    facts = model_facts(find_model(name, revision=revision, offline=offline))
+    typed = typed_model(name, revision=revision, offline=offline, token=token)
+    if typed.said:
+        typer.echo(typed.said, err=True)
+    facts = model_facts(typed.model)
+    files = [asdict(each) for each in typed.gguf.files] if typed.gguf else []
     if as_json:
-        print_json({"schema_version": 1, **facts})
+        listed = {"gguf_files": files} if typed.gguf else {}
+        print_json({"schema_version": 1, **facts, **listed})
         return
     modules = facts.pop("parameters_by_module")
     for key, value in facts.items():
         typer.echo(f"{key:<24} {value:,}" if isinstance(value, int) else f"{key:<24} {value}")
     typer.echo("")
     typer.echo(table(["module", "parameters"], [[k, f"{v:,}"] for k, v in modules.items()]))
+    if files:
+        rows = [[each["name"], each["kind"], format_bytes(each["size_bytes"])] for each in files]
+        typer.echo("\n" + table(["file", "kind", "size"], rows))
 
 
 def _gpus(
@@ -82,8 +94,6 @@ def _gpus(
     as_json: Json = False,
 ) -> None:
     """Show what torch sees of a GPU, or list the catalogue."""
-    from dataclasses import asdict
-
     from planner.machines.machine import find_gpu, gpu_catalogue
     from planner.report import table
 

@@ -4,14 +4,16 @@ import inspect
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from planner.errors import UsageError
+from planner.names import METHOD_WORDS, OPTIMIZER_WORDS, TASK_WORDS, word_of
 from planner.verbs.serving import put_length, with_auto_length
+from planner.verbs.typed import count, is_command, is_run_file, read_input
 
 if TYPE_CHECKING:
     from planner.importers import Imported
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from planner.models.spec import ModelSpec
     from planner.run.recipe import RunFile
 
+_COUNT = "count"
+"""A flag that takes 8192, 8,192 and 8k."""
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 RUN_SUFFIXES = (".yaml", ".yml")
 _RUN, _SIZE, _HOW, _ENGINE = "Run", "Sizes", "How it is computed", "Generation"
@@ -31,6 +35,11 @@ def print_json(document: Any) -> None:
 
 
 def _option(annotation: Any, flag: str, text: str, panel: str) -> Any:
+    if annotation is _COUNT:
+        parsed = typer.Option(
+            flag, help=text, rich_help_panel=panel, parser=partial(count, flag), metavar="INTEGER"
+        )
+        return Annotated[int | None, parsed]
     return Annotated[annotation, typer.Option(flag, help=text, rich_help_panel=panel)]
 
 
@@ -46,19 +55,21 @@ OPTIONS: dict[str, Any] = {
     "framework_version": _option(str | None, "--framework-version", "Of the framework: 1.9, 0.18.2.", _RUN),
     "revision": _option(str | None, "--revision", "Revision of a hub model.", _RUN),
     "offline": _option(bool, "--offline", "Read nothing from the network.", _RUN),
+    "token": _option(str | None, "--token", "Of the hub, for gated models; HF_TOKEN if not said.", _RUN),
+    "tool": _option(str | None, "--tool", "Which tool a config is of, where its content does not tell.", _RUN),
     "tool_version": _option(str | None, "--tool-version", "Version of the tool whose config is given.", _RUN),
     "model": _option(str | None, "--model", "Of a config that does not say it, or whose path is another machine's.", _RUN),
     "variant": _option(str | None, "--variant", "Of a vLLM recipe: name, or name:hardware.", _RUN),
     "launch": _option(Path | None, "--launch", "accelerate or DeepSpeed file of the run.", _RUN),
     "batch_size": _option(int | None, "--batch-size", "Sequences in one forward pass on one GPU.", _SIZE),
     "grad_accum": _option(int | None, "--grad-accum", "Micro-batches before a step.", _SIZE),
-    "prompt_length": _option(int | None, "--prompt-length", "Tokens of a prompt.", _SIZE),
-    "completion_length": _option(int | None, "--completion-length", "Tokens of a completion.", _SIZE),
-    "context": _option(int | None, "--context", "Prompt and completion together.", _SIZE),
+    "prompt_length": _option(_COUNT, "--prompt-length", "Tokens of a prompt.", _SIZE),
+    "completion_length": _option(_COUNT, "--completion-length", "Tokens of a completion.", _SIZE),
+    "context": _option(_COUNT, "--context", "Prompt and completion together.", _SIZE),
     "generations": _option(int | None, "--generations", "Completions for every prompt (GRPO).", _SIZE),
     "images": _option(int | None, "--images", "Images of one sample; their tokens are part of the context.", _SIZE),
     "image_size": _option(str | None, "--image-size", "Width x height: 1024x768; a video's frames too.", _SIZE),
-    "image_tokens": _option(int | None, "--image-tokens", "Tokens of one image, instead of its size.", _SIZE),
+    "image_tokens": _option(_COUNT, "--image-tokens", "Tokens of one image, instead of its size.", _SIZE),
     "videos": _option(int | None, "--videos", "Videos of one sample.", _SIZE),
     "video_frames": _option(int | None, "--video-frames", "Frames of one video.", _SIZE),
     "audio": _option(int | None, "--audio", "Sounds of one sample; their tokens are part of the context.", _SIZE),
@@ -234,34 +245,50 @@ def with_run_options(command: Callable[..., None]) -> Callable[..., None]:
 def describe(subject: str, flags: dict[str, Any]) -> Described:
     """Return the run that a model name, run.yaml or foreign config and the flags describe; flags win."""
     from planner.importers import import_subject, launch_document, resolve_model
+    from planner.importers.typed import typed_model
     from planner.models.hub import find_model
-    from planner.run.runfile import load_run_file, machine_of, validate
+    from planner.run.recipe import RunFile
+    from planner.run.runfile import load_run_file, machine_of, parse_yaml, validate
     from planner.run.train_bytes import with_train
 
-    imported = import_subject(
-        subject,
-        version=flags.get("tool_version") or flags.get("framework_version"),
-        launch=flags.get("launch"),
-        variant=flags.get("variant"),
-        model=flags.get("model"),
-        gpus=flags.get("gpus"),
-    )
-    if imported is not None:
-        document = imported.run.model_dump(exclude_unset=True)
-    elif subject.endswith(RUN_SUFFIXES):
-        document = load_run_file(Path(subject)).model_dump(exclude_unset=True)
-        document |= {"model": flags["model"]} if flags.get("model") else {}
+    given = read_input() if subject == "-" else subject
+    text = given if subject == "-" or is_command(given) else None
+    if text is not None and is_run_file(text):
+        found = validate(RunFile, parse_yaml(text, label="standard input"))
+        imported, document = None, found.model_dump(exclude_unset=True)
     else:
-        document = {"model": subject}
-        if flags.get("launch"):
-            document |= launch_document(flags["launch"])
+        imported = import_subject(
+            subject if text is None else text,
+            text=text is not None,
+            tool=flags.get("tool"),
+            version=flags.get("tool_version") or flags.get("framework_version"),
+            launch=flags.get("launch"),
+            variant=flags.get("variant"),
+            model=flags.get("model"),
+            gpus=flags.get("gpus"),
+        )
+        if imported is not None:
+            document = imported.run.model_dump(exclude_unset=True)
+        elif subject.endswith(RUN_SUFFIXES):
+            document = load_run_file(Path(subject)).model_dump(exclude_unset=True)
+        else:
+            document = {"model": subject}
+            if flags.get("launch"):
+                document |= launch_document(flags["launch"])
+    if imported is None and flags.get("model"):
+        document |= {"model": flags["model"]}
     run = _with_flags(document, flags, validate)
     for name in (run.recipe.teacher, run.recipe.value_model, run.recipe.reward_model):
         if name not in (None, "", "none") and flags["offline"]:
             find_model(name, offline=True)  # raises unless it is here
     model = resolve_model(run.model) if imported is not None and run.revision is None else None
     if model is None:
-        model = find_model(run.model, revision=run.revision, offline=bool(flags["offline"]))
+        token, offline = flags.get("token"), bool(flags["offline"])
+        typed = typed_model(run.model, revision=run.revision, token=token, offline=offline)
+        model = typed.model
+        if typed.said:
+            typer.echo(typed.said, err=True)
+            run = run.model_copy(update={"model": model.hub_id or model.name})
     machine = machine_of(run.machine)
     run = with_auto_length(run, model, machine, flags)
     return Described(with_train(run), model, machine, imported, run)
@@ -274,7 +301,9 @@ def _with_flags(
 
     recipe = dict(document.get("recipe") or {})
     machine = dict(document.get("machine") or {})
-    serves = (flags.get("task") or recipe.get("task")) == Task.SERVE
+    asked = flags.get("task")
+    task = word_of("task", asked, *_words("task")) if asked else recipe.get("task")
+    serves = task == Task.SERVE
     fields = RECIPE_FIELDS
     if serves:
         fields = {**RECIPE_FIELDS, **SERVING_FIELDS, "expert_parallel": "expert_parallel"}
@@ -285,6 +314,8 @@ def _with_flags(
             document["revision"] = value
         elif name in MACHINE_FIELDS:
             machine[name] = value
+        elif name in WORDS:
+            recipe[name] = word_of(name, value, *_words(name))
         elif name == "lora_targets":
             _nest(recipe, "lora.targets", _targets(value))
         elif name in ("lora_target_parameters", "lora_modules_to_save"):
@@ -309,6 +340,17 @@ def _with_flags(
                 recipe.pop(length, None)
     run: RunFile = validate(RunFile, {**document, "recipe": recipe, "machine": machine})
     return run
+
+
+WORDS = {"task": TASK_WORDS, "method": METHOD_WORDS, "optimizer": OPTIMIZER_WORDS}
+"""Flags whose words other trainers have others for."""
+
+
+def _words(name: str) -> tuple[list[str], dict[str, str]]:
+    from planner.run.recipe import Method, Optimizer, Task
+
+    kinds = {"task": Task, "method": Method, "optimizer": Optimizer}
+    return [each.value for each in kinds[name]], WORDS[name]
 
 
 def _versioned(framework: str | None, version: str) -> str:

@@ -1,4 +1,4 @@
-"""Verbs that plan: plan, compare, advise, recommend."""
+"""Verbs that plan: plan, compare, advise."""
 
 from functools import cache
 from pathlib import Path
@@ -24,7 +24,6 @@ def register(app: typer.Typer) -> None:
     app.command("plan", rich_help_panel=_PLAN)(with_run_options(_plan))
     app.command("compare", rich_help_panel=_PLAN)(with_run_options(_compare))
     app.command("advise", rich_help_panel=_PLAN)(with_run_options(_advise))
-    app.command("recommend", rich_help_panel=_PLAN)(_recommend)
 
 
 def _plan(
@@ -248,47 +247,3 @@ def _advise(subject: Subject, *, flags: dict[str, Any], as_json: Json = False) -
     ]
     typer.echo("\nLargest that fits, all else as it is:")
     typer.echo(table(["", "tensors fit", "with allocator slack"], rows))
-
-
-def _recommend(
-    gpu: Annotated[str | None, typer.Option("--gpu", help="GPU name.")] = None,
-    vram: Annotated[str | None, typer.Option("--vram", help="Memory torch sees: 24GiB.")] = None,
-    gpus: Annotated[int, typer.Option("--gpus", help="How many.")] = 1,
-    nodes: Annotated[int | None, typer.Option("--nodes", help="Hosts they are in.")] = None,
-    host_ram: Annotated[str | None, typer.Option("--host-ram", help="Host memory.")] = None,
-    task: Annotated[str, typer.Option("--task", help="sft, grpo or serve.")] = "sft",
-    context: Annotated[int, typer.Option("--context", help="Least context wanted.")] = 2048,
-    framework: Annotated[str, typer.Option("--framework", help="Framework.")] = "vramwise",
-    limit: Annotated[int, typer.Option("--limit", min=1, help="Rows to print.")] = 40,
-    as_json: Json = False,
-) -> None:
-    """List models and methods that fit a GPU, with the best settings found."""
-    from planner.answers.recommend import recommend
-    from planner.machines.machine import make_machine
-    from planner.report import table
-    from planner.units import format_bytes
-
-    machine = make_machine(gpu, gpus=gpus, nodes=nodes, vram=vram, host_ram=host_ram)
-    rows = recommend(machine, task=task, least_context=context, framework=framework)
-    if as_json:
-        print_json({"schema_version": 1, "gpu": machine.label, "rows": [r.to_dict() for r in rows]})
-        return
-    cells = [
-        [r.model, f"{r.parameters / 1e9:.2f}", r.method, f"{r.context:,}", str(r.batch), r.settings,
-         *([r.layout] if machine.num_gpus > 1 else []), format_bytes(r.peak_bytes), r.verdict]
-        for r in rows[:limit]
-    ]  # fmt: skip
-    layout = ["layout"] if machine.num_gpus > 1 else []
-    headers = [
-        "model",
-        "B params",
-        "method",
-        "context",
-        "batch",
-        "settings",
-        *layout,
-        "peak",
-        "verdict",
-    ]
-    typer.echo(f"{len(rows)} model x method pairs fit {machine.label}; the largest models first\n")
-    typer.echo(table(headers, cells))

@@ -8,7 +8,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 import app.runs
-from app import finder, pins, scoring
+from app import finder, finding, pins, scoring
 from planner.accuracy.score import Accuracy
 from planner.answers.published import published
 from planner.answers.recommend import recommend
@@ -67,8 +67,14 @@ def test_no_page_unpickles_or_opens_a_socket() -> None:
 
 def test_recommend_lists_what_the_planner_recommends() -> None:
     at = open_page("recommend", gpu="rtx-4090-laptop", search="qwen3", least="4096")
-    rows = recommend(make_machine("rtx-4090-laptop"), task="grpo", least_context=4096)
-    expected = [(r.model, r.method, r.context) for r in rows if "qwen3" in r.model]
+    rows = recommend(
+        make_machine("rtx-4090-laptop"),
+        task="grpo",
+        least_context=4096,
+        limit=finding.FEW,
+        wanted=lambda name, model: "qwen3" in name,
+    )
+    expected = [(r.model, r.method, r.context) for r in rows]
     frame = at.dataframe[0].value
     assert (
         list(frame[["model", "method", "context"]].itertuples(index=False, name=None))
@@ -95,8 +101,11 @@ def test_one_click_opens_page_one_filled_in() -> None:
 
     def click() -> None:
         from app import finding
+        from planner.run.runfile import make_recipe
 
-        finding.open_run(model="qwen2.5-3b", method="lora", context=4096)
+        waves = {"max_num_seqs": 2}
+        recipe = make_recipe(task="grpo", method="lora", context=4096, engine=waves)
+        finding.open_run(recipe, model="qwen2.5-3b")
 
     app_script = AppTest.from_function(click)
     for key in ("gpu", "framework"):
@@ -104,6 +113,7 @@ def test_one_click_opens_page_one_filled_in() -> None:
     app_script.run()
     state = app_script.session_state
     assert (state["model"], state["method"], state["context"]) == ("qwen2.5-3b", "lora", 4096)
+    assert state["seqs"] == 2  # the settings that make it fit come along
     assert (state["gpu"], state["framework"], state["rank"]) == ("rtx-4090-laptop", "unsloth", None)
     at.session_state["go"] = {}
     at.run()

@@ -1,9 +1,6 @@
 """Advice: single changes, the shortest combination, and limits exact to one."""
 
-import pytest
-
 from planner.answers.advise import advise, apply, changes, combination, levers, limits
-from planner.answers.recommend import LAYOUTS, SERVING, TRAINING, _best, recommend
 from planner.machines.machine import Machine, make_machine
 from planner.models.catalogue import catalogue_model
 from planner.plan import plan
@@ -97,35 +94,3 @@ def test_host_ram_counts() -> None:
     assert roomy.fits
     assert not tight.fits
     assert "host RAM" in tight.why
-
-
-@pytest.mark.parametrize("task", ["sft", "grpo", "serve"])
-def test_recommendations_really_fit(task: str) -> None:
-    machine = make_machine("rtx-4090")
-    rows = recommend(machine, task=task)
-    assert len(rows) > 20
-    assert [row.parameters for row in rows] == sorted((r.parameters for r in rows), reverse=True)
-    variants = SERVING if task == "serve" else TRAINING
-    framework = "vllm" if task == "serve" else "vramwise"
-    for row in rows[:5] + rows[-5:]:
-        run = make_recipe(
-            task=task,
-            framework=framework,
-            micro_batch_size=1,
-            context=row.context,
-            **variants[row.method],
-        )
-        assert plan(catalogue_model(row.model), run, machine).verdict == "fits"
-
-
-def test_recommendations_on_several_gpus_are_divided_and_said() -> None:
-    machine = make_machine("h100-sxm", gpus=16)
-    model = catalogue_model("llama-3.1-70b")
-    recipe = make_recipe(task="sft", method="lora", micro_batch_size=1)
-    tried = [layout.of(recipe, machine) for layout in LAYOUTS]
-    plans = [_best(model, machine, "lora", each, 2048) for each in tried if each is not None]
-    assert plans[0] is None  # a copy on each GPU
-    said = [found.said() for found in plans[1:] if found is not None]
-    assert [row.layout for row in said] == ["shard 8 x replicate 2, fsdp2", "shard 16, fsdp2"]
-    assert said[0].peak_bytes > said[1].peak_bytes
-    assert [layout.of(recipe, make_machine("h100-sxm", gpus=8)) for layout in LAYOUTS][1] is None

@@ -129,9 +129,13 @@ def test_layers_resharded_over_two_ranks_leave_halves() -> None:
 
 
 def test_reduce_dtype_is_that_of_the_buffers_and_of_what_waits_for_the_last_micro_batch() -> None:
-    plain, wide = (planned(8, context=16, **fields) for fields in ({}, {"reduce_dtype": "fp32"}))
+    plain, wide = (planned(8, context=1, **fields) for fields in ({}, {"reduce_dtype": "fp32"}))
+    # the root's weights are divided again before its gradients are copied in, whole ones beside their copy
     assert term(wide, "backward", "communication") == 4 * ROOT
-    assert term(plain, "backward", "communication") == 2 * ROOT
+    assert term(wide, "backward", "gradients") == 2 * ROOT + 2 * 2 * LAYER // 8
+    # else it is fuller before, beside the first layer and the second one's gradients on their way
+    assert term(plain, "backward", "communication") == 2 * LAYER
+    assert term(plain, "backward", "weights") == 2 * (2 * LAYER + ROOT) // 8 + 2 * (ROOT + LAYER)
     waiting = planned(8, reduce_dtype="fp32", gradient_accumulation=2)
     assert term(waiting, "forward", "gradients") == 4 * (2 * LAYER + ROOT)
     # with a sum at every micro-batch the shards alone wait
@@ -143,10 +147,24 @@ def test_replicas_hold_the_same_shard_and_their_sum_until_the_backward_ends() ->
     """Eight GPUs in two groups of four: shards of a quarter."""
     result = planned(8, context=16, parallel={"data_replicate": 2})
     assert term(result, "load", "weights") == 2 * (2 * LAYER + ROOT) // 4
-    assert term(result, "backward", "communication") == 2 * ROOT
+    assert term(result, "backward", "communication") == 2 * LAYER
     wide = planned(8, context=16, parallel={"data_replicate": 2}, reduce_dtype="fp32")
     more = 4 * 2 * LAYER // 4  # every layer's sum in fp32, beside its cast
-    assert term(wide, "backward", "communication") == 4 * ROOT + more
+    # copied in, and reduced beside the cast; the head's whole one outlives the copy (foreach_reduce's loop)
+    assert term(wide, "backward", "communication") == 4 * ROOT + 4 * ROOT // 4 + more
+    shards = 2 * (2 * LAYER + ROOT) // 4
+    assert term(wide, "backward", "gradients") == shards + 2 * (HEAD - 64)
+    assert term(wide, "backward", "weights") == shards
+
+
+def test_the_heads_whole_gradient_is_made_at_the_loss() -> None:
+    result = planned(8, context=2)
+    assert term(result, "loss", "gradients") == 2 * (HEAD - 64)
+    # then it is added to that of the micro-batches before, or stays beside it in another dtype
+    added = planned(8, context=2, gradient_accumulation=2)
+    assert term(added, "loss", "gradients") == 2 * (2 * LAYER + ROOT) + 2 * (HEAD - 64)
+    apart = planned(8, context=2, gradient_accumulation=2, reduce_dtype="fp32")
+    assert term(apart, "loss", "gradients") == 4 * (2 * LAYER + ROOT) + 2 * (HEAD - 64)
 
 
 def test_replicas_alone_copy_units_through_no_flat_buffer() -> None:

@@ -103,19 +103,23 @@ def test_a_scaled_embedding_is_a_copy() -> None:
 
 
 def test_a_step_slice_by_slice() -> None:
-    # 12 B of the largest tensor, or the slice
+    # 12 B of the largest tensor, or of a slice of six numbers an element
     found = allocated(optimizer="adamw", switches={"step_scratch_bytes": 10**9})
     assert found == 4 * WEIGHTS + 12 * 64_000
     found = allocated(optimizer="adamw", switches={"step_scratch_bytes": 200_704})
-    assert found == 4 * WEIGHTS + 200_704
+    assert found == 4 * WEIGHTS + 100_352  # 12 x 8,362, rounded up to 512
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [{"optimizer_offload": True, "framework": "vramwise"}, {"optimizer": "paged-adamw"}],
+    ("fields", "passing"),
+    [
+        # a slice's weights, gradient, two moments and a root come to 20 B an element
+        ({"optimizer_offload": True, "framework": "vramwise"}, 20 * 64_000),
+        ({"optimizer": "paged-adamw"}, STREAM),
+    ],
 )
-def test_states_elsewhere(fields: dict[str, Any]) -> None:
-    assert allocated(**fields) == 2 * WEIGHTS + STREAM
+def test_states_elsewhere(fields: dict[str, Any], passing: int) -> None:
+    assert allocated(**fields) == 2 * WEIGHTS + passing
 
 
 def test_adapters() -> None:

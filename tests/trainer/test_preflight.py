@@ -22,10 +22,7 @@ def wide_model(tmp_path_factory):
     from trainer.small_model import make_small_model
 
     folder = tmp_path_factory.mktemp("models") / "wide"
-    # one head: on a GPU grouped fp32 keys take a kernel with full scores, and the plan is a GPU's
-    return make_small_model(
-        folder, hidden=64, heads=1, intermediate=1024, layers=2, initializer_range=0.1
-    )
+    return make_small_model(folder, hidden=64, intermediate=1024, layers=2, initializer_range=0.1)
 
 
 def ready_of(document, tmp_path, *, recipe=None, **train):
@@ -53,12 +50,11 @@ def test_what_was_planned_is_what_is_measured(
         recipe={"method": method, "checkpointing": checkpointing, "prompt_length": 200},
     )
     planned, measured = ready.planned_bytes, ready.measured_bytes
-    for phase in ("load", "forward", "backward"):
-        assert measured[phase] == pytest.approx(planned[phase], rel=0.1), phase
+    for phase in ("load", "rollout", "forward", "loss", "backward", "step"):
+        # the loss's are few here: prompts are shared, and their rows copied
+        near = 0.1 if phase == "loss" else 0.03
+        assert measured[phase] == pytest.approx(planned[phase], rel=near), phase
         assert phase in said
-    # the plan's step counts torch's temporaries, not our chunks
-    assert 0.9 * planned["rollout"] <= measured["rollout"] <= 1.05 * planned["rollout"]
-    assert measured["step"] <= 1.02 * planned["step"]
     assert ready.measured.peak_phase == ready.plan.peak_phase
 
 

@@ -13,36 +13,66 @@ from trainer.small_model import make_small_model
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
+WORDS = {"sft": {"context": 256}, "grpo": {"prompt_length": 64, "completion_length": 192}}
+
+
 @pytest.fixture(scope="module")
 def wide_model(tmp_path_factory):
-    """One head: on a CPU grouped fp32 keys take a kernel with full scores, and the plan is a GPU's."""
+    """Grouped heads, a tied head with a vocabulary that shows, and layers that show as well."""
     folder = tmp_path_factory.mktemp("wide") / "model"
-    return make_small_model(folder, hidden=64, heads=1, intermediate=1024, layers=3, vocab=4096)
+    return make_small_model(folder, hidden=128, heads=4, intermediate=512, layers=3, vocab=2048)
 
 
-def test_step_zero_is_as_planned_on_two_ranks(sft_document, wide_model, tmp_path):
+@pytest.fixture
+def step_zeros(sft_document, grpo_document, wide_model, tmp_path):
+    """Return a function that rehearses runs on two ranks: planned, measured and said by rank 0 of each."""
+
+    def rehearse(*settings):
+        cases = []
+        for each in settings:
+            make = {"sft": sft_document, "grpo": grpo_document}[each["task"]]
+            more = {"micro_batch_size": 4, "sharding": "fsdp2"} | WORDS[each["task"]] | each
+            made = make(train={"preflight": True, "share_prefix": False}, **more)
+            if each["task"] == "sft":
+                del made["train"]["share_prefix"]
+            cases.append((made | {"model": str(wide_model)}, str(tmp_path)))
+        firsts, seconds = on_ranks(2, every, step_zero, cases)
+        assert [one[:2] for one in firsts] == [one[:2] for one in seconds], "one plan and measure"
+        return firsts
+
+    return rehearse
+
+
+def agree(setting, found):
+    planned, measured, said = found
+    assert max(measured.values()) == pytest.approx(max(planned.values()), rel=0.01), setting
+    assert {"load", "forward", "loss", "backward", "step"} <= set(measured)
+    assert ("rollout" in measured) == (setting["task"] == "grpo")
+    for phase, size in measured.items():
+        assert size == pytest.approx(planned[phase], rel=0.03), (setting, phase)
+    assert "rank 0 of 2 (all alike)" in said
+    assert "not read" not in said, "what the trainer settles is no field of the file"
+
+
+def test_step_zero_is_as_planned_on_two_ranks(step_zeros):
     settings = (
-        {"sharding": "fsdp2"},
-        {"sharding": "fsdp2", "method": "full"},
-        {"sharding": "ddp"},
-        {"sharding": "fsdp2", "checkpointing": "none"},
+        {"task": "sft", "method": "full", "checkpointing": "none"},
+        {"task": "sft", "sharding": "ddp", "checkpointing": "full"},
+        {"task": "grpo", "method": "qlora", "checkpointing": "offload"},
     )
-    cases = []
-    for each in settings:
-        made = sft_document(
-            context=256,
-            micro_batch_size=4,
-            train={"preflight": True},
-            **{"checkpointing": "full"} | each,
-        )
-        cases.append((made | {"model": str(wide_model)}, str(tmp_path)))
-    for each, first, second in zip(settings, *on_ranks(2, every, step_zero, cases), strict=True):
-        planned, measured, said = first
-        assert second[:2] == first[:2], "one plan, and the fullest rank's measure"
-        assert max(measured.values()) == pytest.approx(max(planned.values()), rel=0.03), each
-        for phase in ("load", "forward", "backward"):
-            assert measured[phase] == pytest.approx(planned[phase], rel=0.03), (each, phase)
-        assert "rank 0 of 2 (all alike)" in said
+    for setting, found in zip(settings, step_zeros(*settings), strict=True):
+        agree(setting, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("task", ["sft", "grpo"])
+def test_step_zero_of_every_method(step_zeros, task, method):
+    kinds = ("none", "full", "offload")
+    settings = [{"task": task, "method": method, "checkpointing": kind} for kind in kinds]
+    settings.append({"task": task, "method": method, "sharding": "ddp", "checkpointing": "none"})
+    for setting, found in zip(settings, step_zeros(*settings), strict=True):
+        agree(setting, found)
 
 
 def test_memory_that_one_rank_lacks_is_lacking_to_all(sft_document, tmp_path):

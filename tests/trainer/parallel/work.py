@@ -6,10 +6,12 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from planner.errors import VramwiseError
+from planner.terms.activations import MLP_TILE_TOKENS
 from trainer.checkpointing import decoder_layers
 from trainer.config import parse_run
 from trainer.data import Order, load_samples
@@ -22,12 +24,14 @@ from trainer.rollout import sampling_settings
 from trainer.session import Session
 from trainer.sft import loss, make_order, next_batch, split
 from trainer.sft_data import read_examples
+from trainer.validation import loss_measure, read_held_out, reward_measure
 
 
 def prepared(ranks: Ranks, document: dict[str, Any], root: str) -> Any:
     """Return (run, train section, the run ready to step)."""
     run, train = parse_run(document, root=Path(root))
-    return run, train, prepare(run, train, ranks=ranks)
+    balanced = bool(train.router_aux_loss_coef)
+    return run, train, prepare(run, train, router_loss=balanced, ranks=ranks)
 
 
 def gradients(policy: Any) -> dict[str, torch.Tensor]:
@@ -54,15 +58,27 @@ def sft_batches(ready: Any, run: Any, train: Any, root: str) -> Any:
     return lambda: next_batch(examples, order, ready=ready)
 
 
-def sft_gradients(ranks: Ranks, document: dict[str, Any], root: str, budget: int = 64) -> Any:
-    """Return the loss and the gradients of one batch."""
-    run, train, ready = prepared(ranks, document, root)
+def sft_gradients(
+    ranks: Ranks, document: dict[str, Any], root: str, budget: int = 64, tile: int = MLP_TILE_TOKENS
+) -> Any:
+    """Return the loss and the gradients of one batch; `budget` 0: a sequence is a micro-batch."""
+    with patch("trainer.preflight.MLP_TILE_TOKENS", tile):
+        run, train, ready = prepared(ranks, document, root)
     batch = sft_batches(ready, run, train, root)()
-    count = sum(sum(sequence.scored) for sequence in batch)
+    lengths = [len(sequence.token_ids) for sequence in batch]
+    if not budget:
+        budget = max(lengths)
+        assert min(lengths) > budget // 2, "two would be one micro-batch"
     total = 0.0
     with ready.policy.training():
         for part in split(batch, budget, ready=ready):
-            share, _ = loss(part, ready=ready, num_tokens=count)
+            share, _ = loss(
+                part,
+                ready=ready,
+                num_tokens=sum(sum(sequence.scored) for sequence in batch),
+                all_tokens=sum(lengths),
+                coefficient=train.router_aux_loss_coef or 0.0,
+            )
             share.backward()
             total += share.item()
     return ready.policy.ranks.sum(total), gradients(ready.policy)
@@ -142,6 +158,26 @@ def grpo_run(ranks: Ranks, document: dict[str, Any], root: str, steps: int) -> A
         for name, parameter in ready.policy.trainable()
     }
     return session.metrics, weights
+
+
+def evaluation(ranks: Ranks, document: dict[str, Any], root: str) -> Any:
+    """Return the figures of an evaluation before the first step, and this rank's sampled prompts."""
+    run, train, ready = prepared(ranks, document, root)
+    held_out = load_samples(train.validation, root=Path(root))
+    if ready.engine is None:
+        examples = read_held_out(held_out, run, train, ready.policy.tokenizer)
+        return loss_measure(examples, ready)(0), []
+    asked: list[int] = []
+    generate = ready.engine.generate
+
+    def counted(prompts: Any, settings: Any) -> Any:
+        asked.append(len(prompts))
+        return generate(prompts, settings)
+
+    ready.engine.generate = counted
+    with closing(load_rewards(train.rewards, root=Path(root))) as rewards:
+        measure = reward_measure(held_out, rewards, ready, state=lambda done: {})
+        return measure(0), asked
 
 
 def every(ranks: Ranks, work: Any, cases: Any) -> list[Any]:

@@ -1,0 +1,120 @@
+"""Cards that take a model: for a run as it is, and for the methods of a task with settings that fit."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from planner.answers.longest import USUAL
+from planner.answers.recommend import Setting, comfortable, quickest, setting, starts, variants
+from planner.answers.unchanged import Settled
+from planner.errors import VramwiseError
+from planner.machines.machine import GpuSpec, Machine, gpu_catalogue, make_machine
+from planner.models.spec import ModelSpec
+from planner.plan import plan
+from planner.run.recipe import Recipe
+
+RULE = "the smallest memory first; equal ones by bandwidth, the faster first"
+BROAD_KINDS = ("consumer", "workstation", "datacenter", "unified", "embedded")
+"""All but slices of a card."""
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One kind of GPU, and what a run does on it."""
+
+    gpu: str
+    name: str
+    kind: str
+    gpus: int
+    vram_bytes: int
+    method: str
+    verdict: str
+    fits: bool
+    peak_bytes: int
+    capacity_bytes: int
+    setting: Setting | None = None
+    """Settings that fit, where they were looked for."""
+
+    @property
+    def headroom_bytes(self) -> int:
+        """Capacity less the peak; negative when it does not fit."""
+        return self.capacity_bytes - self.peak_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return {**asdict(self), "headroom_bytes": self.headroom_bytes}
+
+
+def known_cards(kinds: tuple[str, ...] = BROAD_KINDS) -> list[GpuSpec]:
+    """Return the catalogue's cards whose memory is known, the smallest first."""
+    cards = [g for g in gpu_catalogue().values() if g.torch_total_bytes and g.kind in kinds]
+    return sorted(
+        cards, key=lambda g: (g.torch_total_bytes or 0, -(g.bandwidth_bytes_per_s or 0), g.id)
+    )
+
+
+def cards_for_run(
+    model: ModelSpec,
+    recipe: Recipe,
+    *,
+    gpus: int = 1,
+    nodes: int | None = None,
+    host_ram: str | None = None,
+) -> list[Card]:
+    """Return every card with the verdict of this very run, the smallest first; cards that refuse it are left out."""
+    found = []
+    for gpu in known_cards():
+        machine = make_machine(gpu.id, gpus=gpus, nodes=nodes, host_ram=host_ram)
+        try:
+            made = plan(model, recipe, machine)
+        except VramwiseError:
+            continue
+        method = recipe.method.value if made.resolved.trains else recipe.task.value
+        found.append(
+            Card(gpu.id, gpu.name, gpu.kind, gpus, machine.vram_bytes, method, made.verdict, made.fits,
+                 made.peak_bytes, made.capacity_bytes)
+        )  # fmt: skip
+    return found
+
+
+def cards_for_model(
+    model: ModelSpec,
+    *,
+    task: str = "sft",
+    context: int = 2048,
+    framework: str = "vramwise",
+    gpus: int = 1,
+    nodes: int | None = None,
+    host_ram: str | None = None,
+    kinds: tuple[str, ...] = BROAD_KINDS,
+    limit: int | None = None,
+) -> list[Card]:
+    """Return the cards that take a model and the methods that do, the smallest card first.
+
+    Settings are those that slow the run least; all of them leave the result as it is.
+    """
+    found: list[Card] = []
+    for gpu in known_cards(kinds):
+        machine = make_machine(gpu.id, gpus=gpus, nodes=nodes, host_ram=host_ram)
+        for method in variants(task):
+            recipes = starts(task, method, framework, machine)
+            chosen = comfortable(model, recipes, machine, context, task) or _barely(
+                model, recipes, machine, context
+            )
+            if chosen is None:
+                continue
+            made = chosen.plan
+            found.append(
+                Card(gpu.id, gpu.name, gpu.kind, gpus, machine.vram_bytes, method, "fits", True,
+                     made.peak_bytes, made.capacity_bytes, setting(chosen))
+            )  # fmt: skip
+            if len(found) == limit:
+                return found
+    return found
+
+
+def _barely(
+    model: ModelSpec, recipes: list[Recipe], machine: Machine, context: int
+) -> Settled | None:
+    """Return settings without room for all fragments that fit when they are replayed."""
+    found = quickest(model, recipes, machine, context, USUAL)
+    return found if found is not None and found.plan.fits else None

@@ -1,0 +1,190 @@
+"""Recommendations: every cell is planned again and fits, nothing is paired that does not hold together."""
+
+import json
+from typing import Any
+
+import pytest
+
+from app.cli import main
+from planner.answers.cards import cards_for_model, cards_for_run
+from planner.answers.longest import contexts
+from planner.answers.ranking import RULE, release_of, worth
+from planner.answers.recommend import Recommendation, recommend
+from planner.answers.unchanged import settle
+from planner.machines.machine import Machine, make_machine
+from planner.models.catalogue import catalogue_model, catalogue_names
+from planner.models.spec import ModelSpec
+from planner.plan import plan
+from planner.run.runfile import make_recipe
+
+
+def some(*names: str) -> Any:
+    return lambda name, model: name in names
+
+
+def check(rows: list[Recommendation], machine: Machine) -> None:
+    """Plan every cell of every row: it fits, with the bytes, batch and context that the row says."""
+    for row in rows:
+        model = catalogue_model(row.model)
+        assert row.at_least is not None
+        for cell in (row, row.at_least):
+            made = plan(model, make_recipe(**cell.recipe), machine)
+            assert made.fits, (row.model, row.method, cell.settings)
+            assert (made.peak_bytes, made.resolved.seq_tokens) == (cell.peak_bytes, cell.context)
+            if made.resolved.trains:
+                assert made.resolved.batch == cell.batch
+            assert not model.longest or cell.context <= model.longest
+        assert row.context >= row.at_least.context
+
+
+@pytest.mark.parametrize("task", ["sft", "grpo", "serve"])
+def test_every_cell_fits_and_says_one_plan(task: str) -> None:
+    machine = make_machine("rtx-4090")
+    names = ("qwen3-8b", "gemma-3-12b", "phi-3-medium-4k", "mamba2-130m", "starcoder2-15b")
+    rows = recommend(machine, task=task, wanted=some(*names))
+    assert {row.model for row in rows} == set(names)
+    check(rows, machine)
+    assert [row.score for row in rows] == sorted((row.score for row in rows), reverse=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["sft", "grpo", "dpo", "serve"])
+@pytest.mark.parametrize(
+    ("gpu", "gpus", "least"),
+    [("rtx-3060-12gb", 1, 2048), ("rtx-4090", 1, 16384), ("t4", 1, 1024), ("h100-sxm", 8, 8192)],
+)
+def test_every_cell_of_the_catalogue_fits(task: str, gpu: str, gpus: int, least: int) -> None:
+    machine = make_machine(gpu, gpus=gpus)
+    rows = recommend(machine, task=task, least_context=least)
+    assert len(rows) > 20
+    check(rows, machine)
+
+
+def test_a_3090_takes_qwen3_8b_grpo_at_16k() -> None:
+    rows = recommend(
+        make_machine("rtx-3090"), task="grpo", least_context=16384, wanted=some("qwen3-8b")
+    )
+    row = next(row for row in rows if row.method == "qlora")
+    assert row.context == catalogue_model("qwen3-8b").longest == 40960
+    assert "--max-num-seqs" in row.flags
+    assert any("waves" in price for price in row.prices)
+    assert row.at_least is not None
+    assert row.at_least.context == 16384
+
+
+def test_settings_are_slowed_down_only_where_needed() -> None:
+    rows = recommend(make_machine("h100-sxm"), wanted=some("llama-3.2-1b"))
+    lora = next(row for row in rows if row.method == "lora")
+    assert lora.at_least is not None
+    assert lora.at_least.prices == ()
+    assert lora.at_least.recipe["checkpointing"] == "none"
+    assert lora.at_least.batch > 1
+
+
+def test_the_context_is_the_longest_of_its_own_settings() -> None:
+    machine = make_machine("rtx-4090")
+    rows = recommend(machine, wanted=some("llama-3.1-8b", "qwen3-32b"))
+    for row in rows:
+        model = catalogue_model(row.model)
+        steps = contexts(2048, model.longest)
+        assert row.context in steps
+        later = [step for step in steps if step > row.context]
+        if len(later) > 1:
+            recipe = make_recipe(**{**row.recipe, "context": later[1]})
+            assert not plan(model, recipe, machine).fits
+
+
+def test_several_gpus_are_sharded() -> None:
+    machine = make_machine("h100-sxm", gpus=8)
+    rows = recommend(machine, wanted=some("llama-3.3-70b", "llama-3.2-1b"))
+    check(rows, machine)
+    layout = {(row.model, row.method): row.at_least.layout for row in rows if row.at_least}
+    assert layout["llama-3.3-70b", "lora"] == "shard 8, fsdp2"
+    assert layout["llama-3.3-70b", "full"] == "shard 8, fsdp2"
+    assert layout["llama-3.2-1b", "lora"] == "replicate 8, ddp"
+    served = recommend(machine, task="serve", wanted=some("llama-3.3-70b"))
+    check(served, machine)
+    layouts = {row.method: row.at_least.layout for row in served if row.at_least}
+    assert layouts["serve"] == "tensor 2 x 4 engine(s)"
+
+
+def test_a_card_without_bf16_is_given_fp16() -> None:
+    rows = recommend(make_machine("t4"), wanted=some("qwen3-4b"))
+    assert rows
+    assert all("--dtype fp16" in row.flags for row in rows)
+
+
+def test_offloads_are_not_offered_where_host_and_gpu_share_memory() -> None:
+    machine = make_machine("m4 max 64gb")
+    rows = recommend(machine, wanted=some("qwen3-8b"))
+    check(rows, machine)
+    assert rows
+    assert not any("offload" in row.flags for row in rows)
+
+
+def test_younger_and_broader_models_come_first() -> None:
+    def value(name: str) -> float:
+        return worth(name, catalogue_model(name)).score
+
+    assert value("qwen3-8b") > value("llama-2-7b")
+    assert value("qwen2.5-7b") > value("qwen2.5-coder-7b")
+    assert value("qwen3-14b") > value("starcoder2-15b")
+    assert worth("qwen3-8b", catalogue_model("qwen3-8b")).at(1024) == value("qwen3-8b") - 1.5
+    assert all(release_of(name) for name in catalogue_names())
+
+
+def test_the_best_rows_are_those_of_the_whole_list() -> None:
+    machine = make_machine("rtx-3060-12gb")
+
+    def few(name: str, model: ModelSpec) -> bool:
+        return name.startswith(("qwen3-", "llama-3"))
+
+    every = recommend(machine, wanted=few)
+    assert [row.to_dict() for row in recommend(machine, wanted=few, limit=5)] == [
+        row.to_dict() for row in every[:5]
+    ]
+
+
+def test_limit_and_rule_in_both_forms(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["recommend", "--gpu", "rtx-4090", "--limit", "2"]
+    assert main([*line, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert len(document["rows"]) == 2
+    assert document["rule"] == RULE
+    first = document["rows"][0]
+    assert first["context"] >= first["at_least"]["context"] == 2048
+    assert main(line) == 0
+    out = capsys.readouterr().out
+    assert RULE in out
+    assert "leaves the result as it is" in out
+    command = out.strip().splitlines()[-1].partition("vramwise ")[2]
+    assert main([*command.split(), "--gpu", "rtx-4090", "--check", "--json"]) == 0
+
+
+def test_gpus_for_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recommend", "llama-3.1-8b", "--context", "8k", "--limit", "9", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert len(rows) == 9
+    memory = [row["vram_bytes"] for row in rows]
+    assert memory == sorted(memory)
+    for row in rows:
+        recipe = make_recipe(**row["setting"]["recipe"])
+        made = plan(catalogue_model("llama-3.1-8b"), recipe, make_machine(row["gpu"]))
+        assert made.fits
+        assert made.peak_bytes == row["peak_bytes"]
+    assert main(["recommend", "llama-3.1-8b", "--limit", "3"]) == 0
+    assert "the smallest memory first" in capsys.readouterr().out
+
+
+def test_cards_for_a_run_as_it_is() -> None:
+    model, recipe = catalogue_model("llama-3.1-8b"), make_recipe(method="lora", context=4096)
+    cards = {card.gpu: card for card in cards_for_run(model, recipe)}
+    assert cards["rtx-4090"].fits
+    assert cards["rtx-3060-12gb"].verdict == "does not fit"
+    assert cards["rtx-3060-12gb"].headroom_bytes < 0
+    assert [card.gpu for card in cards_for_model(model, limit=1)] != []
+
+
+def test_a_run_that_cannot_be_helped_is_none() -> None:
+    machine = make_machine(vram="8GiB")
+    assert settle(catalogue_model("llama-3.1-70b"), make_recipe(method="qlora"), machine) is None
