@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from planner.errors import UnsupportedError, UsageError
-from planner.importers import import_config, import_subject
+from planner.importers import import_config, import_subject, resolve_model
 from planner.importers.settings import Imported
 from planner.importers.shapes import Shape, model_of
 from planner.importers.shell import flags, parse_shell
@@ -51,6 +51,15 @@ def test_a_path_with_variables_is_planned_by_its_last_part(tmp_path: Path) -> No
     path.write_text(line.format("my-own-model"))
     with pytest.raises(UsageError, match="variable ROOT is not set"):
         import_subject(str(path))
+
+
+def test_a_folder_of_the_hubs_cache_names_its_model(tmp_path: Path) -> None:
+    path = tmp_path / "a.yml"
+    place = "$P/hub/models--meta-llama--Meta-Llama-3.1-8B/snapshots/abc"
+    path.write_text(f"base_model: {place}\nsequence_len: 512\nmicro_batch_size: 1\n")
+    found = import_subject(str(path))
+    assert found is not None
+    assert found.run.model == "meta-llama/Meta-Llama-3.1-8B"
 
 
 def test_overrides_are_told_by_their_keys() -> None:
@@ -253,3 +262,18 @@ def test_a_notebooks_shell_line_may_be_all_of_a_block(tmp_path: Path) -> None:
     )
     found = import_config(path)
     assert (found.tool, found.run.model) == ("unsloth", "unsloth/Qwen3-8B")
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("Qwen/Qwen2-57B-A14B", 57_408_658_944),
+        ("Qwen/Qwen-7B", 7_721_324_544),
+        ("Qwen/Qwen-7B-Chat", 7_721_324_544),
+    ],
+)
+def test_older_models_by_name(name: str, parameters: int) -> None:
+    """Counted by hand from the reports' widths."""
+    found = resolve_model(name)
+    assert found is not None
+    assert found.parameters == parameters
