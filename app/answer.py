@@ -316,7 +316,8 @@ def _yaml(run: Run) -> None:
 def _other_tools(run: Run) -> None:
     from planner.exporters import EXPORTERS, export_run
 
-    tool = st.selectbox("Tool", list(EXPORTERS), key="tool")
+    serves = run.recipe.task is Task.SERVE
+    tool = st.selectbox("Tool", [t for t in EXPORTERS if (t == "vllm") is serves], key="tool")
     try:
         exported = export_run(run.file, str(tool))
     except VramwiseError as error:

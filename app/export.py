@@ -90,6 +90,8 @@ def _chosen(recipe: Recipe) -> dict[str, Any]:
             found[name] = value
     if recipe.task is Task.SFT:  # the default of a recipe, but worth saying
         found["task"] = recipe.task.value
+    if recipe.task is Task.SERVE:  # which the command line takes for vLLM's otherwise
+        found["framework"] = recipe.framework
     found.setdefault("method", recipe.method.value)
     return found
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import streamlit as st
 
-from app import links, shared
+from app import links, shared, sharing
 
 PAGES = Path(__file__).parent / "app_pages"
 
@@ -19,6 +19,12 @@ page = st.navigation(
             icon=":material/memory:",
             default=True,
             help="One run on one machine: what takes the memory, when, and what would make it fit.",
+        ),
+        st.Page(
+            PAGES / "serve.py",
+            title="Serve",
+            icon=":material/dns:",
+            help="What vLLM serves on a card: requests at once, the longest one, and what makes it start.",
         ),
         st.Page(
             PAGES / "recommend.py",
@@ -51,8 +57,11 @@ page = st.navigation(
             help="Every published measurement against the planner, the worst first.",
         ),
     ],
-    position="top",
+    position="hidden" if st.context.is_embedded else "top",
 )
+if st.context.is_embedded:  # a frame in another page: the answer alone, without settings
+    sharing.embedded()
+    st.stop()
 if "link_notices" not in st.session_state:
     parameters = st.query_params.to_dict()
     st.session_state["link_notices"] = links.check_link(parameters)

@@ -1,6 +1,7 @@
-"""Starts Streamlit on app/main.py in a process of its own."""
+"""Starts Streamlit on app/web.py in a process of its own."""
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from app.palette import DARK, LIGHT
 from planner.errors import MissingExtraError
 
 MAX_UPLOAD_MIB = 200
-OPTIONS = {
+OPTIONS: dict[str, str | int] = {
     "server.maxUploadSize": MAX_UPLOAD_MIB,
     "server.fileWatcherType": "none",
     "browser.gatherUsageStats": "false",
@@ -24,7 +25,20 @@ OPTIONS = {
     **{f"theme.light.{name}": value for name, value in LIGHT.items()},
     **{f"theme.dark.{name}": value for name, value in DARK.items()},
 }
-"""Streamlit settings of the app: they travel with the package, where a config.toml would not."""
+"""Streamlit settings of the app. `config_toml` is the same for who starts Streamlit without us."""
+
+
+def config_toml() -> str:
+    """Return .streamlit/config.toml: of the checkout, and of the package (app/.streamlit)."""
+    sections: dict[str, list[str]] = {}
+    for path, value in OPTIONS.items():
+        section, _, name = path.rpartition(".")
+        plain = isinstance(value, int) or value in ("true", "false")
+        sections.setdefault(section, []).append(f"{name} = {value if plain else json.dumps(value)}")
+    parts = [f"[{section}]\n" + "\n".join(lines) for section, lines in sections.items()]
+    return "# Made from app/serve.py; tests/app/test_app_config.py holds them together.\n" + (
+        "\n\n".join(parts) + "\n"
+    )
 
 
 def serve(*, port: int, address: str, headless: bool) -> int:
@@ -33,7 +47,7 @@ def serve(*, port: int, address: str, headless: bool) -> int:
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError("the app", "app")
     command = [
-        *(sys.executable, "-m", "streamlit", "run", str(Path(__file__).with_name("main.py"))),
+        *(sys.executable, "-m", "streamlit", "run", str(Path(__file__).with_name("web.py"))),
         f"--server.port={port}",
         f"--server.address={address}",
         f"--server.headless={'true' if headless else 'false'}",

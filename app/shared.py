@@ -6,7 +6,7 @@ makes is the same on every page.
 
 import streamlit as st
 
-from app import comparing, finding, sidebar
+from app import comparing, finding, serving, sidebar
 
 
 def before(url_path: str) -> None:
@@ -20,6 +20,9 @@ def before(url_path: str) -> None:
         if mode != comparing.PUBLISHED:
             with st.sidebar:
                 sidebar.show()
+    elif url_path == "serve":
+        with st.sidebar:
+            serving.settings()
     elif url_path == "":
         with st.sidebar:
             sidebar.show()

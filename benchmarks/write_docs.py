@@ -1,4 +1,4 @@
-"""Write the generated pages: docs/cli.md, docs/tree.md, docs/trl-fields.md, docs/accuracy.md and the README's example.
+"""Write what is generated: docs/cli.md, tree.md, trl-fields.md, accuracy.md, the README's example and picture, config.toml.
 
 `python -m benchmarks.write_docs` rewrites them, `--check` fails when one is not as it would be
 written. The README's example output and tree are checked by tests/test_docs.py.
@@ -9,15 +9,23 @@ import ast
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+
+from app.serve import config_toml
 
 ROOT = Path(__file__).parents[1]
 CLI_PAGE = ROOT / "docs" / "cli.md"
 TREE_PAGE = ROOT / "docs" / "tree.md"
 TRL_PAGE = ROOT / "docs" / "trl-fields.md"
 README = ROOT / "README.md"
+PICTURE = ROOT / "docs" / "plan.svg"
+CONFIG = (ROOT / ".streamlit" / "config.toml", ROOT / "app" / ".streamlit" / "config.toml")
+WHY = "\n\nWhat is alive at the peak"
+"""Where the README's example is cut in two: the answer on its first screen, the reasons further down."""
 PLAIN = {"COLUMNS": "100", "TERMINAL_WIDTH": "100", "NO_COLOR": "1", "TERM": "dumb"}
 PROFILE_VERBS = ("run", "watch", "snapshot", "compare", "calibrate")
 VERBS: tuple[tuple[str, ...], ...] = (
@@ -129,16 +137,44 @@ def _trl_note(kind: str, note: str, named: bool) -> str:
     return f"{word}{note}".strip().removesuffix(":").replace("|", "\\|")
 
 
+def readme_command() -> list[str]:
+    """Return the words of the README's example, without `vramwise`."""
+    found = re.search(
+        r"^\$ vramwise (plan .+)$", README.read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
+    assert found is not None
+    return shlex.split(found.group(1))
+
+
 def readme_page() -> str:
-    """Return the README with the output of its `$ vramwise plan` block as it is now."""
+    """Return the README with the output of its `$ vramwise plan` block as it is now, and its claim."""
     text = README.read_text(encoding="utf-8")
-    command = re.search(r"^\$ (vramwise plan .+)$", text, flags=re.MULTILINE)
-    assert command is not None
-    start = command.end() + 1
-    end = text.index("```", start)
-    text = text[:start] + output(command.group(1).split()[1:]) + "\n" + text[end:]
+    answer, reasons = output(readme_command()).split(WHY)
+    start = text.index("\n", text.index("$ vramwise plan")) + 1
+    text = text[:start] + answer + text[text.index("\n```", start) :]
+    start = text.index(WHY.strip())
+    text = text[:start] + WHY.strip() + reasons + text[text.index("\n```", start) :]
+    text = re.sub(r"\d+ models in the catalogue, \d+ GPUs", catalogue_sentence(), text)
     start, end = text.index("Scored against"), text.index("[every row and every miss]")
     return text[:start] + accuracy_sentence() + text[end:]
+
+
+def catalogue_sentence() -> str:
+    """Return how many models and GPUs there are."""
+    from planner.machines.machine import gpu_catalogue
+    from planner.models.catalogue import catalogue_names
+
+    return f"{len(catalogue_names())} models in the catalogue, {len(gpu_catalogue())} GPUs"
+
+
+def readme_picture() -> str:
+    """Return the picture of the README's example."""
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "plan.html"
+        output([*readme_command(), "--html", str(target)])
+        html = target.read_text(encoding="utf-8")
+    start, end = html.index("<svg "), html.index("</svg>") + len("</svg>")
+    return html[start:end] + "\n"
 
 
 def accuracy_sentence() -> str:
@@ -153,7 +189,8 @@ def accuracy_sentence() -> str:
     return (
         f"Scored against {found['planned']:,} published figures that a plan answers, errors as median (p90):\n"
         f"peak allocated {said('peak_allocated')}, nvidia-smi {said('nvidia_smi_used_peak')},\n"
-        f"vLLM's weights {said('model_weights')}, its KV memory {said('kv_cache_memory')}. Of {verdicts['oom']} runs that ran\n"
+        f"vLLM's weights {said('model_weights')}, its KV memory {said('kv_cache_memory')},\n"
+        f"its activation peak {said('activation_peak')}. Of {verdicts['oom']} runs that ran\n"
         f'out of memory or were refused, {verdicts["oom_called_fits"]} are called "fits"; of {verdicts["ran"]} that ran, '
         f'{verdicts["ran_called_no"]} "does not fit"; '
     )
@@ -182,6 +219,8 @@ def main() -> int:
         TREE_PAGE: tree_page(),
         TRL_PAGE: trl_page(),
         README: readme_page(),
+        PICTURE: readme_picture(),
+        **dict.fromkeys(CONFIG, config_toml()),
     }
     if arguments.check:
         stale = [

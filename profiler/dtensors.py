@@ -80,6 +80,7 @@ def visible(tracker: "StorageTracker") -> Iterator[None]:
         def reduce(params: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
             for gradient in gradients:  # whole ones, until they are copied into the flat input
                 tracker.adopt(gradient, term="gradients", module=tracker.where(), op="backward")
+            gradient = None  # or the last would outlive its copy
             with tracker.allocating(COMMUNICATION), tracker.moving(to_host=True):
                 return original(params, gradients, *args, **kwargs)
 

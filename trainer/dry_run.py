@@ -130,6 +130,7 @@ class VramwiseStep(HfSft):
         from trainer.config import TrainSection
         from trainer.optim import NO_SCALE, apply_step
         from trainer.stepping import make_run_optimizer
+        from trainer.vocab_tiles import tiles_as_on
 
         policy = self.policy
         recipe = self.recipe.model_copy(
@@ -147,7 +148,11 @@ class VramwiseStep(HfSft):
         )
         rows = self.options.micro_batch
         trained = [parameter for _, parameter in policy.stepped()]
-        with loss_phase(model, tracker):
+        for (
+            parameter
+        ) in trained:  # a hooked head gives its gradient to autograd: trainer.logprob_head
+            parameter._post_accumulate_grad_hooks = None
+        with loss_phase(model, tracker), tiles_as_on("cuda"):
             for _ in range(self.options.steps):
                 for _ in range(self.options.gradient_accumulation):
                     tracker.phase = "forward"
@@ -155,8 +160,8 @@ class VramwiseStep(HfSft):
                     policy.one_pass(partial(self._learn, policy, batch))
                 policy.take_gradients()
                 with tracker.in_phase("step"):
-                    for parameter in trained if self.shard is not None else ():
-                        if parameter.grad is not None:  # a view of what the reduction left
+                    for parameter in trained:
+                        if parameter.grad is not None:  # on ranks a view of what the reduction left
                             tracker.adopt(parameter.grad, term="gradients", module="")
                     apply_step(optimizer, trained, scale=NO_SCALE, max_norm=1.0, ranks=policy.ranks)
                     _tag(optimizer, tracker)

@@ -235,6 +235,7 @@ class _TrainableHead(torch.autograd.Function):
             )
             if grad_hidden is not None and block is not None:
                 grad_hidden[rows] = block
+            block = None  # before the next one is made
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias.dtype)
         return grad_hidden, None if direct else grad_weight, grad_bias, *([None] * 5)

@@ -126,6 +126,7 @@ class _Tiles(torch.autograd.Function):
             if sums:
                 for total, part in zip(sums, found[1:], strict=True):
                     total.add_(part)
+                del total, part  # the last one would stay beside the next tile's
             else:
                 sums = list(found[1:])
             del found

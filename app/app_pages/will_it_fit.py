@@ -2,7 +2,7 @@
 
 import streamlit as st
 
-from app import answer, inputs, runs, spread
+from app import answer, inputs, runs, sharing, spread
 from planner.answers import advise
 from planner.errors import VramwiseError
 from planner.plan import plan
@@ -31,3 +31,5 @@ with right:
 answer.peak_table(result)
 answer.host(result)
 answer.exports(run)
+private = st.session_state.get(inputs.UPLOADED) is not None
+sharing.show(run, result, inputs.values(), private=private)

@@ -41,6 +41,7 @@ __all__ = [
     "looks_foreign",
     "resolve_model",
 ]
+_CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 _SHELL = (".sh", ".bash", ".slurm", ".sbatch")
 _VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)|\{\{\s*\.?([\w.]+)|<([\w -]+)>")
 
@@ -134,6 +135,11 @@ def import_subject(
         gpus=gpus,
     )
     named = found.run.model
+    if (
+        cached := _CACHED.search(named)
+    ) is not None:  # a folder of the Hub's cache says whose it is
+        named = f"{cached[1]}/{cached[2]}"
+        found = replace(found, run=found.run.model_copy(update={"model": named}))
     if not named and found.tool in ("accelerate", "deepspeed"):
         raise UsageError(
             f"{path.name}: no model in this {found.tool} config",
@@ -243,7 +249,8 @@ def _import(raw: str, path: Path | None, context: Context) -> Imported:
     if (table := load_toml(text, named=named)) is not None:
         kind = tool_of_toml(table)
         return from_mapping(table, text, replace(context, tool=kind))
-    manifests.refuse_template(text)
+    if not (stripped.startswith("{") and '"cells"' in text):  # a notebook may hold a template
+        manifests.refuse_template(text)
     if stripped.startswith("{"):
         document = load_json(text)
         if "cells" in document:
@@ -252,7 +259,8 @@ def _import(raw: str, path: Path | None, context: Context) -> Imported:
         return from_mapping(document, text, context)
     if path is not None and path.suffix == ".ipynb":
         raise UsageError(f"config: {path.name} is not a notebook: it is not JSON")
-    if manifests.is_manifest(text):
+    shell = path is not None and path.suffix.lower() in _SHELL
+    if manifests.is_manifest(text) and not shell:
         return _from_manifest(text, context)
     document = _mapping_or_none(text)
     if document is not None:
@@ -263,7 +271,7 @@ def _import(raw: str, path: Path | None, context: Context) -> Imported:
         return imported
     if (found := from_shell(parse_shell(text), context)) is not None:
         return found
-    if path is not None and path.suffix.lower() in _SHELL:
+    if shell:
         raise unknown()
     if re.search(r"^\s*(?:import|from)\s+\w|\w\s*\(.*=", text, re.MULTILINE) and not _is_shell(
         text

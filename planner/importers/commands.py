@@ -119,6 +119,9 @@ def trl_command(started: Started, context: Context) -> Imported | None:
     else:
         task = _task_of_name(started)
     values = {key.replace("-", "_"): value for key, value in flags(arguments).items()}
+    ours = _OPEN_INSTRUCT & set(values) or "open_instruct" in started.program
+    if ours:
+        values = _as_trl(values)
     config = values.get("config") or (
         arguments[0] if arguments and _is_yaml(arguments[0]) else None
     )
@@ -151,8 +154,32 @@ def trl_command(started: Started, context: Context) -> Imported | None:
         launch=spread,
         base=path,
     )
+    if ours:
+        result.report.effects.append("open-instruct's flags, planned as TRL's of the same meaning")
     named = {key: values[key] for key in ("dataset_name",) if key in values}
     return replace(result, values={**result.values, **named})
+
+
+_OPEN_INSTRUCT = frozenset(("num_samples_per_prompt_rollout", "max_prompt_token_length"))
+_ITS_NAMES = {
+    "response_length": "max_completion_length",
+    "max_prompt_token_length": "max_prompt_length",
+    "num_samples_per_prompt_rollout": "num_generations",
+    "max_seq_length": "max_length",
+    "use_lora": "use_peft",
+    "lora_rank": "lora_r",
+}
+
+
+def _as_trl(values: dict[str, Any]) -> dict[str, Any]:
+    """Return open-instruct's flags (finetune, dpo_tune_cache, grpo_fast) by TRL's names."""
+    found = {_ITS_NAMES.get(key, key): value for key, value in values.items()}
+    if (stage := found.pop("deepspeed_stage", None)) is not None:
+        found.setdefault("deepspeed", f"zero{stage}")
+    if "num_generations" in found:  # engines on GPUs of their own, but for a test's single one
+        together = found.pop("single_gpu_mode", None)
+        found |= {"use_vllm": True, "vllm_mode": "colocate" if together else "server"}
+    return found
 
 
 def _is_yaml(word: str) -> bool:

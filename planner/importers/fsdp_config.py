@@ -1,8 +1,10 @@
 """FSDP as configs say it: TrainingArguments' words, fsdp_config mappings (with or without fsdp_ prefixes), accelerate's."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from planner.importers.loading import load_json, read_text
 from planner.importers.settings import Settings, as_bool, as_int, as_names
 from planner.importers.spread import Launch
 from planner.run.recipe import Sharding
@@ -42,9 +44,30 @@ def from_fsdp_config(
     )
 
 
-def fsdp_setting(settings: Settings, *, version: Any = None) -> Launch | None:
+def _from_file(settings: Settings, name: str, base: Path | None) -> dict[str, Any]:
+    """Return the section that a file named by fsdp_config holds, {} with a note where it is not here."""
+    folders = (base.parent, *base.parents[1:4]) if base is not None else ()
+    for place in [folder / spelling for folder in folders for spelling in (name, Path(name).name)]:
+        try:
+            if place.is_file():
+                document = load_json(read_text(place)[0])
+                return document if isinstance(document, dict) else {}
+        except OSError:  # a name longer than a path may be
+            break
+    settings.effect(f"fsdp_config {name[:100]}: the file is not here, its settings are not planned")
+    return {}
+
+
+def fsdp_setting(
+    settings: Settings, *, version: Any = None, base: Path | None = None
+) -> Launch | None:
     """Return what `fsdp` and `fsdp_config` of TrainingArguments say, None where neither is set."""
-    section = settings.mapping("fsdp_config") or {}
+    named_file = settings.values.get("fsdp_config")
+    if isinstance(named_file, str) and named_file.endswith(".json"):
+        settings.raw("fsdp_config", to="sharding")
+        section = _from_file(settings, named_file, base)
+    else:
+        section = settings.mapping("fsdp_config") or {}
     words = settings.raw("fsdp", to="sharding")
     named = settings.raw("fsdp_transformer_layer_cls_to_wrap", "fsdp_min_num_params")
     listed = (

@@ -59,13 +59,23 @@ _GONE = {
     "torch_dtype": "4.57",
 }
 """Names that transformers 5 no longer has or renamed: a script that uses them runs on 4."""
+_MODELS = (
+    *("model_name_or_path", "base_model", "model_name", "model", "model_id", "model_path"),
+    *("base_model_name_or_path", "pretrained_model_name_or_path"),
+)
+"""What people's own scripts call the model."""
 _LOADERS = ("AutoModelForCausalLM.from_pretrained", "from_pretrained")
 
 
 def is_hugging_face(values: dict[str, Any]) -> bool:
     """Return whether flags are a Trainer's: a model's name beside TrainingArguments'."""
     named = "model_name_or_path" in values or "base_model" in values
-    return named and bool({"per_device_train_batch_size", "output_dir"} & set(values))
+    trains = {"per_device_train_batch_size", "output_dir"} & set(values)
+    own = bool(set(_MODELS) & set(values)) and {
+        "per_device_train_batch_size",
+        "learning_rate",
+    } <= set(values)
+    return (named and bool(trains)) or own
 
 
 def read(
@@ -87,8 +97,7 @@ def read(
         why=why,
     )
     recipe: dict[str, Any] = {"framework": settings.framework(TOOL), "task": Task.SFT}
-    keys = ("model_name_or_path", "base_model", "model_name", "model")
-    model = str(settings.raw(*keys, to="model", default=""))
+    model = str(settings.raw(*_MODELS, to="model", default=""))
     method = _method(settings, recipe, model)
     _precision(settings, recipe, model)
     words.hf_batch(settings, recipe, default=8)
@@ -179,7 +188,7 @@ def _sharding(
     base: Path | None,
 ) -> int | None:
     gpus = launched(settings, recipe, launch, base)
-    if fsdp := fsdp_setting(settings):
+    if fsdp := fsdp_setting(settings, base=base):
         apply_launch(settings, recipe, fsdp)
     sharded = recipe.get("sharding") in (Sharding.FSDP, Sharding.FSDP2)
     if sharded and method is Method.FULL and recipe["mixed_precision"] != "none":

@@ -10,7 +10,7 @@ HARMLESS = re.compile(
     r"|temperature|top_p|top_k|reward\w*|system\w*|special_tokens\w*|strict|load_best_model\w*|metric\w*|max_grad_norm|clip_grad\w*|adam_\w+|betas|eps|ddp_timeout|trust_remote_code|revision|model_revision"
     r"|served_model_name|host|port|api_key|tool\w*|enable_auto_tool_choice|tokenizer_?mode|config_format|load_format|tokenizer\w*|model_type|hf_\w+|remove_unused_columns|shuffle|split\w*|message\w*|prompt_template|add_\w+_prompt"
     r"|author|name|tags|title|description|meta|debug|train_batch_size|val_\w*|test_\w*|critic_warmup|balance_batch|nnodes|node_rank|master\w*|filter_\w+|truncation\w*|kl_loss_coef|kl_loss_type|rpo_alpha|lora_alpha|alpha"
-    r"|use_reentrant|packing_strategy|group_by_length|train_on_inputs|chat_\w+|use_\w*rslora|loraplus\w*|moe_backend|version|columns|bos|eos|stop\w*|n_shot|checkpointer\w*|profiler\w*|metric_logger\w*|max_samples|overwrite_cache)(?:$|\.)",
+    r"|use_reentrant|packing_strategy|group_by_length|train_on_inputs|chat_\w+|use_\w*rslora|loraplus\w*|moe_backend|version|columns|image_folders?|image_root|data_file_paths|bos|eos|stop\w*|n_shot|checkpointer\w*|profiler\w*|metric_logger\w*|max_samples|overwrite_cache)(?:$|\.)",
     re.IGNORECASE,
 )
 """Keys that move no byte of the GPU's memory, as far as a plan goes."""
@@ -48,7 +48,7 @@ SETTLED = re.compile(
     r"|overlong_buffer\w*|overlap_\w+|\w*divisible_by|sequence_length_round\w*|microbatch_order|algorithm|max_input_seq_length|max_input_length"
     r"|num_parallel_generation_workers|moe_(?:router|token|grouped|permute|shared|enable|layer_freq|layer_recompute|ffn_hidden_size|aux)\w*|freeze_\w+|lora_[AB]_init_method|dropout_position"
     r"|length_penalty\w*|max_head_offpolicyness|checkpoint_config|memory_monitor|pin_memory|skip_optimizer|num_attention_heads|num_experts|untie_embeddings\w*"
-    r"|position_embedding_type|attention_output_gate|vocab_size|n_heads|decoder_(?:first|last)_pipeline_num_layers|deterministic_mode|max_turns|use_distributed_optimizer|infer_batch_size|\w*max_gen_batches|empty_unused_memory_level|ckpt_assume_constant_structure|\w*loss_weight|num_infer_gpus|(?:orchestrator|data|rollout)\.batch_size|model\.max_seq_len|max_(?:completion_|new_)?tokens(?:_per_\w+)?|context_length|disable_radix_cache|actor_infer\.model_args\.disable_gradient_checkpointing|max_position_embeddings|\w*image_folder|evaluation_images)(?:$|\.)"
+    r"|position_embedding_type|attention_output_gate|vocab_size|n_heads|decoder_(?:first|last)_pipeline_num_layers|deterministic_mode|max_turns|use_distributed_optimizer|infer_batch_size|ppo_mini_batch_size|image_folders?|image_root|data_file_paths|n_val|do_sample|hybrid_engine|\w*max_gen_batches|empty_unused_memory_level|ckpt_assume_constant_structure|\w*loss_weight|num_infer_gpus|(?:orchestrator|data|rollout)\.batch_size|model\.max_seq_len|max_(?:completion_|new_)?tokens(?:_per_\w+)?|context_length|disable_radix_cache|actor_infer\.model_args\.disable_gradient_checkpointing|max_position_embeddings|\w*image_folder|evaluation_images)(?:$|\.)"
     r"|(?:^|\.)(?:eval\w*|validation|environment|env|econfig|env_vars|custom_envs|icl\w*|algorithms|callbacks)(?:\.|$)|^env_|_env_vars\.|_CACHE_|optimizer\.(?:bf16|optimizer|params_dtype|sgd_momentum)$"
 )
 """Names that speak of memory and move none of a card's: batches that are cut into micro-batches, counts of

@@ -190,7 +190,7 @@ def started(command: list[str], environment: dict[str, str] | None = None) -> St
             rest = _python(found, rest)
             if found.program:
                 found.arguments = rest
-                return found
+                return _submitted(found) or found
         else:
             break
         if found.program:
@@ -198,6 +198,22 @@ def started(command: list[str], environment: dict[str, str] | None = None) -> St
             return found
     found.program, found.arguments = rest[0], rest[1:]
     return found
+
+
+def _submitted(found: Started) -> Started | None:
+    """Return what a script of one's own starts elsewhere: python submit.py --gpus 8 -- python train.py."""
+    if "--" not in found.arguments:
+        return None
+    place = found.arguments.index("--")
+    after = found.arguments[place + 1 :]
+    while "&&" in after:
+        after = after[after.index("&&") + 1 :]
+    if not after or Path(after[0]).name not in _INSIDE:
+        return None
+    inside = started(after, found.environment)
+    if inside is not None and inside.gpus is None:
+        _flags_off(inside, [word for word in found.arguments[:place] if inside.program])
+    return inside
 
 
 def _inner(words: list[str]) -> list[str]:
@@ -241,7 +257,7 @@ def _flags_off(found: Started, words: list[str]) -> list[str]:
 def _count(found: Started, key: str, value: str) -> None:
     name = key.replace("-", "_")
     number = as_int(value.split(":")[-1] if name in ("nnodes", "N") else value)
-    if name in ("nproc_per_node", "num_gpus", "gpus_per_node", "ntasks_per_node"):
+    if name in ("nproc_per_node", "num_gpus", "gpus_per_node", "ntasks_per_node", "gpus"):
         found.processes = number or found.processes
     elif name in ("num_processes", "np"):
         found.total = number or found.total

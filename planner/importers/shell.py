@@ -21,6 +21,9 @@ _ECHOED = re.compile(r"\$\([^()]*\|\|\s*echo (\w+)\s*\)")
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?:(:?[-=+])([^{}]*))?\}|\$([A-Za-z_]\w*)")
 _UNSET_INSIDE = re.compile(r"\$\{([A-Za-z_]\w*)\}(?=[^{}\s]*\})")
 _ARRAY_USE = re.compile(r"\"?\$\{([A-Za-z_]\w*)\[[@*]\]\}\"?")
+_INNER = re.compile(r"\$\([^()]*\)")
+"""$(one | two): its pipe ends no command of the line."""
+_HIDDEN, _SHOWN = str.maketrans("|&;", "\x01\x02\x03"), str.maketrans("\x01\x02\x03", "|&;")
 _EXPR = re.compile(r"\$\(\s*expr\s+([^()]*?)\)|\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 _FLAG = re.compile(r"\s*(--?[A-Za-z][\w.-]*|[+~]*[A-Za-z_]\w*\.[\w.]+(?==))")
 """A flag or a dotted override at the start of a line."""
@@ -32,6 +35,7 @@ _READ_HEREDOC = re.compile(
 )
 """read -r -d '' NAME <<EOF: a command kept in a variable."""
 _PAIR = re.compile(r"--[a-z][\w-]+ [\w./-]+$")
+_NAME = re.compile(r"(?<![\w$])[A-Za-z_]\w*")
 _ARITHMETIC = re.compile(r"^[\d\s+*/%()-]+$")
 
 
@@ -74,8 +78,9 @@ def parse_shell(text: str) -> Script:
             r"^(?:if|then|else|fi|for|do|done|case|esac|set|function|\}|\{)\b|^[{}]$", line
         ):
             continue
+        line = _INNER.sub(lambda inner: inner.group().translate(_HIDDEN), line)
         for part in re.split(r"\s*(?:&&|\|\||;(?!;)|(?<!\|)\|(?!\|))\s*", line):
-            _statement(script, part.strip(), arrays)
+            _statement(script, part.strip().translate(_SHOWN), arrays)
     return script
 
 
@@ -276,7 +281,7 @@ def expand(text: str, environment: dict[str, str], arrays: dict[str, str]) -> st
         before = text
         text = _ARRAY_USE.sub(lambda match: arrays.get(match.group(1), match.group()), text)
         text = _VARIABLE.sub(lambda match: _value(match, environment), text)
-        text = _EXPR.sub(_arithmetic, text)
+        text = _EXPR.sub(lambda match: _arithmetic(match, environment), text)
         if text == before:  # ${A:-${B}/x} without B: its own braces hide what they stand in
             text = _UNSET_INSIDE.sub(r"$\1", text)
         if text == before or len(text) > MAX_EXPANSION:
@@ -295,10 +300,12 @@ def _value(match: re.Match[str], environment: dict[str, str]) -> str:
     return "" if name in ("@", "*", "MACHINE") else match.group()
 
 
-def _arithmetic(match: re.Match[str]) -> str:
+def _arithmetic(match: re.Match[str], environment: dict[str, str]) -> str:
     expression = (match.group(1) or match.group(2) or "").replace("\\*", "*").strip()
+    # inside $(( )) a variable needs no dollar
+    expression = _NAME.sub(lambda name: environment.get(name.group(), name.group()), expression)
     if not _ARITHMETIC.match(expression) or len(expression) > 200 or "**" in expression:
-        return match.group()
+        return match.group() if match.group(1) else re.sub(r"\s+", "", match.group())
     from planner.importers.python_calls import fold_constant
 
     value = fold_constant(expression.replace("/", "//").replace("////", "//"))

@@ -289,7 +289,7 @@ def _lengths(
             settings.raw("max_seq_length"),
             f"TRL {settings.report.version} does not know this key and ignores it: max_length is 1024",
         )
-    recipe["context"] = settings.count(*keys, to="context", default=usual["context"])
+    recipe["context"] = settings.count(*keys, to="context", default=usual.get("context", 1024))
     settings.raw("max_prompt_length")
     recipe["packing"] = settings.flag("packing", to="packing") or settings.flag("padding_free")
 

@@ -80,6 +80,8 @@ def read(
     _reference(settings, recipe, method)
     if task is Task.PPO:
         _companions(settings, recipe, model)
+    else:
+        settings.quiet("=critic.")  # no critic: what its section says does nothing
     ranks = _degrees(settings, recipe, count, megatron)
     for key in ("param_offload", "optimizer_offload"):
         if settings.flag(f"{_A}fsdp_config.{key}", f"{_A}megatron.{key}", to="engine"):

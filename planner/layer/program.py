@@ -429,12 +429,14 @@ def in_tiles(p: Program, x: Value, tokens: int, run: Callable[[Program, Value], 
     again.drop(out)
     again.start_backward(out, out.size)
     again.run()
+    work = largest(envelope(again.points), tokens)
     return p.tape.op(
         (x,),
         out.size,
         saves=(x,),
         weight_grad=max(point.weight_grads for point in again.points),
-        weight_scratch=largest(envelope(again.points), tokens).at(tokens),
+        # a tile's own weight gradients, until they are added to those of the tiles before it
+        weight_scratch=work.total(tokens),
         forward_constant=largest(envelope(forward.points), tokens).at(tokens),
         kind=Op.KERNEL,
     )

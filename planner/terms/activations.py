@@ -16,7 +16,7 @@ from planner.run.recipe import Checkpointing, Method, Task
 from planner.run.resolved import Resolved
 from planner.terms.beside_layers import with_noise_and_routers
 from planner.terms.counts import adapters, base_weights, rest_width
-from planner.terms.gradients import gradient_width
+from planner.terms.gradients import adds_in_place, gradient_width
 from planner.terms.weights import trained_width
 
 NO_ROPE = frozenset(
@@ -161,7 +161,7 @@ def op_settings(model: ModelSpec, r: Resolved, tokens: int | None = None) -> OpS
         mlp_tile=tile,
         tile_experts=r.switches.tiles_experts,
         norm_tile=tile if r.switches.tiled_norms else 0,
-        accumulate=r.grad_accum > 1 or buffers,
+        accumulate=buffers or adds_in_place(r),
         compiled=r.compiled,
         again="ops" if r.checkpointing is Checkpointing.SELECTIVE_OP else "",
         float8=r.float8 is not None,

@@ -11,7 +11,7 @@ from planner.terms.activations import Activations
 from planner.terms.adapters import trains_embedding, trains_head, trains_tied
 from planner.terms.communication import PASSING, Buffers, term
 from planner.terms.embedding import backward_blocks
-from planner.terms.gradients import gradient_width, whole_width
+from planner.terms.gradients import gradient_width, reduce_width, whole_width
 from planner.terms.logits import head_gradient_width
 from planner.terms.running import running_term
 from planner.terms.term import Term
@@ -36,13 +36,12 @@ def backward(
     """
     whole = r.accumulates_whole
     most = held.bytes if whole else grads.bytes
-    waiting = 0 if whole else flat.root_gradients
+    # whole ones that wait for the last micro-batch are added to in place if they have the same dtype
+    waiting = 0 if whole and reduce_width(r) == whole_width(r) else flat.root_gradients
     by_zero = waiting_gradients(model, r, gradient_width(r), grads.bytes)
     moments: list[_Moment] = []
     for moment in acts.backward:
         running, left = moment.layer_grads, moment.layers_left
-        if flat.reduced:  # whole ones, in the dtype that is gathered
-            running = running * whole_width(r) // gradient_width(r)
         done = _earlier_grads(model, r, grads.bytes, left)
         if whole:  # reduced layer by layer, in the last micro-batch
             done += most - _earlier_grads(model, r, most, left)
@@ -55,12 +54,14 @@ def backward(
         flown = flat.in_backward(left, model.num_layers)
         stays = kept_between(model, r, max(0, left - 1)).bytes
         moments.append(_Moment(alive, moment.activations, flown, seen.backward, stays))
-        if flat.reduced and left == model.num_layers > 1:
-            # the next layer down meets the first reduction
-            shard = _earlier_grads(model, r, grads.bytes, left - 1)
-            shard -= _earlier_grads(model, r, most, left - 1) if whole else 0
-            kept, flown = moment.activations - acts.kept // left, flat.in_backward(left - 1, left)
-            stays = kept_between(model, r, left - 2).bytes
+        # the next layer down meets the first reduction, the second one has most shards made
+        lower = {left - 1, 2} if flat.reduced and left == model.num_layers else set()
+        for down in (each for each in lower if 0 < each < left):
+            shard = 0 if stands else _earlier_grads(model, r, grads.bytes, down)
+            shard -= _earlier_grads(model, r, most, down) if whole else 0
+            kept = moment.activations - acts.kept * (left - down) // left
+            stays = kept_between(model, r, down - 1).bytes
+            flown = flat.in_backward(down, left)
             moments.append(_Moment(alive + shard, kept, flown, seen.backward, stays))
     for own in seen.own:
         alive = min(_text_grads(model, r, grads.bytes) + own.grads, grads.bytes)
@@ -70,18 +71,23 @@ def backward(
     if r.placement.flat_buffers and r.method is Method.FULL:
         flown = flat.in_backward(0, model.num_layers)
         # no layer is whole any more
-        moments.append(_Moment(made, beside, flown, seen.after, 0, layers=0))
-        # then the root unit's are reduced: a tied embedding's two are one by then
+        moments.append(_Moment(made, beside, flown, seen.after, 0, whole="root"))
+        # then the root unit's are reduced, its weights divided again: a tied embedding's two are one by then
         reduced = total + _root_whole(model, r)
-        moments.append(_Moment(reduced, 0, flat.end, seen.after, 0, layers=0))
+        moments.append(_Moment(reduced, 0, flat.end, seen.after, 0, whole=""))
+        moments.append(_Moment(total + flat.held, 0, flat.end + flat.sums, seen.after, whole=""))
     else:
         moments.append(_Moment(made, beside, flat.end, seen.after))
-    units = gathered(model, r, r.placement.gathered_layers), gathered(model, r, 0)
-    sizes = [each.total + units[not each.layers].bytes for each in moments]
+    units = {
+        "layer": gathered(model, r, r.placement.gathered_layers),
+        "root": gathered(model, r, 0),
+        "": Term("weights", 0),
+    }
+    sizes = [each.total + units[each.whole].bytes for each in moments]
     largest = moments[sizes.index(max(sizes))]
     template = "{0:,} B that exist by then, of {1:,} B at the step"
     return (
-        units[not largest.layers],
+        units[largest.whole],
         Term("gradients", largest.grads, template, (largest.grads, grads.bytes), grads.source),
         term(r, largest.flown, PASSING),
         running_term("backward", largest.activations, acts),
@@ -107,8 +113,8 @@ class _Moment(NamedTuple):
     """The towers' share."""
     staying: int = 0
     """Of layers whose backward is still to come."""
-    layers: int = 1
-    """Layers that are gathered beside the root unit: the running one, or none."""
+    whole: str = "layer"
+    """What is gathered: the running layer beside the root unit, the root alone, or nothing."""
 
     @property
     def total(self) -> int:
@@ -174,9 +180,12 @@ def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, i
 
 
 def _root_whole(model: ModelSpec, r: Resolved) -> int:
-    """Return what the root unit's whole gradients are more than its shard of them."""
+    """Return what the root unit's whole gradients are more than its shard of them, if that is not there yet."""
     root = flat_units(model)[0]
-    return root * whole_width(r) - root * gradient_width(r) // r.placement.gradient_shards
+    width = reduce_width(r) if r.accumulates_whole else whole_width(r)
+    if r.grad_accum > 1 and not r.accumulates_whole:
+        return root * width
+    return root * width - root * gradient_width(r) // r.placement.gradient_shards
 
 
 def _embedded(model: ModelSpec, r: Resolved) -> int:

@@ -13,7 +13,13 @@ from planner.run.recipe import Method
 from planner.run.resolved import Resolved
 from planner.terms.adapters import trained_groups
 from planner.terms.gradients import gradient_width, reduce_width, whole_width
-from planner.terms.shards import adapter_shard, layer_shard, model_shard, root_shard
+from planner.terms.shards import (
+    adapter_shard,
+    layer_shard,
+    model_shard,
+    outside_layers,
+    root_shard,
+)
 from planner.terms.term import Term
 from planner.terms.weights import gathered
 from planner.terms.window import flat_group
@@ -36,13 +42,17 @@ class Buffers(NamedTuple):
     reduced: int
     """A layer's gradients on their way."""
     end: int
-    """While the root unit's gradients are reduced."""
+    """When the layers are done; FSDP2: while the root unit's whole gradients are copied in."""
     root_gradients: int
     """The root unit's whole gradients that wait for the end of the backward, the embeddings' apart."""
     summed: int
     """All layers' shards in the dtype of their sum over replicas, where that is not the gradients'."""
     backward: int = 0
     """In all of the backward: DeepSpeed's buckets."""
+    sums: int = 0
+    """The root's reduced gradients beside their cast, or beside those that they are added to."""
+    held: int = 0
+    """The last whole gradient of a unit, which foreach_reduce's loop holds until it returns."""
 
     def in_backward(self, layers_left: int, layers: int) -> int:
         """Return the buffers while a layer runs backward with `layers_left` of `layers` to come."""
@@ -86,7 +96,17 @@ def buffers(model: ModelSpec, r: Resolved) -> Buffers:
     held = sent if r.placement.replicas > 1 and sent != gradient_width(r) else 0
     summed = inside * held
     end = outside * sent * ranks + summed  # copied in, while the whole gradients are still there
-    return Buffers(root + unit, unit, unit, ahead, largest * sent, end, waits * wide, summed)
+    own = gradient_width(r)
+    adds = r.grad_accum > 1 and not r.accumulates_whole
+    sums = outside * (sent * (adds or sent != own) + own * (adds and sent != own))
+    sums = sums if not r.placement.offload.gradients else outside * (sent + own * (sent != own))
+    own_modules = outside_layers(model)  # none in the middle of a pipeline
+    held = own_modules[-1].parameters * wide if own_modules and ranks > 1 else 0
+    return Buffers(
+        *(root + unit, unit, unit, ahead, largest * sent, end, waits * wide, summed),
+        sums=sums,
+        held=held,
+    )
 
 
 def buckets(model: ModelSpec, r: Resolved) -> Term:

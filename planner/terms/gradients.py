@@ -92,6 +92,16 @@ def reduce_width(r: Resolved) -> int:
     return whole_width(r)
 
 
+def adds_in_place(r: Resolved) -> bool:
+    """Return whether autograd adds a gradient to the one of the micro-batches before.
+
+    FSDP2 takes a unit's away when it reduces them, or when it keeps them in another dtype.
+    """
+    if r.grad_accum == 1 or not r.placement.flat_buffers:
+        return r.grad_accum > 1
+    return r.accumulates_whole and reduce_width(r) == whole_width(r)
+
+
 def _copied(model: ModelSpec, r: Resolved, width: int) -> Term:
     """Return the one gradient that is not in its bucket yet."""
     single = largest_trained(model, r)

@@ -10,6 +10,7 @@ from planner.machines.machine import make_machine
 from planner.models.catalogue import catalogue_model
 from planner.plan import Plan, plan
 from planner.run.runfile import make_recipe
+from planner.units import parse_bytes
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -28,10 +29,10 @@ HEAD = 1000 * 64 + 64  # with the final norm: what is reduced last but has its g
 
 
 def planned(ranks: int, **fields: Any) -> Plan:
-    settled: dict[str, Any] = {"method": "full", "checkpointing": "full", "context": 4096, **fields}
-    recipe = make_recipe(
-        task="sft", framework="hf-trainer", sharding="fsdp2", micro_batch_size=1, **settled
-    )
+    settled: dict[str, Any] = {
+        "framework": "hf-trainer", "method": "full", "checkpointing": "full", "context": 4096, **fields
+    }  # fmt: skip
+    recipe = make_recipe(task="sft", sharding="fsdp2", micro_batch_size=1, **settled)
     return plan(
         model_spec_from_config(CONFIG, name="toy"), recipe, make_machine("h100", gpus=ranks)
     )
@@ -129,9 +130,13 @@ def test_layers_resharded_over_two_ranks_leave_halves() -> None:
 
 
 def test_reduce_dtype_is_that_of_the_buffers_and_of_what_waits_for_the_last_micro_batch() -> None:
-    plain, wide = (planned(8, context=16, **fields) for fields in ({}, {"reduce_dtype": "fp32"}))
+    plain, wide = (planned(8, context=1, **fields) for fields in ({}, {"reduce_dtype": "fp32"}))
+    # the root's weights are divided again before its gradients are copied in, whole ones beside their copy
     assert term(wide, "backward", "communication") == 4 * ROOT
-    assert term(plain, "backward", "communication") == 2 * ROOT
+    assert term(wide, "backward", "gradients") == 2 * ROOT + 2 * 2 * LAYER // 8
+    # else it is fuller before, beside the first layer and the second one's gradients on their way
+    assert term(plain, "backward", "communication") == 2 * LAYER
+    assert term(plain, "backward", "weights") == 2 * (2 * LAYER + ROOT) // 8 + 2 * (ROOT + LAYER)
     waiting = planned(8, reduce_dtype="fp32", gradient_accumulation=2)
     assert term(waiting, "forward", "gradients") == 4 * (2 * LAYER + ROOT)
     # with a sum at every micro-batch the shards alone wait
@@ -143,10 +148,34 @@ def test_replicas_hold_the_same_shard_and_their_sum_until_the_backward_ends() ->
     """Eight GPUs in two groups of four: shards of a quarter."""
     result = planned(8, context=16, parallel={"data_replicate": 2})
     assert term(result, "load", "weights") == 2 * (2 * LAYER + ROOT) // 4
-    assert term(result, "backward", "communication") == 2 * ROOT
+    assert term(result, "backward", "communication") == 2 * LAYER
     wide = planned(8, context=16, parallel={"data_replicate": 2}, reduce_dtype="fp32")
     more = 4 * 2 * LAYER // 4  # every layer's sum in fp32, beside its cast
-    assert term(wide, "backward", "communication") == 4 * ROOT + more
+    # copied in, and reduced beside the cast; the head's whole one outlives the copy (foreach_reduce's loop)
+    assert term(wide, "backward", "communication") == 4 * ROOT + 4 * ROOT // 4 + more
+    shards = 2 * (2 * LAYER + ROOT) // 4
+    assert term(wide, "backward", "gradients") == shards + 2 * (HEAD - 64)
+    assert term(wide, "backward", "weights") == shards
+
+
+def test_the_heads_whole_gradient_is_made_at_the_loss() -> None:
+    result = planned(8, context=2)
+    assert term(result, "loss", "gradients") == 2 * (HEAD - 64)
+    # then it is added to that of the micro-batches before, or stays beside it in another dtype
+    added = planned(8, context=2, gradient_accumulation=2)
+    assert term(added, "loss", "gradients") == 2 * (2 * LAYER + ROOT) + 2 * (HEAD - 64)
+    apart = planned(8, context=2, gradient_accumulation=2, reduce_dtype="fp32")
+    assert term(apart, "loss", "gradients") == 4 * (2 * LAYER + ROOT) + 2 * (HEAD - 64)
+
+
+def test_a_stage_between_the_first_and_the_last_has_no_root_unit_to_reduce() -> None:
+    config = CONFIG | {"num_hidden_layers": 6}
+    recipe = make_recipe(
+        task="sft", method="full", framework="torchtitan", sharding="fsdp2", context=512,
+        parallel={"pipeline": 3}, gradient_accumulation=3,
+    )  # fmt: skip
+    found = plan(model_spec_from_config(config, name="toy"), recipe, make_machine("h100", gpus=6))
+    assert [each.count for each in found.ranks] == [2, 2, 2]
 
 
 def test_replicas_alone_copy_units_through_no_flat_buffer() -> None:
@@ -159,3 +188,14 @@ def test_replicas_alone_copy_units_through_no_flat_buffer() -> None:
 def test_a_split_that_no_group_of_ranks_has_is_refused() -> None:
     with pytest.raises(UsageError, match="3 does not divide the 8 ranks"):
         planned(8, reshard_after_forward=3)
+
+
+def test_how_4_bit_weights_must_be_stored_to_be_divided_is_said() -> None:
+    said = [note for note in planned(8, method="qlora").assumptions if "quant_storage" in note]
+    codes = 2 * (LAYER - 2 * 64) // 2  # half a byte each; more with the maxima of their blocks
+    more = said[0].split()[-3:-1]
+    assert "over 8 ranks" in said[0]
+    assert codes * 7 / 8 < parse_bytes("".join(more)) < codes * 7 / 8 * 1.2
+    for fields in ({"method": "lora"}, {"method": "qlora", "framework": "vramwise"}):
+        notes = planned(8, **fields).assumptions
+        assert not any("quant_storage" in note for note in notes)

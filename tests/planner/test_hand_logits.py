@@ -253,9 +253,9 @@ def test_tiles_with_a_trained_head() -> None:
     assert found.weight_grad == 128_000
     # few columns: 62 x 64 x 4 = 15,872 + 16 x 62 x 2 = 1,984, against a tile of 5,952
     assert of(TILED, method="full", loss_chunk_rows=1).forward.bytes == 10_240 + 6_144 + 17_856
-    # fp32: accumulators 4 B, the tile itself 16,384 beside the product
+    # fp32: accumulators 4 B, the rows times their gradient, the tile itself 16,384 beside the product
     found = of(TILED, method="full", dtype="fp32")
-    assert found.forward.bytes == 20_480 + 4_096 + 16_384 + 65_536
+    assert found.forward.bytes == 20_480 + 2 * 4_096 + 16_384 + 65_536
     # an fp32 head under autocast: its columns in 16 bit 32,768
     found = of(TILED, method="full", dtype="fp32", mixed_precision="bf16")
     assert found.forward.bytes == 10_240 + 6_144 + 32_768 + 73_728

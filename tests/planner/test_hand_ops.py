@@ -366,7 +366,7 @@ def test_tiles_keep_the_input_alone() -> None:
     _, kept, _, forward, back = trace(tiled, 128, full=True, mlp_tile=3)
     assert kept == Point(128, 0, 0)
     assert max(p.constant for p in forward) == 3 * 192
-    assert max(p.constant for p in back) == 3 * 320
+    assert max(p.constant for p in back) == 3 * 320 + 4096  # with the tile's own weight gradient
     assert back[-1].weight_grads == 4096
     through_norm = trace(norm(), 128, norm_tile=3)
     assert through_norm[1] == Point(128, 0, 0)

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from planner.allocator.caching import replay
+from planner.units import KiB
 from profiler.attribute import assign_terms
+from profiler.compare import Comparison
 from profiler.sharded import Shard, process_group
 from profiler.torch_recorder import record
 from profiler.trace import run_subject, trace
@@ -41,7 +43,7 @@ def run_on_gloo(names: list[str], folder: Path) -> list[Peaks]:
         )
         for rank in range(size)
     ]  # fmt: skip
-    said = [rank.communicate(timeout=600)[0] for rank in ranks]
+    said = [rank.communicate(timeout=3600)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * size
     return [json.loads(each.splitlines()[-1]) for each in said]
 
@@ -87,6 +89,11 @@ MORE = [
     ("llama", 8, {"method": "full", "parallel": {"data_replicate": 2}}),
     ("llama", 8, {"method": "full", "reshard_after_forward": False}),
     ("llama", 8, {"method": "full", "reshard_after_forward": 2, "checkpointing": "none"}),
+    ("llama", 8, {"method": "full", "parallel": {"data_replicate": 8}}),
+    ("llama", 8, {"method": "full", "parallel": {"data_replicate": 2}, "reduce_dtype": "fp32"}),
+    ("llama", 8, {"method": "full", "reduce_dtype": "fp32", "gradient_accumulation": 4}),
+    ("llama", 8, {"method": "full", "gradient_accumulation": 4, "accumulate_sync": True}),
+    ("llama", 8, {"method": "full", "context": 256}),
     ("llama", 8, {"method": "lora", "framework": "vramwise"}),
     ("llama", 8, {"method": "qlora", "framework": "vramwise"}),
     ("llama", 8, {"method": "full", "framework": "vramwise"}),
@@ -99,6 +106,16 @@ def test_the_plan_of_a_rank_is_its_trace(family: str, ranks: int, fields: dict[s
     compared = beside(family, ranks, **fields)
     assert abs(compared.peak.error or 0) < 0.005
     assert compared.planned_phase == compared.measured_phase
+    assert_every_phase(compared)
+
+
+def assert_every_phase(compared: Comparison) -> None:
+    """Within 1%, or a few cosines' worth of a toy."""
+    for total in compared.totals:
+        assert total.planned_bytes is not None
+        assert total.measured_bytes is not None
+        room = max(total.measured_bytes // 100, 64 * KiB)
+        assert abs(total.planned_bytes - total.measured_bytes) <= room, total
 
 
 @pytest.mark.slow
@@ -107,6 +124,7 @@ def test_plan_and_trace_at_every_size(family: str, ranks: int, fields: dict[str,
     compared = beside(family, ranks, **fields)
     print(family, ranks, fields, f"{compared.peak.error:+.3%}")
     assert abs(compared.peak.error or 0) < 0.01
+    assert_every_phase(compared)
 
 
 def test_a_followed_run_counts_this_ranks_part_and_what_is_gathered() -> None:

@@ -1,11 +1,12 @@
 """Kinds that trials on public configs found: shell, overrides by their keys, inherited files, quiet sections."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from planner.errors import UnsupportedError, UsageError
-from planner.importers import import_config, import_subject
+from planner.importers import import_config, import_subject, resolve_model
 from planner.importers.settings import Imported
 from planner.importers.shapes import Shape, model_of
 from planner.importers.shell import flags, parse_shell
@@ -50,6 +51,15 @@ def test_a_path_with_variables_is_planned_by_its_last_part(tmp_path: Path) -> No
     path.write_text(line.format("my-own-model"))
     with pytest.raises(UsageError, match="variable ROOT is not set"):
         import_subject(str(path))
+
+
+def test_a_folder_of_the_hubs_cache_names_its_model(tmp_path: Path) -> None:
+    path = tmp_path / "a.yml"
+    place = "$P/hub/models--meta-llama--Meta-Llama-3.1-8B/snapshots/abc"
+    path.write_text(f"base_model: {place}\nsequence_len: 512\nmicro_batch_size: 1\n")
+    found = import_subject(str(path))
+    assert found is not None
+    assert found.run.model == "meta-llama/Meta-Llama-3.1-8B"
 
 
 def test_overrides_are_told_by_their_keys() -> None:
@@ -197,3 +207,73 @@ def test_llamafactorys_critic_is_said_to_be_an_upper_bound() -> None:
     text = "stage: ppo\nmodel_name_or_path: Qwen/Qwen3-8B\nfinetuning_type: lora\nreward_model: x\ncutoff_len: 512\n"
     notes = " ".join(import_config(text).report.effects)
     assert "value head on the policy itself" in notes
+
+
+def test_arithmetic_needs_no_dollar() -> None:
+    text = "G=128\nB=4\nN=8\nX=$((G / (B * N)))\nC=$(ls | wc -l)\nrun --x $X --c $C\n"
+    assert parse_shell(text).commands[-1][:3] == ["run", "--x", "4"]
+
+
+def test_a_trainers_model_by_other_names(tmp_path: Path) -> None:
+    (tmp_path / "my_fsdp.json").write_text('{"activation_checkpointing": true}')
+    path = tmp_path / "sft.sh"
+    path.write_text(
+        "torchrun --nproc-per-node 4 train/sft.py --model_name=Qwen/Qwen3-8B --per_device_train_batch_size=1 "
+        '--learning_rate=1e-5 --block_size=4096 --bf16=True --fsdp="full_shard auto_wrap" '
+        "--fsdp_config=train/my_fsdp.json\n"
+    )
+    found = import_config(path)
+    recipe = found.run.recipe
+    assert (found.tool, found.run.model, found.run.machine.gpus) == (
+        "hf-trainer",
+        "Qwen/Qwen3-8B",
+        4,
+    )
+    assert (recipe.sharding, recipe.checkpointing) == (Sharding.FSDP, Checkpointing.FULL)
+    assert "fsdp_config" not in unread(found)
+    path.write_text(path.read_text().replace("my_fsdp", "gone"))
+    assert any(
+        "gone.json: the file is not here" in note for note in import_config(path).report.effects
+    )
+
+
+def test_a_script_that_submits_another() -> None:
+    text = (
+        "python mason.py --cluster x --gpus 8 -- source setup.sh \\&\\& python open_instruct/grpo_fast.py "
+        "--model_name_or_path Qwen/Qwen3-0.6B --response_length 1024 --max_prompt_token_length 512 "
+        "--num_samples_per_prompt_rollout 4 --deepspeed_stage 2 --beta 0.01\n"
+    )
+    found = import_config(text)
+    recipe = found.run.recipe
+    assert (recipe.task, recipe.num_generations, recipe.completion_length) == (Task.GRPO, 4, 1024)
+    assert recipe.sharding is Sharding.ZERO2
+    assert "cluster" not in unread(found)
+
+
+def test_a_notebooks_shell_line_may_be_all_of_a_block(tmp_path: Path) -> None:
+    cells = [
+        '%%capture\nimport os\nif "COLAB_" not in os.environ:\n    # why\n    !pip install unsloth \\\n        vllm\nelse:\n    pass\n',
+        'from unsloth import FastLanguageModel\nmodel, tokenizer = FastLanguageModel.from_pretrained(model_name="unsloth/Qwen3-8B", max_seq_length=2048, load_in_4bit=True)\n',
+        'template = """{{ if .System }}{{ .Prompt }}{{ end }}"""\n',
+    ]
+    path = tmp_path / "n.ipynb"
+    path.write_text(
+        json.dumps({"cells": [{"cell_type": "code", "source": text} for text in cells]})
+    )
+    found = import_config(path)
+    assert (found.tool, found.run.model) == ("unsloth", "unsloth/Qwen3-8B")
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("Qwen/Qwen2-57B-A14B", 57_408_658_944),
+        ("Qwen/Qwen-7B", 7_721_324_544),
+        ("Qwen/Qwen-7B-Chat", 7_721_324_544),
+    ],
+)
+def test_older_models_by_name(name: str, parameters: int) -> None:
+    """Counted by hand from the reports' widths."""
+    found = resolve_model(name)
+    assert found is not None
+    assert found.parameters == parameters
