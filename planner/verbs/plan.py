@@ -156,7 +156,9 @@ def _plan(
     elif printed:
         pass
     elif as_json:
-        found = {"layouts": [tried.to_dict() for tried in best_layouts]} if whole else {}
+        found: dict[str, Any] = {}
+        if whole:
+            found["layouts"] = [tried.to_dict() for tried in best_layouts]
         found |= {"serving": served.to_dict()} if served else {}
         spent = time.document(timed, amount, price)
         print_json(result.to_dict() | found | extra.document | spent)
