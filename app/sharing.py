@@ -16,7 +16,7 @@ from planner.report.png import picture_png
 from planner.report.tables import csv_text, markdown
 from planner.units import format_bytes
 
-FRAME_HEIGHT = 420
+FRAME_HEIGHT = 560
 HERE = "http://127.0.0.1:8501/"
 
 

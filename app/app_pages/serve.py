@@ -23,12 +23,12 @@ if view is None:
     st.info("This model keeps no cache that a server could run out of.")
     st.stop()
 serving.verdict(view, result)
+serving.changes(run, view)
 left, right = st.columns([3, 2], gap="medium")
 with left:
     serving.requests(view)
-    serving.budget(view)
 with right:
-    serving.changes(run, view)
+    serving.budget(view)
 serving.adapters(view)
 st.subheader("A prefix that all requests share", anchor=False)
 serving.shared_prefix()
