@@ -97,9 +97,12 @@ class Plan:
 
     @property
     def low_bytes(self) -> int:
-        """torch's pool is larger than this in 95% of runs like this one, and never below what stands."""
+        """torch's pool is larger than this in 95% of runs like this one, and never below what stands.
+
+        Nor above what is alive at the peak: pools of their own for streams may be counted too large.
+        """
         likely = int(self.reserved.on_card * self._spread(self._below("reserved")).quantile(TAIL))
-        return max(likely, self._standing_bytes)
+        return min(max(likely, self._standing_bytes), self.peak_bytes)
 
     @property
     def _standing_bytes(self) -> int:

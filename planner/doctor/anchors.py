@@ -139,9 +139,7 @@ _PLAIN = tuple(anchor.translate(None, DIGITS) for anchor in ANCHORS)
 def spoken(block: bytes) -> tuple[bytes, ...]:
     """Return the anchors that may stand in a block: lines that differ in their digits alone are looked at once."""
     shapes = b"\n".join(set(block.translate(None, DIGITS).split(b"\n"))).lower()
-    return tuple(
-        anchor for anchor, plain in zip(ANCHORS, _PLAIN, strict=True) if plain in shapes
-    )
+    return tuple(anchor for anchor, plain in zip(ANCHORS, _PLAIN, strict=True) if plain in shapes)
 
 
 def speaks(text: str) -> bool:

@@ -243,7 +243,8 @@ def _import(raw: str, path: Path | None, context: Context) -> Imported:
     if (table := load_toml(text, named=named)) is not None:
         kind = tool_of_toml(table)
         return from_mapping(table, text, replace(context, tool=kind))
-    manifests.refuse_template(text)
+    if not (stripped.startswith("{") and '"cells"' in text):  # a notebook may hold a template
+        manifests.refuse_template(text)
     if stripped.startswith("{"):
         document = load_json(text)
         if "cells" in document:

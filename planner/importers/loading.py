@@ -131,11 +131,15 @@ def notebook_source(document: dict[str, Any]) -> str:
 
 def _commented(text: str) -> list[str]:
     """Return a cell's lines with magics, and shell lines with their continuations, as comments."""
-    found, goes_on = [], False
+    found, goes_on, opened = [], False, False
     for line in text.split("\n"):
         shell = goes_on or line.lstrip().startswith(("%", "!"))
+        if shell and opened and not goes_on:  # the only statement of its block, as far as is known
+            found.append(f"{line[: len(line) - len(line.lstrip())]}pass")
         goes_on = shell and line.rstrip().endswith("\\")
         found.append(f"# {line}" if shell else line)
+        if shell or (line.strip() and not line.lstrip().startswith("#")):
+            opened = not shell and re.sub(r"#.*", "", line).rstrip().endswith(":")
     return found
 
 

@@ -190,7 +190,7 @@ def layout_line(found: Sequence[Laid]) -> str:
         made, tried = fitting[0]
         return (
             f"Best layout: {tried.words}: peak {format_bytes(made.peak_bytes)} in {made.peak_phase}\n"
-            f"  {tried.flags}"
+            f"  {tried.flags}{_unjudged(made.host_peak_bytes, made.machine.host_ram_bytes)}"
         )
     if not planned:
         return "No layout of these GPUs can be planned for this run"
@@ -199,8 +199,19 @@ def layout_line(found: Sequence[Laid]) -> str:
     return f"No layout fits; the nearest, {tried.words}, needs {need} of {room}: {tried.flags}"
 
 
-def layout_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return layouts as a table: those that fit, the best first, then why the others do not."""
+def _unjudged(host_bytes: int, host_ram_bytes: int | None) -> str:
+    """Return what a layout needs of each host whose memory nobody has said."""
+    if not host_bytes or host_ram_bytes is not None:
+        return ""
+    need = format_bytes(host_bytes)
+    return f"\n  host memory is not judged: {need} a node, --host-ram says what there is"
+
+
+def layout_table(rows: Sequence[dict[str, Any]], host_ram_bytes: int | None = None) -> str:
+    """Return layouts as a table: those that fit, the best first, then why the others do not.
+
+    `host_ram_bytes`: of a node; None where nobody has said it, so that no layout was judged by it.
+    """
     cells = [
         [
             row["framework"],
@@ -216,7 +227,9 @@ def layout_table(rows: Sequence[dict[str, Any]]) -> str:
     headers = ["framework", "layout", "peak", "verdict", "slow links", "in the node", "why"]
     head = "Layouts; bytes a rank receives in a step from other nodes and the host, and inside its node:"
     best = next((row for row in rows if row["fits"]), None)
-    tail = f"\nthe first: {best['flags']}" if best else "\nNo layout fits."
+    tail = "\nNo layout fits."
+    if best:
+        tail = f"\nthe first: {best['flags']}{_unjudged(best['host_peak_bytes'], host_ram_bytes)}"
     return f"{head}\n{table(headers, cells)}{tail}"
 
 

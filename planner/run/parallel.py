@@ -12,8 +12,10 @@ from typing import NamedTuple
 
 from planner.errors import UnsupportedError, UsageError
 from planner.models.spec import ModelSpec
+from planner.run.framework import frameworks
 from planner.run.framework_files import Framework
 from planner.run.recipe import Method, ParallelSection, Recipe, Sharding, Task
+from planner.run.switches import Switches
 
 ZERO = (Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3)
 SHARDS = (*ZERO, Sharding.FSDP, Sharding.FSDP2, Sharding.MEGATRON)
@@ -231,6 +233,16 @@ def divides_layers(layers: int, stages: int) -> bool:
     return layers % stages == 0 or (layers + 2) % stages == 0
 
 
+def _plans(switches: Switches, field: str, layout: Layout) -> bool:
+    """Return whether a law's code divides by that degree, and the plan knows how."""
+    return {
+        "tensor": switches.tensor_plan != "none",
+        "pipeline": switches.pipelines != "none",
+        "context": layout.context_kind in switches.contexts,
+        "expert": switches.expert_parallel,
+    }[field]
+
+
 MEGATRON = {
     "method": ("full",),
     "checkpointing": ("none", "full", "every-k"),
@@ -243,17 +255,17 @@ MEGATRON = {
 def refuse_unplanned(model: ModelSpec, recipe: Recipe, layout: Layout, law: Framework) -> None:
     """Raise UsageError or UnsupportedError for what the framework's code, or the plan, does not divide."""
     switches, sharding = law.switches, recipe.sharding
-    for field, planned in (
-        ("tensor", switches.tensor_plan != "none"),
-        ("pipeline", switches.pipelines != "none"),
-        ("context", layout.context_kind in switches.contexts),
-        ("expert", switches.expert_parallel),
-    ):
+    for field in ("tensor", "pipeline", "context", "expert"):
         degree = getattr(layout, field)
-        if degree > 1 and not planned:
+        if degree > 1 and not _plans(switches, field, layout):
+            able = {
+                each.family
+                for each in frameworks().values()
+                if _plans(each.switches, field, layout)
+            }
             raise UnsupportedError(
                 f"parallel.{field}: {degree} cannot be planned under {law.title} yet",
-                hint="--framework megatron, torchtitan or hf-trainer",
+                hint=f"--framework {' or '.join(sorted(able))}" if able else "",
             )
     if (sharding is Sharding.MEGATRON) != (switches.layers == "megatron") and (
         sharding not in (Sharding.NONE, Sharding.DDP)

@@ -13,7 +13,13 @@ from planner.run.recipe import Method
 from planner.run.resolved import Resolved
 from planner.terms.adapters import trained_groups
 from planner.terms.gradients import gradient_width, reduce_width, whole_width
-from planner.terms.shards import adapter_shard, layer_shard, model_shard, root_shard
+from planner.terms.shards import (
+    adapter_shard,
+    layer_shard,
+    model_shard,
+    outside_layers,
+    root_shard,
+)
 from planner.terms.term import Term
 from planner.terms.weights import gathered
 from planner.terms.window import flat_group
@@ -94,8 +100,8 @@ def buffers(model: ModelSpec, r: Resolved) -> Buffers:
     adds = r.grad_accum > 1 and not r.accumulates_whole
     sums = outside * (sent * (adds or sent != own) + own * (adds and sent != own))
     sums = sums if not r.placement.offload.gradients else outside * (sent + own * (sent != own))
-    last = model.head if model.head is not None and not model.tied else model.final[-1]
-    held = last.parameters * wide if ranks > 1 else 0
+    own_modules = outside_layers(model)  # none in the middle of a pipeline
+    held = own_modules[-1].parameters * wide if own_modules and ranks > 1 else 0
     return Buffers(
         *(root + unit, unit, unit, ahead, largest * sent, end, waits * wide, summed),
         sums=sums,

@@ -238,7 +238,7 @@ def _advise(subject: Subject, *, flags: dict[str, Any], as_json: Json = False) -
     elif not document["fits"]:
         typer.echo("\nNo combination of up to four of these changes fits.")
     if "layouts" in document:
-        typer.echo(f"\n{layout_table(document['layouts'])}")
+        typer.echo(f"\n{layout_table(document['layouts'], described.machine.host_ram_bytes)}")
     largest = document["largest"]
     rows = [
         [name, f"{largest[name]:,}", f"{largest[name + '_safe']:,}"]

@@ -167,6 +167,16 @@ def test_the_heads_whole_gradient_is_made_at_the_loss() -> None:
     assert term(apart, "loss", "gradients") == 4 * (2 * LAYER + ROOT) + 2 * (HEAD - 64)
 
 
+def test_a_stage_between_the_first_and_the_last_has_no_root_unit_to_reduce() -> None:
+    config = CONFIG | {"num_hidden_layers": 6}
+    recipe = make_recipe(
+        task="sft", method="full", framework="torchtitan", sharding="fsdp2", context=512,
+        parallel={"pipeline": 3}, gradient_accumulation=3,
+    )  # fmt: skip
+    found = plan(model_spec_from_config(config, name="toy"), recipe, make_machine("h100", gpus=6))
+    assert [each.count for each in found.ranks] == [2, 2, 2]
+
+
 def test_replicas_alone_copy_units_through_no_flat_buffer() -> None:
     result = planned(8, context=16, parallel={"data_replicate": 8})
     assert term(result, "load", "weights") == 2 * (2 * LAYER + ROOT)

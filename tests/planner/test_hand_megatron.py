@@ -207,6 +207,12 @@ def test_fused_gradients_leave_no_tensor_of_their_own() -> None:
         ),
         (
             MIXTRAL,
+            {"framework": "torchtitan", "sharding": "fsdp2", "parallel": {"expert": 2}},
+            UnsupportedError,
+            "parallel.expert: 2 cannot be planned under torchtitan",
+        ),
+        (
+            MIXTRAL,
             {"parallel": {"tensor": 2, "expert": 2}},
             UsageError,
             "trains experts over 2 tensor ranks with sequence parallelism only",

@@ -10,8 +10,10 @@ from app.cli import app
 from planner.answers.layouts import Tried, laid_out, layouts
 from planner.machines.machine import make_machine
 from planner.models.catalogue import catalogue_model
+from planner.report import layout_line, layout_table
 from planner.run.runfile import make_recipe
 from planner.speed.traffic import Sent, traffic
+from planner.units import format_bytes
 from tests.planner.toys import LLAMA, choices
 
 GiB = 2**30
@@ -134,3 +136,11 @@ def test_plan_without_a_layout_says_so_and_shows_the_best() -> None:
     assert "Best layout" not in stated
     document = json.loads(CliRunner().invoke(app, [*line, "--json"]).stdout)
     assert document["layouts"][0]["fits"] is True
+
+
+def test_host_memory_that_nobody_stated_is_said() -> None:
+    found = [each.to_dict() for each in search("llama-3.1-70b", 8, method="full")]
+    need = format_bytes(found[0]["host_peak_bytes"])
+    assert f"host memory is not judged: {need} a node" in layout_table(found)
+    assert "not judged" not in layout_table(found, 2**40)
+    assert "not judged" in layout_line(search("llama-3.1-70b", 8, method="full"))

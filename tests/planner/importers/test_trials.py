@@ -1,5 +1,6 @@
 """Kinds that trials on public configs found: shell, overrides by their keys, inherited files, quiet sections."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -238,3 +239,17 @@ def test_a_script_that_submits_another() -> None:
     assert (recipe.task, recipe.num_generations, recipe.completion_length) == (Task.GRPO, 4, 1024)
     assert recipe.sharding is Sharding.ZERO2
     assert "cluster" not in unread(found)
+
+
+def test_a_notebooks_shell_line_may_be_all_of_a_block(tmp_path: Path) -> None:
+    cells = [
+        '%%capture\nimport os\nif "COLAB_" not in os.environ:\n    # why\n    !pip install unsloth \\\n        vllm\nelse:\n    pass\n',
+        'from unsloth import FastLanguageModel\nmodel, tokenizer = FastLanguageModel.from_pretrained(model_name="unsloth/Qwen3-8B", max_seq_length=2048, load_in_4bit=True)\n',
+        'template = """{{ if .System }}{{ .Prompt }}{{ end }}"""\n',
+    ]
+    path = tmp_path / "n.ipynb"
+    path.write_text(
+        json.dumps({"cells": [{"cell_type": "code", "source": text} for text in cells]})
+    )
+    found = import_config(path)
+    assert (found.tool, found.run.model) == ("unsloth", "unsloth/Qwen3-8B")
