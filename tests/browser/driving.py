@@ -1,5 +1,6 @@
 """Starts the app and a headless Chromium: for the browser tests and for the pictures."""
 
+import os
 import shutil
 import socket
 import subprocess
@@ -22,6 +23,8 @@ ARGUMENTS = (
     "--disable-sync",
 )
 START_S = 60
+WORKERS = "1"
+"""Beside the one for long jobs: what a machine of two cores gets."""
 QUIET_MS = 400
 """A page is settled when its script has ended and nothing moved for this long."""
 
@@ -35,16 +38,19 @@ def chromium() -> str | None:
 
 
 @contextmanager
-def running_app() -> Iterator[str]:
-    """Run the app on a free port of 127.0.0.1; yield its address."""
+def running_app(*, warm: str = "0", seen: list[int] | None = None) -> Iterator[str]:
+    """Run the app on a free port of 127.0.0.1; yield its address. `seen` takes its process id."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "app", "--port", str(port), "--headless"]
     process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "VRAMWISE_APP_WORKERS": WORKERS, "VRAMWISE_APP_WARM": warm},
+    )  # fmt: skip
     address = f"http://127.0.0.1:{port}"
+    if seen is not None:
+        seen.append(process.pid)
     try:
         _wait_until_up(address, process)
         yield address
