@@ -24,6 +24,7 @@ from planner.run.tasks import planned_task
 from planner.terms.engine import Serving
 from planner.terms.free_chunks import with_chunks
 from planner.terms.groups import NO_GROUPS, Communicators, communicators
+from planner.terms.shards import storage_note
 from planner.terms.term import Term, merged
 from planner.terms.vision import left_out
 from planner.units import format_bytes
@@ -405,6 +406,7 @@ def _of_rank(model: ModelSpec, resolved: Resolved, machine: Machine, risk: float
         assumptions=(
             *_assumptions(resolved, machine, shared),
             *uneven_notes(model, resolved, uneven),
+            *storage_note(model, resolved),
         ),
         not_modeled=_not_modeled(model, resolved),
         serving=result.serving,

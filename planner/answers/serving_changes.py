@@ -217,8 +217,10 @@ def _shorter(ask: Ask, kinds: list[list[Setting]], base: Plan, *, alone: bool) -
     first = shorter()
     if first is not None:
         yield first
-    elif not alone:
-        yield from filter(None, (shorter(kind[-1]) for kind in kinds))
+        return
+    found = list(filter(None, (shorter(kind[-1]) for kind in kinds)))
+    # beside what holds the asked length, the longest of them is enough
+    yield from [max(found, key=lambda each: each.max_model_len)] if alone and found else found
 
 
 def _length(tokens: int) -> Setting:

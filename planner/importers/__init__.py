@@ -41,6 +41,7 @@ __all__ = [
     "looks_foreign",
     "resolve_model",
 ]
+_CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 _SHELL = (".sh", ".bash", ".slurm", ".sbatch")
 _VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)|\{\{\s*\.?([\w.]+)|<([\w -]+)>")
 
@@ -134,6 +135,11 @@ def import_subject(
         gpus=gpus,
     )
     named = found.run.model
+    if (
+        cached := _CACHED.search(named)
+    ) is not None:  # a folder of the Hub's cache says whose it is
+        named = f"{cached[1]}/{cached[2]}"
+        found = replace(found, run=found.run.model_copy(update={"model": named}))
     if not named and found.tool in ("accelerate", "deepspeed"):
         raise UsageError(
             f"{path.name}: no model in this {found.tool} config",

@@ -53,6 +53,10 @@ class Switches(Section):
     replicates_by_fsdp2: Flag = False
     """Data parallel ranks are replicas of FSDP2 (a mesh of N x 1): units are copied before they run and
     reduced through its buffers, and no DistributedDataParallel is made."""
+    divides_packed_bytes: Flag = False
+    """4-bit weights are divided as the bytes they are. Elsewhere they must be stored as a float dtype
+    (bnb_4bit_quant_storage): uint8, the default, stays whole on every rank (accelerate 1.15
+    utils/fsdp_utils.py, fsdp2_prepare_model: ignored_params)."""
     step_scratch_bytes: Annotated[int, Field(ge=0, strict=True)] = 0
     """The step works slice by slice, each of at most this many bytes in six fp32 numbers an element; 0: all
     tensors at once, as torch's foreach."""

@@ -15,7 +15,8 @@ from planner.quant.schemes import Scheme
 from planner.quant.table import Table, packed_bytes, scheme_table, tensors
 from planner.run.recipe import Method
 from planner.run.resolved import Resolved
-from planner.terms.counts import adapters, rest_width
+from planner.terms.counts import adapters, base_weights, rest_width
+from planner.units import format_bytes
 
 
 def shard(modules: Iterable[ModuleSpec], ranks: int) -> int:
@@ -72,6 +73,23 @@ def trained_share(model: ModelSpec, r: Resolved, shards: int) -> Fraction:
 
 FOUR_BIT = ("nf4", "fp4")
 """Schemes whose packed codes are a parameter of bytes that is divided like any other."""
+
+
+def storage_note(model: ModelSpec, r: Resolved) -> tuple[str, ...]:
+    """Return what a plan says of 4-bit weights that ranks divide: how they must be stored for it."""
+    ranks = r.placement.weight_shards
+    if (
+        not r.trains
+        or r.quantization not in FOUR_BIT
+        or ranks == 1
+        or r.switches.divides_packed_bytes
+    ):
+        return ()
+    whole = base_weights(model, r).quantized
+    return (
+        f"4-bit weights are divided over {ranks} ranks, as bnb_4bit_quant_storage bfloat16 lets them be; "
+        f"as uint8, its default, they stay whole on every rank: {format_bytes(whole - whole // ranks)} more",
+    )
 
 
 class Packed(NamedTuple):

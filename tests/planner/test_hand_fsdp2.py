@@ -10,6 +10,7 @@ from planner.machines.machine import make_machine
 from planner.models.catalogue import catalogue_model
 from planner.plan import Plan, plan
 from planner.run.runfile import make_recipe
+from planner.units import parse_bytes
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -28,10 +29,10 @@ HEAD = 1000 * 64 + 64  # with the final norm: what is reduced last but has its g
 
 
 def planned(ranks: int, **fields: Any) -> Plan:
-    settled: dict[str, Any] = {"method": "full", "checkpointing": "full", "context": 4096, **fields}
-    recipe = make_recipe(
-        task="sft", framework="hf-trainer", sharding="fsdp2", micro_batch_size=1, **settled
-    )
+    settled: dict[str, Any] = {
+        "framework": "hf-trainer", "method": "full", "checkpointing": "full", "context": 4096, **fields
+    }  # fmt: skip
+    recipe = make_recipe(task="sft", sharding="fsdp2", micro_batch_size=1, **settled)
     return plan(
         model_spec_from_config(CONFIG, name="toy"), recipe, make_machine("h100", gpus=ranks)
     )
@@ -187,3 +188,14 @@ def test_replicas_alone_copy_units_through_no_flat_buffer() -> None:
 def test_a_split_that_no_group_of_ranks_has_is_refused() -> None:
     with pytest.raises(UsageError, match="3 does not divide the 8 ranks"):
         planned(8, reshard_after_forward=3)
+
+
+def test_how_4_bit_weights_must_be_stored_to_be_divided_is_said() -> None:
+    said = [note for note in planned(8, method="qlora").assumptions if "quant_storage" in note]
+    codes = 2 * (LAYER - 2 * 64) // 2  # half a byte each; more with the maxima of their blocks
+    more = said[0].split()[-3:-1]
+    assert "over 8 ranks" in said[0]
+    assert codes * 7 / 8 < parse_bytes("".join(more)) < codes * 7 / 8 * 1.2
+    for fields in ({"method": "lora"}, {"method": "qlora", "framework": "vramwise"}):
+        notes = planned(8, **fields).assumptions
+        assert not any("quant_storage" in note for note in notes)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from planner.errors import UnsupportedError, UsageError
-from planner.importers import import_config, import_subject
+from planner.importers import import_config, import_subject, resolve_model
 from planner.importers.settings import Imported
 from planner.importers.shapes import Shape, model_of
 from planner.importers.shell import flags, parse_shell
@@ -51,6 +51,15 @@ def test_a_path_with_variables_is_planned_by_its_last_part(tmp_path: Path) -> No
     path.write_text(line.format("my-own-model"))
     with pytest.raises(UsageError, match="variable ROOT is not set"):
         import_subject(str(path))
+
+
+def test_a_folder_of_the_hubs_cache_names_its_model(tmp_path: Path) -> None:
+    path = tmp_path / "a.yml"
+    place = "$P/hub/models--meta-llama--Meta-Llama-3.1-8B/snapshots/abc"
+    path.write_text(f"base_model: {place}\nsequence_len: 512\nmicro_batch_size: 1\n")
+    found = import_subject(str(path))
+    assert found is not None
+    assert found.run.model == "meta-llama/Meta-Llama-3.1-8B"
 
 
 def test_overrides_are_told_by_their_keys() -> None:
@@ -253,3 +262,34 @@ def test_a_notebooks_shell_line_may_be_all_of_a_block(tmp_path: Path) -> None:
     )
     found = import_config(path)
     assert (found.tool, found.run.model) == ("unsloth", "unsloth/Qwen3-8B")
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("Qwen/Qwen2-57B-A14B", 57_408_658_944),
+        ("Qwen/Qwen-7B", 7_721_324_544),
+        ("Qwen/Qwen-7B-Chat", 7_721_324_544),
+    ],
+)
+def test_older_models_by_name(name: str, parameters: int) -> None:
+    """Counted by hand from the reports' widths."""
+    found = resolve_model(name)
+    assert found is not None
+    assert found.parameters == parameters
+
+
+def test_ms_swifts_megatron_grpo() -> None:
+    text = (
+        "NPROC_PER_NODE=8 megatron rlhf --rlhf_type grpo --model Qwen/Qwen3-8B --tensor_model_parallel_size 2 "
+        "--micro_batch_size 2 --num_generations 4 --max_length 1024 --max_completion_length 2048 --use_vllm true "
+        "--vllm_mode colocate --vllm_gpu_memory_utilization 0.4 --sleep_level 1 --beta 0 --offload_model true "
+        "--recompute_granularity full --tuner_type lora --lora_rank 16\n"
+    )
+    found = import_config(text)
+    recipe = found.run.recipe
+    assert (recipe.task, recipe.num_generations, recipe.reference) == (Task.GRPO, 4, "none")
+    assert (recipe.prompt_length, recipe.completion_length) == (1024, 2048)
+    assert (recipe.engine.gpu_memory_utilization, recipe.engine.sleep_level) == (0.4, 1)
+    assert (recipe.lora.rank, recipe.checkpointing) == (16, Checkpointing.FULL)
+    assert not unread(found)
