@@ -35,6 +35,8 @@ OPTIONS: dict[str, str | int] = {
     **{f"theme.dark.{name}": value for name, value in DARK.items()},
 }
 """Streamlit settings of the app. `config_toml` is the same for who starts Streamlit without us."""
+EVERYWHERE = ("0.0.0.0", "::")
+"""Addresses for which Streamlit would ask another host what ours is called, unless somebody says."""
 
 
 def config_toml() -> str:
@@ -42,7 +44,7 @@ def config_toml() -> str:
     sections: dict[str, list[str]] = {}
     for path, value in OPTIONS.items():
         section, _, name = path.rpartition(".")
-        plain = isinstance(value, int) or value in ("true", "false")
+        plain = isinstance(value, int) or value in ("true", "false") or value.startswith("[")
         sections.setdefault(section, []).append(f"{name} = {value if plain else json.dumps(value)}")
     parts = [f"[{section}]\n" + "\n".join(lines) for section, lines in sections.items()]
     return "# Made from app/serve.py; tests/app/test_app_config.py holds them together.\n" + (
@@ -60,6 +62,7 @@ def serve(*, port: int, address: str, headless: bool) -> int:
         f"--server.port={port}",
         f"--server.address={address}",
         f"--server.headless={'true' if headless else 'false'}",
+        *(["--browser.serverAddress=localhost"] if address in EVERYWHERE else []),
         *(f"--{name}={value}" for name, value in OPTIONS.items()),
     ]
     if importlib.util.find_spec("app") is None:  # not installed: started from the checkout
