@@ -65,8 +65,6 @@ def serve(*, port: int, address: str, headless: bool) -> int:
         *(["--browser.serverAddress=localhost"] if address in EVERYWHERE else []),
         *(f"--{name}={value}" for name, value in OPTIONS.items()),
     ]
-    if importlib.util.find_spec("app") is None:  # not installed: started from the checkout
-        os.environ["PYTHONPATH"] = str(Path(__file__).parents[1])
     if os.name == "posix":  # one process: whoever stops us stops the server
         os.execv(sys.executable, command)
     try:

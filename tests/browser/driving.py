@@ -25,6 +25,7 @@ ARGUMENTS = (
 START_S = 60
 WORKERS = "1"
 """Beside the one for long jobs: what a machine of two cores gets."""
+SETTLE_MS = 180_000
 QUIET_MS = 400
 """A page is settled when its script has ended and nothing moved for this long."""
 
@@ -85,12 +86,12 @@ def open_browser() -> Iterator[Any]:
 
 def settle(page: Any) -> None:
     """Wait until the page's script has ended and its elements are drawn."""
-    page.wait_for_selector("h1", timeout=60_000)
+    page.wait_for_selector("h1", timeout=SETTLE_MS)
     quiet = """() => document.querySelector('[data-testid="stApp"]')
         ?.getAttribute('data-test-script-state') === 'notRunning'
         && !document.querySelector('[data-testid="stSkeleton"], [data-stale="true"]')"""
     for _ in range(2):
-        page.wait_for_function(quiet, timeout=60_000)
+        page.wait_for_function(quiet, timeout=SETTLE_MS)
         page.wait_for_timeout(QUIET_MS)
 
 
