@@ -6,9 +6,9 @@ import pandas as pd
 import streamlit as st
 
 from app import inputs, knobs, runs, sidebar
-from app.answer import escape
 from app.inputs import state
 from app.runs import Run
+from app.words import escape, section
 from planner.answers.serving import PREFIX, ServingView
 from planner.answers.serving_changes import Rescue
 from planner.exporters import export_run
@@ -71,7 +71,7 @@ def verdict(view: ServingView, result: Plan) -> None:
     if not view.starts and result.may_run:
         colour, icon, word = "orange", "warning", "May not start"
     with st.container(border=True, key="verdict"):
-        st.subheader(f":{colour}[:material/{icon}: {word}]", anchor=False)
+        section(f":{colour}[:material/{icon}: {word}]")
         said = headline(view).partition(": ")[2]
         st.write(escape(said[0].upper() + said[1:] + "."))
         given = next(row for row in view.requests if row.given)
@@ -88,7 +88,7 @@ def verdict(view: ServingView, result: Plan) -> None:
 
 def requests(view: ServingView) -> None:
     """Show how many requests of each length run at once."""
-    st.subheader("Requests at once", anchor=False)
+    section("Requests at once")
     rows = [
         (
             f"{row.tokens:,}" + (" (asked)" if row.given else ""),
@@ -109,7 +109,7 @@ def requests(view: ServingView) -> None:
 
 def changes(run: Run, view: ServingView) -> None:
     """Show what makes it start, or gives it more room, each as one button."""
-    st.subheader("What gives more room" if view.starts else "What makes it start", anchor=False)
+    section("What gives more room" if view.starts else "What makes it start")
     if not view.changes:
         st.caption("No single setting, pair of settings or number of GPUs up to 16 does.")
     for number, change in enumerate(view.changes[:MOST_CHANGES]):
@@ -155,7 +155,7 @@ def adapters(view: ServingView) -> None:
     slots = view.slots
     if slots is None:
         return
-    st.subheader("Adapters beside the base", anchor=False)
+    section("Adapters beside the base")
     with st.container(horizontal=True):
         st.metric("Slots", f"{slots.now:,}")
         st.metric(f"One of rank {slots.rank}", format_bytes(slots.slot_bytes))
@@ -199,7 +199,7 @@ def budget(view: ServingView) -> None:
         ("outside torch", figures.non_torch.typical),
         ("KV cache", max(0, figures.kv.typical)),
     ]
-    st.subheader("Where a GPU's memory goes", anchor=False)
+    section("Where a GPU's memory goes")
     st.table(
         pd.DataFrame([(name, format_bytes(size)) for name, size in rows], columns=["part", "size"]),
         border="horizontal",
@@ -210,7 +210,7 @@ def budget(view: ServingView) -> None:
 
 def command(run: Run) -> None:
     """Show the command that starts this server."""
-    st.subheader("Start it", anchor=False)
+    section("Start it")
     exported = export_run(run.file, "vllm")
     st.code(exported.command, language="bash", wrap_lines=True)
     if state("quantization"):

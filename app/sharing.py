@@ -6,9 +6,9 @@ from urllib.parse import urlencode
 import streamlit as st
 
 from app import charts, links, previews
-from app.answer import MARKS, escape
 from app.draw import draw
 from app.runs import Run
+from app.words import MARKS, escape, section
 from planner.errors import VramwiseError
 from planner.plan import Plan
 from planner.report.picture import sentence, title
@@ -22,7 +22,7 @@ HERE = "http://127.0.0.1:8501/"
 
 def show(run: Run, result: Plan, values: dict[str, object], *, private: bool) -> None:
     """Show what can be passed on; each file is made when somebody asks for it."""
-    st.subheader("Pass it on", anchor=False)
+    section("Pass it on")
     made: tuple[tuple[str, str, str, Callable[[], str | bytes]], ...] = (
         ("Report (HTML)", "plan.html", "text/html", lambda: previews.report_of(run, result)),
         ("Picture (PNG)", "plan.png", "image/png", lambda: picture_png(result)),

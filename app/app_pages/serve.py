@@ -2,7 +2,7 @@
 
 import streamlit as st
 
-from app import answer, inputs, runs, serving
+from app import answer, inputs, runs, serving, words
 from planner.answers.serving import PREFIX, serving_view
 from planner.errors import VramwiseError
 from planner.plan import plan
@@ -14,7 +14,7 @@ except runs.NeedsLookUp:
     answer.offer_look_up(str(inputs.state("model")))
     st.stop()
 except VramwiseError as error:
-    answer.problem(error)
+    words.problem(error)
     st.stop()
 
 shared = int(st.session_state.get("shared_prefix", PREFIX) or 0)
@@ -30,7 +30,7 @@ with left:
 with right:
     serving.changes(run, view)
 serving.adapters(view)
-st.subheader("A prefix that all requests share", anchor=False)
+words.section("A prefix that all requests share")
 serving.shared_prefix()
 serving.prefix(view)
 serving.command(run)

@@ -37,7 +37,8 @@ model describes, and a roofline turns them into seconds.
   them; under torch.compile a third.
 * **Packed weights** are dequantised in every pass, at so many elements for every fp32 FLOP of the card.
 * **The host** starts every kernel: a pass takes the longer of that and the device's time.
-* **Traffic** between GPUs and to the host takes its bytes at four fifths of the links' one-way bandwidth (data/speed/links.csv), partly hidden.
+* **Traffic** between GPUs and to the host takes its bytes at four fifths of the links' one-way bandwidth
+  (data/speed/links.csv), behind the computation unless a layer waits for it; every gathered unit costs a wait of its own.
 * **Generation** reads weights (of experts those that some token chose) and the running sequences' cache, computes, sums
   over tensor ranks, and pays the engine's own time a step and a sequence.
 

@@ -53,6 +53,8 @@ def read_swift(
     """Return ms-swift's Megatron arguments as a run of Megatron-LM."""
     s = Settings(values, tool="ms-swift", version=version or SWIFT, assumed=version is None)
     kind = str(s.raw("rlhf_type", to="task", default="dpo" if verb == "rlhf" else ""))
+    if kind == "grpo":
+        return _swift_grpo(s, gpus)
     recipe: dict[str, Any] = {"framework": "megatron", "task": _TASKS.get(kind, Task.SFT)}
     model = str(s.raw("model", "mcore_model", "load", to="model", default=""))
     s.raw("template", "model_type", "mcore_model", "load")
@@ -130,6 +132,58 @@ def recompute(s: Settings, recipe: dict[str, Any]) -> None:
                 "those modules are recomputed: planned as kept, an upper bound",
             )
     s.raw("recompute_modules")
+
+
+SWIFT_KEYS = PolicyKeys(
+    law="verl",
+    model=("model", "mcore_model", "load"),
+    rank=("adapter_rank",),
+    targets=("target_modules",),
+    micro=("micro_batch_size",),
+    prompt=("max_length", "seq_length"),
+    prompt_default=2048,
+    completion=("max_completion_length",),
+    completion_default=512,
+    generations=("num_generations",),
+    generations_default=8,
+    recompute=("recompute_granularity",),
+    checkpointing=("recomputes",),
+    optimizer_offload=("optimizer_cpu_offload",),
+    utilization=("vllm_gpu_memory_utilization",),
+    utilization_default=0.9,
+    engine_tensor=("vllm_tensor_parallel_size",),
+    max_num_seqs=("vllm_max_num_seqs",),
+    eager=("vllm_enforce_eager",),
+    degrees=DEGREES,
+    quiet=_QUIET,
+)
+
+
+def _swift_grpo(s: Settings, gpus: int) -> Imported:
+    """Return a `megatron rlhf --rlhf_type grpo` run: a Megatron policy beside vLLM (megatron/arguments/rlhf_args.py)."""
+    s.raw("template", "model_type", "recompute_method", "recompute_num_layers", "lora_alpha")
+    s.raw("steps_per_generation", "vllm_max_model_len", "padding_free", "packing")
+    if str(s.raw("train_type", "tuner_type", to="method", default="full")) == "lora":
+        s.values["adapter_rank"] = s.raw("lora_rank", to="lora.rank", default=8)
+    beta = s.number("beta", to="beta", default=0.04)
+    mode = str(s.raw("vllm_mode", to="engine.kind", default="colocate"))
+    level = s.raw("sleep_level", to="engine.sleep_level", default=0)
+    s.raw("use_vllm")
+    for name in ("offload_model", "offload_optimizer"):
+        if s.flag(name):
+            s.effect(f"{name}: in host memory while vLLM generates, not while the policy trains")
+    policy = Policy(
+        sharding=Sharding.ZERO1,
+        gpus=gpus,
+        colocated=mode == "colocate",
+        sleeps=(as_int(level) or 0) > 0,
+        reference=bool(beta),
+        beta=beta,
+        algorithm="grpo",
+        mixed_precision="none",
+        master_weights=True,
+    )
+    return read_policy(s, SWIFT_KEYS, policy)
 
 
 SLIME_KEYS = PolicyKeys(

@@ -130,6 +130,10 @@ def test_a_server_apart_is_not_the_trainers_machine() -> None:
             continue
         with pytest.raises(UsageError, match=r"machine\.gpus is 1"):
             plan(LLAMA, recipe, gpus(1))
+        # each of the trainer's GPUs belongs to one engine
+        assert plan(LLAMA, recipe, gpus(4)).phases
+        with pytest.raises(UsageError, match=r"tensor_parallel: 2 does not divide the 3 GPUs"):
+            plan(LLAMA, recipe, gpus(3))
 
 
 def test_vllms_own_words() -> None:

@@ -108,6 +108,16 @@ def test_several_gpus_are_sharded() -> None:
     assert layouts["serve"] == "tensor 2 x 4 engine(s)"
 
 
+def test_the_largest_model_goes_where_another_trainer_loads_it_in_parts() -> None:
+    machine = make_machine("h100-sxm", gpus=8)
+    rows = recommend(machine, wanted=some("llama-3.1-405b"))
+    check(rows, machine)
+    row = next(row for row in rows if row.method == "qlora")
+    assert "by hf-trainer" in row.layout
+    for flag in ("--framework hf-trainer", "--double-quant", "--shard fsdp2"):
+        assert flag in row.flags
+
+
 def test_a_card_without_bf16_is_given_fp16() -> None:
     rows = recommend(make_machine("t4"), wanted=some("qwen3-4b"))
     assert rows

@@ -277,3 +277,19 @@ def test_older_models_by_name(name: str, parameters: int) -> None:
     found = resolve_model(name)
     assert found is not None
     assert found.parameters == parameters
+
+
+def test_ms_swifts_megatron_grpo() -> None:
+    text = (
+        "NPROC_PER_NODE=8 megatron rlhf --rlhf_type grpo --model Qwen/Qwen3-8B --tensor_model_parallel_size 2 "
+        "--micro_batch_size 2 --num_generations 4 --max_length 1024 --max_completion_length 2048 --use_vllm true "
+        "--vllm_mode colocate --vllm_gpu_memory_utilization 0.4 --sleep_level 1 --beta 0 --offload_model true "
+        "--recompute_granularity full --tuner_type lora --lora_rank 16\n"
+    )
+    found = import_config(text)
+    recipe = found.run.recipe
+    assert (recipe.task, recipe.num_generations, recipe.reference) == (Task.GRPO, 4, "none")
+    assert (recipe.prompt_length, recipe.completion_length) == (1024, 2048)
+    assert (recipe.engine.gpu_memory_utilization, recipe.engine.sleep_level) == (0.4, 1)
+    assert (recipe.lora.rank, recipe.checkpointing) == (16, Checkpointing.FULL)
+    assert not unread(found)

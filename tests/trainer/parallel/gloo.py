@@ -45,7 +45,7 @@ def on_ranks(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
     for process in processes:
         process.start()
     try:
-        received = dict(answers.get(timeout=300) for _ in processes)
+        received = dict(answers.get(timeout=600) for _ in processes)
     finally:  # a rank that still waits for another would outlive the tests
         for process in processes:
             process.join(timeout=20)

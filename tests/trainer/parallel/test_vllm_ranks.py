@@ -21,6 +21,7 @@ from profiler.torch_recorder import record
 from tests.trainer.parallel.gloo import on_ranks
 from tests.trainer.parallel.processes import ended, kill, said, start
 from trainer.config import parse_run
+from trainer.engines import vllm_group
 from trainer.engines.protocol import SamplingSettings
 from trainer.engines.vllm_push import VllmPushEngine
 from trainer.model import Policy
@@ -215,6 +216,14 @@ def slept(ranks, folder, cases):
         answers(engine, ranks)  # nobody has pushed what the sleep dropped: the engine does
         engine.update_weights()
         found.append(engine.check("after a sleep"))
+        if degree == 2:
+            # time is up: both leave the rollout at the same step, and the engine lives
+            vllm_group.LOOK_EVERY = 3
+            patient, engine._group = engine._group, vllm_group.Group(2, timeout_s=0.0)
+            with pytest.raises(vllm_group.TooLong, match="took longer than"):
+                answers(engine, ranks)
+            engine._group = patient
+            answers(engine, ranks)
         engine.close()
     return found
 
