@@ -4,12 +4,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from app.palette import (
-    DASHES,
     LIMIT_COLOUR,
     RANGE_COLOUR,
-    SERIES,
     TERM_COLOURS,
     UNKNOWN_COLOUR,
+    framework_style,
 )
 from planner.plan import Plan
 from planner.terms.term import TERM_NAMES
@@ -207,8 +206,9 @@ def context_curve(
     legend["symbolStrokeWidth"] = 3
     colour: Spec = {"field": "framework", "type": "nominal", "legend": legend}
     dash: Spec = dict(colour)
-    colour["scale"] = {"domain": names, "range": list(SERIES[: len(names)])}
-    dash["scale"] = {"domain": names, "range": [list(dash) for dash in DASHES[: len(names)]]}
+    styles = [framework_style(name) for name in names]
+    colour["scale"] = {"domain": names, "range": [style[0] for style in styles]}
+    dash["scale"] = {"domain": names, "range": [list(style[1]) for style in styles]}
     x = {
         "field": "tokens",
         "type": "quantitative",

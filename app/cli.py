@@ -35,12 +35,16 @@ VERB_MODULES = (
     "trainer.cli",
 )
 
+PANELS = ("Plan", "Explain", "Train", "Measure", "Look")
+"""Parts of the help, in order: it opens with what most people come for."""
+
 app = typer.Typer(
     name="vramwise",
-    help="Plan, measure and train: every byte of GPU memory of LLM fine-tuning and GRPO, explained.\n\n"
+    help="Will it fit? Plan, measure and train: every byte of GPU memory of LLM fine-tuning, GRPO and serving.\n\n"
+    "Start with: vramwise plan llama-3.1-8b --gpu rtx-4090 --method qlora\n\n"
     "Exit codes: 0 ok, 1 failure, 2 usage, 3 does not fit (with --check), 4 no GPU, 5 missing extra.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -77,10 +81,29 @@ def start_app(
     raise typer.Exit(serve(port=port, address=address, headless=headless))
 
 
+@app.command("completion", rich_help_panel="Look")
+def completion(
+    shell: Annotated[str, typer.Argument(help="bash, zsh or fish.")] = "bash",
+) -> None:
+    """Print the completion of a shell: vramwise completion bash >> ~/.bashrc"""
+    from typer.completion import get_completion_script
+
+    from planner.names import word_of
+
+    name = word_of("shell", shell, ["bash", "zsh", "fish"], {})
+    typer.echo(
+        get_completion_script(prog_name="vramwise", complete_var="_VRAMWISE_COMPLETE", shell=name)
+    )
+
+
 def _register_verbs() -> None:
     """Add the verbs of planner, profiler and trainer; none of them imports torch to do so."""
     for name in VERB_MODULES:
         importlib.import_module(name).register(app)
+    for command in app.registered_commands:
+        if not isinstance(command.rich_help_panel, str):
+            command.rich_help_panel = "Train"
+    app.registered_commands.sort(key=lambda each: PANELS.index(str(each.rich_help_panel)))
     planner.families.outside_builder = _from_module_tree
     planner.verbs.accuracy.score_traces = _score_traces
 

@@ -5,9 +5,9 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from app import charts
-from app.answer import MARKS, escape
+from app import cached, charts
 from app.draw import draw
+from app.words import MARKS, escape, in_app, section
 from planner.answers.published import published
 from planner.errors import VramwiseError
 from planner.machines.machine import make_machine
@@ -141,7 +141,7 @@ def _settings(result: Plan) -> dict[str, str]:
 
 def differences_table(plans: dict[str, Plan], *, key: str) -> None:
     """Show the settings that differ."""
-    st.subheader("Settings that differ", anchor=False)
+    section("Settings that differ")
     rows = differences(plans)
     if not rows:
         st.caption("None: these runs are the same.")
@@ -216,7 +216,7 @@ def waterfalls() -> None:
     document = published(TABLE)
     left, right = st.columns(2, gap="medium")
     with left:
-        st.subheader("As published", anchor=False)
+        section("As published")
         st.caption("GB as printed: four lines added up, units mixed.")
         steps = published_steps()
         said = ", ".join(f"{step['step']} {step['change']}" for step in steps)
@@ -226,14 +226,14 @@ def waterfalls() -> None:
             alt=f"Waterfall: {said}.",
         )
     with right:
-        st.subheader("As it really is", anchor=False)
+        section("As it really is")
         st.caption("GiB, op by op: the largest phase, not a sum. All 8 sequences in one pass.")
         steps, reasons = real_steps()
         said = ", ".join(f"{step['step']} {step['change']}" for step in steps)
         draw(charts.waterfall(steps), key="as_it_is", alt=f"Waterfall: {said}.")
     for reason in reasons:
         st.caption(escape(f"{reason['after']}: {reason['why']}"))
-    st.subheader("Line by line", anchor=False)
+    section("Line by line")
     frame = pd.DataFrame(document["rows"])
     frame["op level"] = [format_bytes(size) for size in frame["op_level_bytes"]]
     columns = ["column", "line", "published", "reproduced", "unit", "op level", "derivation"]
@@ -254,7 +254,7 @@ def planned(runs: dict[str, Any]) -> tuple[dict[str, Plan], list[str]]:
     plans, problems = {}, []
     for name, run in runs.items():
         try:
-            plans[name] = plan(run.model, run.recipe, run.machine)
+            plans[name] = cached.plan_of(run)
         except VramwiseError as error:
-            problems.append(f"{name}: {error.message}")
+            problems.append(in_app(f"{name}: {error.message}"))
     return plans, problems

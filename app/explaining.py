@@ -3,12 +3,13 @@
 import pandas as pd
 import streamlit as st
 
-from app.answer import escape
+from app.words import escape, section
 from planner.doctor.diagnose import Diagnosis, Failure, diagnose
 from planner.doctor.report import diagnosis_text
 from planner.doctor.serving import serving_report
 from planner.errors import UsageError
 from planner.importers import Imported, import_config, resolve_model
+from planner.importers.pasted import decode
 from planner.importers.report import report_text
 from planner.units import format_bytes
 
@@ -34,7 +35,7 @@ def config_of(file: object) -> Imported | None:
     """Return an uploaded config of any tool, or None; raises UsageError naming what is wrong."""
     if file is None:
         return None
-    text = file.getvalue().decode("utf-8-sig", errors="replace")  # type: ignore[attr-defined]
+    text = decode(file.getvalue())  # type: ignore[attr-defined]
     # a newline makes sure that it is read as text, never as the name of a file here
     return import_config(text + "\n")
 
@@ -77,7 +78,7 @@ def show(found: Diagnosis) -> None:
         st.caption(escape(note))
     serving = serving_report(found.scan.vllm, found.context)
     if serving is not None:
-        st.subheader("The server's memory", anchor=False)
+        section("The server's memory")
         st.text(serving.text())
     if not (serving is not None and found.failures[0].event is None):
         for number, failure in enumerate(found.failures):
@@ -92,12 +93,12 @@ def _failure(number: int, failure: Failure, *, many: bool) -> None:
         if many:
             st.caption(f"Error {number + 1}")
         colour = CERTAINTY.get(lead.certainty.value, "gray")
-        st.subheader(lead.title, anchor=False)
+        section(lead.title)
         st.badge(lead.certainty.value, color=colour)  # type: ignore[arg-type]
         st.markdown(escape(lead.explanation[:1].upper() + lead.explanation[1:]))
         if lead.formula:
             st.code(lead.formula, language=None, wrap_lines=True)
-        for cause in others[:2]:
+        for cause in [other for other in others if other.certainty != "unknown"][:2]:
             st.caption(
                 escape(f"Also possible: {cause.title} ({cause.certainty}): {cause.explanation}")
             )
@@ -115,7 +116,7 @@ def _failure(number: int, failure: Failure, *, many: bool) -> None:
 
 def _fixes(failure: Failure) -> None:
     if failure.advice.fixes:
-        st.subheader("What to change", anchor=False)
+        section("What to change")
         lines = [
             f"{index}. {escape(fix.change)}"
             + (f" **saves {format_bytes(fix.saved_bytes)}**" if fix.saved_bytes else "")
@@ -131,7 +132,7 @@ def _fixes(failure: Failure) -> None:
 def _budget(number: int, failure: Failure) -> None:
     if failure.budget is None:
         return
-    st.subheader("Memory at that moment", anchor=False)
+    section("Memory at that moment")
     rows = [(name, format_bytes(size)) for name, size in failure.budget.rows()]
     if failure.budget.requested_bytes is not None:
         rows.append(("requested", format_bytes(failure.budget.requested_bytes)))
@@ -151,7 +152,7 @@ def _budget(number: int, failure: Failure) -> None:
 def _candidates(number: int, failure: Failure) -> None:
     if not failure.candidates:
         return
-    st.subheader("What the request may have been", anchor=False)
+    section("What the request may have been")
     st.dataframe(
         pd.DataFrame(
             [(f"{c.likelihood:.0%}", c.name, c.formula) for c in failure.candidates[:6]],

@@ -1,28 +1,25 @@
-"""What fits where: recommendations for a machine and machines for a model, cached and filtered."""
+"""What fits where: recommendations for a machine and machines for a model, filtered. No Streamlit here."""
 
 from typing import Any
 
-import streamlit as st
-
+from app.runs import Sent, received
 from planner.answers.recommend import Recommendation, recommend
 from planner.errors import VramwiseError
 from planner.machines.machine import GpuSpec, gpu_catalogue, make_machine
-from planner.models.catalogue import load_catalogue
 from planner.models.spec import ModelSpec
 from planner.plan import plan
 from planner.run.recipe import MachineSection
 from planner.run.runfile import machine_of, make_recipe
 from planner.units import format_bytes
 
-MAX_CACHED = 64
 METHODS = ("qlora", "lora", "full")
+SIZES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 4096.0)
+"""Steps of the slider of sizes, each twice the one before: most models are small."""
 KINDS = ("consumer", "workstation", "datacenter", "unified", "embedded", "mig")
 
 
-@st.cache_data(max_entries=MAX_CACHED, show_spinner="Planning what could fit best ...")
-def fitting(
+def recommended(
     section: str,
-    *,
     task: str,
     least: int,
     framework: str,
@@ -30,7 +27,10 @@ def fitting(
     sizes: tuple[float, float] = (0.0, float("inf")),
     limit: int = 40,
 ) -> list[Recommendation]:
-    """Return the best rows that fit a machine (a MachineSection as JSON), of models by name and size (billions)."""
+    """Return the best rows that fit a machine (a MachineSection as JSON), of models by name and size (billions).
+
+    The job of a worker.
+    """
     machine = machine_of(MachineSection.model_validate_json(section))
     words = search.lower().split()
     low, high = sizes
@@ -68,22 +68,16 @@ def tokens_label(tokens: int) -> str:
     return f"{tokens // 1024}K" if tokens >= 1024 else str(tokens)
 
 
-def largest_size() -> float:
-    """Return the size of the catalogue's largest model in billions."""
-    return max(entry["parameters"] for entry in load_catalogue().values()) / 1e9
-
-
-@st.cache_data(max_entries=MAX_CACHED, show_spinner="Planning for every GPU ...")
-def machines_for(
-    _model: ModelSpec, name: str, *, task: str, context: int, framework: str, gpus: int
-) -> list[dict[str, Any]]:
-    """Return a cell for every GPU and method: verdict, peak and headroom; the smallest GPU first."""
+def every_machine(sent: Sent, context: int) -> list[dict[str, Any]]:
+    """Return the cells of a run's model, task and framework; the job of a worker."""
+    run = received(sent)
+    task, framework, gpus = run.recipe.task.value, run.recipe.framework, run.section.gpus
     methods = METHODS if task != "serve" else ("lora",)
     cells = []
     cards = [gpu for gpu in gpu_catalogue().values() if gpu.torch_total_bytes]
     for gpu in sorted(cards, key=lambda card: (card.torch_total_bytes or 0, card.id)):
         for method in methods:
-            cell = _cell(_model, gpu, gpus, task, method, context, framework)
+            cell = _cell(run.model, gpu, gpus, task, method, context, framework)
             if cell is not None:
                 cells.append(cell)
     return cells

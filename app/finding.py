@@ -1,15 +1,16 @@
 """The two halves of "Recommend": filters in the sidebar, a heat map and a table that open page 1."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pandas as pd
 import streamlit as st
 
-from app import finder, inputs, maps, sidebar, spread
-from app.answer import escape
+from app import cached, finder, inputs, maps, runs, sidebar, spread
 from app.draw import draw
 from app.inputs import state
 from app.knobs import BY_KEY
+from app.words import escape
 from planner.answers.ranking import RULE
 from planner.answers.recommend import Recommendation
 from planner.run.recipe import Recipe
@@ -51,8 +52,10 @@ def _gpu_filters() -> None:
     st.selectbox(
         "At least this context", LEAST, index=LEAST.index(2048), key="least", bind="query-params"
     )
-    top = float(-(-finder.largest_size() // 1))
-    st.slider("Billions of parameters", 0.0, top, (0.0, top), 1.0, key="sizes")
+    st.select_slider(
+        "Billions of parameters", finder.SIZES, (finder.SIZES[0], finder.SIZES[-1]), key="sizes",
+        format_func=lambda size: f"{size:g}",
+    )  # fmt: skip
     st.text_input(
         "Name contains", "", key="search", max_chars=60, bind="query-params", placeholder="qwen"
     )
@@ -62,15 +65,16 @@ def models() -> None:
     """Show the heat map model x method, and the same as a table."""
     section, machine = inputs.machine_from_state()
     most = MANY if st.session_state.get("show_all") else FEW
-    shown = finder.fitting(
-        section.model_dump_json(),
-        task=state("task"),
-        least=int(st.session_state["least"]),
-        framework=state("framework"),
-        search=st.session_state["search"] or "",
-        sizes=tuple(st.session_state["sizes"]),
-        limit=most,
-    )
+    with st.spinner("Planning what could fit best ..."):
+        shown = cached.recommended(
+            section.model_dump_json(),
+            state("task"),
+            int(st.session_state["least"]),
+            state("framework"),
+            (st.session_state["search"] or "").lower().strip(),
+            tuple(st.session_state["sizes"]),
+            most,
+        )
     if not shown:
         st.info("Nothing fits. Try a shorter context, another size or more GPUs.")
         return
@@ -120,6 +124,21 @@ def _table(shown: list[Recommendation]) -> None:
         },
         alt="Models that fit, with method, longest context, largest batch, settings and peak.",
     )
+    _named([f"{r.model}, {r.method}, {r.context:,} tokens" for r in shown], _open_model)
+
+
+def _named(labels: list[str], opened: Callable[[int], None]) -> None:
+    """Offer the same rows by name: for who neither points at a cell nor ticks a row."""
+    with st.container(horizontal=True, vertical_alignment="bottom"):
+        chosen = st.selectbox(
+            "Or pick a row", range(len(labels)), index=None, key="named_row",
+            format_func=lambda row: labels[row] if isinstance(row, int) and row < len(labels) else "",
+            placeholder="by name", width=420,
+        )  # fmt: skip
+        st.button(
+            "Open in Will it fit?", key="open_named", disabled=chosen is None,
+            on_click=opened, args=(chosen or 0,),
+        )  # fmt: skip
 
 
 def _open_cell() -> None:
@@ -135,8 +154,12 @@ def _open_row() -> None:
     rows = st.session_state["table"].selection.rows
     known = st.session_state.get("table_rows", [])
     if rows and rows[0] < len(known):
-        model, _, recipe = known[rows[0]]
-        open_run(make_recipe(**recipe), model=model)
+        _open_model(rows[0])
+
+
+def _open_model(row: int) -> None:
+    model, _, recipe = st.session_state["table_rows"][row]
+    open_run(make_recipe(**recipe), model=model)
 
 
 def open_run(recipe: Recipe | None = None, **chosen: Any) -> None:
@@ -165,15 +188,10 @@ def _model_filters() -> None:
 
 def gpus() -> None:
     """Show which GPUs take a model, by method."""
-    name, model = inputs.model_from_state()
-    cells = finder.machines_for(
-        model,
-        f"{name} {model.source}",
-        task=state("task"),
-        context=int(state("context") or 2048),
-        framework=state("framework"),
-        gpus=int(state("gpus") or 1),
-    )
+    run = inputs.run_from_state()
+    model = run.model
+    with st.spinner("Planning for every GPU ..."):
+        cells = cached.machines_for(run, int(state("context") or 2048))
     kept = [cell for cell in cells if cell["kind"] in st.session_state["kinds"]]
     fit = sum(cell["verdict"] == "fits" for cell in kept)
     st.markdown(
@@ -200,6 +218,10 @@ def gpus() -> None:
         on_select=_open_gpu_row,
         selection_mode="single-row",
         alt="GPUs with memory, method, verdict, peak and headroom.",
+    )
+    _named(
+        [f"{runs.gpu_label(cell['gpu'])}, {cell['method']}: {cell['verdict']}" for cell in kept],
+        lambda row: _open_gpu(*st.session_state["gpu_rows"][row]),
     )
 
 

@@ -11,6 +11,7 @@ import streamlit as st
 
 from app import knobs, runs
 from app.knobs import KNOBS, Kind, Knob
+from app.links import read_link
 from app.runs import DEFAULTS, OWN_SIZE, Run
 from planner.errors import VramwiseError
 from planner.machines.machine import Machine, find_gpu
@@ -36,6 +37,22 @@ def state(key: str) -> Any:
 def values() -> dict[str, Any]:
     """Return every setting."""
     return {key: state(key) for key in DEFAULTS}
+
+
+def from_link(parameters: Mapping[str, str]) -> None:
+    """Take what a link says for the widgets that are not bound to the address."""
+    said = parameters.get("gpu")
+    if said is not None and "gpu" not in st.session_state:
+        st.session_state["gpu"] = read_link({"gpu": said})["gpu"]
+
+
+def gpu_to_address() -> None:
+    """Keep the GPU's id in the address: a bound widget would put its label there."""
+    chosen = state("gpu")
+    if chosen in (None, DEFAULTS["gpu"]):
+        st.query_params.pop("gpu", None)
+    elif st.query_params.get("gpu") != chosen:
+        st.query_params["gpu"] = chosen
 
 
 def machine_from_state() -> tuple[MachineSection, Machine]:
@@ -113,7 +130,7 @@ def widget(knob: Knob, *, place: Any = st, defaults: Mapping[str, Any]) -> Any:
         "key": knob.key,
         "help": knob.help or None,
         "bind": "query-params",
-        "placeholder": "framework's own" if grey in (None, "", ()) else _grey(grey),
+        "placeholder": _placeholder(knob, grey),
     }
     if knob.kind in (Kind.CHOICE, Kind.SWITCH):
         index = knob.options.index(knob.default) if knob.default else None
@@ -129,6 +146,13 @@ def widget(knob: Knob, *, place: Any = st, defaults: Mapping[str, Any]) -> Any:
         step=_step(knob) if whole else 0.01,
         **common,
     )
+
+
+def _placeholder(knob: Knob, grey: Any) -> str:
+    """Return what happens where nothing is chosen."""
+    if knob.key == "prompt":  # a context without a prompt is planned as all completion
+        return "none"
+    return "framework's own" if grey in (None, "", ()) else _grey(grey)
 
 
 def _grey(value: Any) -> str:

@@ -22,6 +22,7 @@ from planner.run.recipe import (
     Sharding,
     Task,
 )
+from planner.run.unread import ALGORITHMS
 
 MAX_COUNT = 2**20
 TARGET_SETS = ("all-linear", "attention", "mlp")
@@ -144,8 +145,8 @@ KNOBS: tuple[Knob, ...] = (
     _choice("gradient_dtype", "gradient_dtype", "Gradients' dtype", Group.STATE, TRAIN_DTYPES, tasks=_TRAINS),
     Knob("beta", "beta", "KL weight (beta)", Kind.NUMBER, Group.STATE, low=0.0, high=100.0, tasks=(Task.GRPO, Task.DPO)),
     _choice("reference", "reference", "Reference model", Group.STATE, _values(Reference), tasks=(Task.GRPO, Task.DPO)),
-    Knob("algorithm", "algorithm", "Algorithm", Kind.TEXT, Group.STATE, tasks=_TRAINS,
-         help="A relative of the task: dr_grpo, dapo, gspo, orpo, simpo, kto ..."),
+    _choice("algorithm", "algorithm", "Algorithm", Group.STATE, tuple(sorted(ALGORITHMS)), tasks=_TRAINS,
+            help="A relative of the task."),
     _choice("kv_dtype", "engine.kv_dtype", "KV cache dtype", Group.ENGINE, ("bf16", "fp16", "fp32", "fp8"), tasks=_GENERATES),
     _count("kv_bytes", "engine.kv_bytes", "KV cache size (bytes)", Group.ENGINE, 2**50, tasks=_GENERATES),
     Knob("utilization", "engine.gpu_memory_utilization", "vLLM memory utilisation", Kind.NUMBER, Group.ENGINE, low=0.01, high=1.0, tasks=_GENERATES),

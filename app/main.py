@@ -4,13 +4,10 @@ from pathlib import Path
 
 import streamlit as st
 
-from app import links, shared, sharing
+from app import draw, inputs, links, shared, sharing
 
 PAGES = Path(__file__).parent / "app_pages"
 
-st.set_page_config(
-    page_title="vramwise", page_icon=str(PAGES.with_name("favicon.png")), layout="wide"
-)
 page = st.navigation(
     [
         st.Page(
@@ -59,12 +56,18 @@ page = st.navigation(
     ],
     position="hidden" if st.context.is_embedded else "top",
 )
+st.set_page_config(
+    page_title=f"{page.title.rstrip('?')} · vramwise",
+    page_icon=str(PAGES.with_name("favicon.png")),
+    layout="wide",
+)
 if st.context.is_embedded:  # a frame in another page: the answer alone, without settings
     sharing.embedded()
     st.stop()
 if "link_notices" not in st.session_state:
     parameters = st.query_params.to_dict()
     st.session_state["link_notices"] = links.check_link(parameters)
+    inputs.from_link(parameters)
     refused = links.refused_keys(parameters)
     if refused:  # start again without them, before a widget takes the link's word for it
         kept = [key for key in parameters if key not in refused]
@@ -72,5 +75,6 @@ if "link_notices" not in st.session_state:
 st.title(page.title, anchor=False)
 for notice in st.session_state["link_notices"]:
     st.warning(notice, icon=":material/link_off:")
+draw.looks()
 shared.before(page.url_path)
 page.run()

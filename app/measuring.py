@@ -5,11 +5,12 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from app import charts, inputs, recordings, time_charts
-from app.answer import escape, problem
+from app import cached, charts, inputs, recordings, time_charts
 from app.draw import draw
 from app.recordings import Measured
+from app.words import escape, problem, section
 from planner.errors import VramwiseError
+from planner.importers.pasted import decode
 from planner.plan import Plan, plan
 from planner.run.recipe import RunFile
 from planner.run.runfile import machine_of, parse_yaml, validate
@@ -73,7 +74,7 @@ def timeline(recording: Recording) -> None:
         title, axis = "Memory over the allocations", "allocation or free"
     if not points:
         return
-    st.subheader(title, anchor=False)
+    section(title)
     shades = [
         {"start": start, "end": end, "phase": phase}
         for start, end, phase in recordings.spans(recording)
@@ -92,7 +93,7 @@ def phase_bars(recording: Recording) -> None:
     """Show what each phase held at its peak."""
     if not recording.phases:
         return
-    st.subheader("What each phase held at its peak", anchor=False)
+    section("What each phase held at its peak")
     rows = []
     for phase in recording.phases:
         known = dict(phase.terms_bytes) or {"unknown": phase.peak_bytes}
@@ -130,7 +131,7 @@ def planned_run() -> tuple[str, Plan] | None:
     try:
         if choice == "the run of Will it fit?":
             run = inputs.run_from_state()
-            return run.model.name, plan(run.model, run.recipe, run.machine)
+            return run.model.name, cached.plan_of(run)
         if choice == "a run.yaml":
             return _plan_of_file()
     except VramwiseError as error:
@@ -144,7 +145,7 @@ def _plan_of_file() -> tuple[str, Plan] | None:
     )
     if file is None:
         return None
-    document = parse_yaml(file.getvalue().decode("utf-8", errors="replace"), label=file.name[:60])
+    document = parse_yaml(decode(file.getvalue()), label=file.name[:60])
     run = validate(RunFile, document, label=file.name[:60])
     _, model = inputs.named(run.model)
     return run.model, plan(model, run.recipe, machine_of(run.machine))
@@ -154,7 +155,7 @@ def beside(name: str, planned: Plan, recording: Recording) -> None:
     """Show planned | measured, phase by phase and term by term, and what stands behind it."""
     planned = as_measured(planned, recording)
     result = compare(planned, recording)
-    st.subheader(f"{escape(name)}: planned beside measured", anchor=False)
+    section(f"{escape(name)}: planned beside measured")
     rows = [_cell(cell) for total in result.totals for cell in _of_phase(total, result.cells)]
     st.dataframe(
         pd.DataFrame([*rows, _cell(result.peak)]),
@@ -188,7 +189,7 @@ def largest(recording: Recording) -> None:
     """Show the largest tensors alive at the peak."""
     if not recording.largest:
         return
-    st.subheader("Largest at the peak", anchor=False)
+    section("Largest at the peak")
     rows = [
         {
             "size": format_bytes(tensor.bytes),
@@ -219,7 +220,7 @@ def steps(found: Measured) -> None:
                 st.metric(name.replace("_", " ").capitalize(), f"{last[name]:.4g}")
     memory = recordings.step_series(found.steps, "memory")
     if memory:
-        st.subheader("Memory by phase", anchor=False)
+        section("Memory by phase")
         rows = [
             {**row, "gib": to_gib(row["bytes"]), "size": format_bytes(int(row["bytes"]))}
             for row in memory

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import UsageError
+from planner.importers.pasted import decode
 from profiler.recording import Recording
 
 TYPES = ("json", "jsonl", "log", "txt", "pickle", "pkl")
@@ -50,7 +51,7 @@ def read(name: str, content: bytes) -> Measured:
     if name.lower().endswith((".log", ".txt")):
         from profiler.vllm_log import read_vllm_log
 
-        text = content.decode("utf-8", errors="replace")
+        text = decode(content)
         return Measured(name=shown, recording=read_vllm_log(text + "\n"))
     raise UsageError(
         f"{shown}: not a recording, metrics, vLLM log or torch snapshot",
@@ -79,7 +80,7 @@ def _steps(name: str, content: bytes) -> Measured:
     if len(content) > MAX_JSON_BYTES:
         raise UsageError(f"{name}: larger than {MAX_JSON_BYTES >> 20} MiB")
     steps = []
-    for line in content.decode("utf-8", errors="replace").splitlines()[:MAX_STEPS]:
+    for line in decode(content).splitlines()[:MAX_STEPS]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from app import knobs
 from app.knobs import KNOBS
@@ -48,11 +48,46 @@ class Run:
     section: MachineSection
     model_name: str
     """As a run file names it: the hub's id, so that the trainer finds its weights."""
+    private: bool = False
+    """The model is this person's own: uploaded, or looked up on the hub."""
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Return what tells this run from every other."""
+        own = repr(self.model) if self.private else ""
+        recipe, section = self.recipe, self.section
+        said = (part.model_dump_json(exclude_defaults=True) for part in (recipe, section))
+        return (self.model_name, own, *said)
+
+    def sent(self) -> "Sent":
+        """Return the run as a worker gets it."""
+        return Sent(self.file, self.model if self.private else None)
 
     @property
     def file(self) -> RunFile:
         """The run as run.yaml."""
         return RunFile(model=self.model_name, recipe=self.recipe, machine=self.section)
+
+
+class Sent(NamedTuple):
+    """A run on its way to a worker: what the catalogue knows goes by name."""
+
+    file: RunFile
+    model: ModelSpec | None
+    """A private model."""
+
+
+def received(sent: Sent) -> Run:
+    """Return the run that was sent."""
+    name, model = sent.file.model, sent.model
+    return Run(
+        model=model or named_model(name, {})[1],
+        recipe=sent.file.recipe,
+        machine=machine_of(sent.file.machine),
+        section=sent.file.machine,
+        model_name=name,
+        private=model is not None,
+    )
 
 
 class NeedsLookUp(UsageError):
@@ -68,6 +103,19 @@ def gpu_options() -> list[str]:
     """Return GPU ids by memory, the default first, then plain GiB."""
     known = [gpu.id for gpu in gpu_catalogue().values() if gpu.torch_total_bytes]
     return [*_first(DEFAULT_GPU, known), OWN_SIZE]
+
+
+@cache
+def gpu_label(name: str) -> str:
+    """Return a GPU as its box shows and finds it: by what people call it, its size or its id.
+
+    No label begins with another one: Streamlit 1.67 begins anew when what is typed is the value shown.
+    """
+    gpu = gpu_catalogue().get(name)
+    if gpu is None:
+        return name
+    called = gpu.name.replace("NVIDIA ", "").replace("GeForce ", "").removesuffix(" GPU")
+    return f"{called} · {gpu.marketed_gb:g} GB · {gpu.id}"
 
 
 def framework_options() -> list[str]:
@@ -144,12 +192,14 @@ def run_of(values: Values, *, recipe: Recipe | None = None, model: ModelSpec | N
 
     `recipe` and `model` take the place of what the values say.
     """
+    private = model is not None or str(values["model"]) in (found or {})
     if model is not None:
         name = model.name
     else:
         name, model = named_model(str(values["model"] or ""), found or {})
     section = machine_section(values)
     return Run(
+        private=private,
         model=model,
         recipe=recipe or recipe_of(values),
         machine=machine_of(section),

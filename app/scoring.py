@@ -5,14 +5,11 @@ from typing import Any
 
 import streamlit as st
 
-from planner.accuracy.calibrate import fingerprint
+from app import jobs, workers
 from planner.accuracy.score import (
     Accuracy,
     Scored,
-    measurement_files,
-    score_files,
 )
-from planner.accuracy.stored import stored_predictor
 from planner.units import format_bytes
 
 WORST = 10
@@ -26,7 +23,8 @@ def accuracy() -> Accuracy:
     The figures are those that were stored when the formulas were last calibrated; with formulas
     changed since, every run is planned again.
     """
-    return score_files(measurement_files(), predict=stored_predictor(fingerprint))
+    found: Accuracy = workers.run(jobs.accuracy, kind=workers.LONG)
+    return found
 
 
 def in_bytes(quantity: str) -> bool:

@@ -31,8 +31,10 @@ def machine_widgets() -> None:
     """Show GPU, count, plain GiB and host RAM."""
     options = runs.gpu_options()
     st.selectbox(
-        "GPU", options, key="gpu", bind="query-params", help=_gpu_help(), placeholder="Pick a GPU"
-    )
+        "GPU", options, key="gpu", format_func=runs.gpu_label, help=_gpu_help(),
+        placeholder="Pick a GPU", persist_state="session",
+    )  # fmt: skip
+    inputs.gpu_to_address()
     if state("gpu") == OWN_SIZE:
         st.number_input(
             "Memory torch sees (GiB)", 0.1, MAX_GIB, 24.0, 1.0, key="vram", bind="query-params",

@@ -5,11 +5,12 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from app import charts, inputs
+from app import cached, charts, inputs
 from app.draw import draw
 from app.runs import Run
+from app.words import section
 from planner.answers.changes import Change, apply
-from planner.answers.layouts import Tried, laid_out, layouts
+from planner.answers.layouts import FITTING, Tried, laid_out
 from planner.plan import Plan
 from planner.report import fullest_rank
 from planner.units import format_bytes
@@ -29,7 +30,7 @@ def ranks(result: Plan) -> None:
         st.caption(f"One GPU of {gpus}; all hold the same. {said}")
         return
     fullest, why = fullest_rank(result)
-    st.subheader("GPU by GPU", anchor=False)
+    section("GPU by GPU")
     st.caption(
         f"Shown above: the fullest, GPU {fullest.rank} of {gpus}, {fullest.role}{why}. {said}"
     )
@@ -45,7 +46,8 @@ def best(run: Run) -> None:
     """Offer the best layout where several GPUs have none: each would hold a copy of everything."""
     if laid_out(run.recipe, run.machine):
         return
-    found = layouts(run.model, run.recipe, run.machine, fitting=1)
+    with st.spinner("Looking for a layout ..."):
+        found = cached.layouts(run, fitting=1)
     first = found[0] if found and not found[0].why and found[0].plan else None
     st.info(f"{run.machine.num_gpus} GPUs and no layout: this is a whole copy on each of them.")
     if first is None or first.plan is None:
@@ -70,8 +72,9 @@ def layout_table(run: Run) -> None:
     """Show the layouts that fit a run on several GPUs, and why the others lose."""
     if run.machine.num_gpus == 1 or run.recipe.task.value == "serve":
         return
-    st.subheader(f"Layouts on {run.machine.label}", anchor=False)
-    found = layouts(run.model, run.recipe, run.machine)[:MOST_ROWS]
+    section(f"Layouts on {run.machine.label}")
+    with st.spinner("Looking for layouts ..."):
+        found = cached.layouts(run, fitting=FITTING)[:MOST_ROWS]
     if not any(tried.plan is not None and tried.plan.fits for tried in found):
         st.info("No layout of these GPUs fits this run.")
     st.caption(

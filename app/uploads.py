@@ -11,6 +11,7 @@ import streamlit as st
 
 from app import inputs, runs
 from planner.errors import UsageError, VramwiseError
+from planner.importers.pasted import decode
 from planner.run.recipe import RunFile
 
 MAX_CONFIG_MIB = 4
@@ -74,7 +75,7 @@ def take(name: str, content: bytes) -> Report:
     """Put what a file says into the widgets; raises VramwiseError when nothing can be made of it."""
     if len(content) > MAX_CONFIG_MIB << 20:
         raise UsageError(f"{name[:60]}: larger than {MAX_CONFIG_MIB} MiB, so not a config")
-    text = content.decode("utf-8-sig", errors="replace")
+    text = decode(content)
     document = _json_object(text)
     if document is not None and _is_model_config(document):
         return _take_model(name, document)

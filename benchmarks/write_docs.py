@@ -48,6 +48,7 @@ VERBS: tuple[tuple[str, ...], ...] = (
     ("push",),
     ("demo",),
     ("app",),
+    ("completion",),
 )
 
 

@@ -11,6 +11,7 @@ from planner.models.spec import ModelSpec
 from planner.phases import Phase, budget
 from planner.reserved import Reserved, needed, outside_bytes, reserved
 from planner.risk import EVEN, TAIL, Distribution, Risk, distribution, kind_of
+from planner.run.card_notes import card_notes
 from planner.run.engine_degrees import idle_note, refuse_degrees
 from planner.run.experts import LOOPS, uneven_notes
 from planner.run.framework import planned_as, spelled
@@ -421,6 +422,7 @@ def _assumptions(resolved: Resolved, machine: Machine, shared: int) -> tuple[str
     notes = [
         *resolved.assumptions,
         *filter(None, [idle_note(resolved, machine.num_gpus)]),
+        *card_notes(resolved, machine.gpu),
     ]
     gpu = machine.gpu
     guessed = gpu is not None and gpu.torch_total_basis == "derived"

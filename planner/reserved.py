@@ -107,6 +107,12 @@ def _replayed(
     return _PLAYED[key][1]
 
 
+def forget(model: ModelSpec) -> None:
+    """Drop the replays of a model that nobody else may have."""
+    for key in [key for key, (owner, _) in list(_PLAYED.items()) if owner.name == model.name]:
+        _PLAYED.pop(key, None)
+
+
 def outside_bytes(r: Resolved, machine: Machine) -> int:
     """Return what the GPU holds of the run outside torch's pool: contexts and communicators.
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from profiler.attribute import Summary, assign_terms, summarise, to_events
 from profiler.dtensors import is_wrapper, visible
 from profiler.recording_parts import Event, LiveTensor, PhaseRecord
+from profiler.startup.vramwise_meters import quantisation_tables
 from profiler.startup.vramwise_phases import PhaseTracker
 from profiler.storages import DEVICE, HOST, Block, BlockEvent, StorageTracker
 
@@ -105,6 +106,8 @@ class Follower:
                     self._tag_gradient(parameter, name)
             for name, buffer in model.named_buffers():
                 self._own(buffer, "weights", name)
+            for path, table in quantisation_tables(model):
+                self._own(table, "weights", f"{path}.weight")
             for optimizer in optimizers:
                 for state in optimizer.state.values():
                     for tensor in state.values():

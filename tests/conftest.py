@@ -14,6 +14,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_CI_ENV", "1")
+os.environ.setdefault("VRAMWISE_APP_WORKERS", "0")  # the app's pages in this process
 # trackio reads it once, when it is imported, and TRL imports it: before any test, a folder of this process
 os.environ["TRACKIO_DIR"] = tempfile.mkdtemp(prefix="trackio-")
 atexit.register(shutil.rmtree, os.environ["TRACKIO_DIR"], ignore_errors=True)

@@ -4,8 +4,8 @@ import pandas as pd
 import streamlit as st
 
 from app import charts, scoring
-from app.answer import escape
 from app.draw import draw
+from app.words import escape, section
 from planner.accuracy.score import summarise
 
 result = scoring.accuracy()
@@ -37,7 +37,7 @@ with st.container(horizontal=True, border=True):
     st.metric("In the interval", f"{statistics.interval_coverage:.0%}")
 
 rows = {item.row.id: item for item in items}
-st.subheader("The ten worst", anchor=False)
+section("The ten worst")
 bad = scoring.worst(items)
 picked = st.dataframe(
     pd.DataFrame([scoring.row(item) for item in bad])[["id", "miss", "quantity", "said", "source"]],
@@ -52,7 +52,7 @@ picked = st.dataframe(
     },
     alt="The ten figures the planner misses most.",
 )
-st.subheader("Predicted against measured", anchor=False)
+section("Predicted against measured")
 drawn = [scoring.row(item) for item in items if item.truth > 0 and item.prediction.value > 0]
 chosen = draw(
     charts.scatter(drawn),
@@ -68,7 +68,7 @@ if name in rows:
     item = rows[name]
     with st.container(border=True, key="chosen_row"):
         shown = scoring.row(item)
-        st.subheader(f"{item.row.id}: {shown['miss']}", anchor=False)
+        section(f"{item.row.id}: {shown['miss']}")
         st.write(escape(f"{shown['quantity']}, {shown['said']}; {shown['inside']}."))
         if address := scoring.source_address(item):
             st.link_button("Where it was published", address, icon=":material/open_in_new:")
@@ -82,7 +82,7 @@ if name in rows:
 else:
     st.caption("Click a point, or tick a row of the ten worst, to see the figure and its source.")
 
-st.subheader("By quantity", anchor=False)
+section("By quantity")
 st.dataframe(
     pd.DataFrame(scoring.by_quantity(items)),
     hide_index=True,

@@ -2,7 +2,7 @@
 
 import streamlit as st
 
-from app import answer, comparing, inputs, pins, runs
+from app import comparing, inputs, jobs, pins, runs, words
 from planner.errors import VramwiseError
 
 mode = st.session_state["compare"]
@@ -16,7 +16,7 @@ if mode == comparing.FRAMEWORKS:
     wanted = st.multiselect(
         "Frameworks",
         runs.framework_options(),
-        list(answer.SIDE_BY_SIDE),
+        list(jobs.side_by_side(inputs.state("task"))),
         key="frameworks",
         max_selections=8,
         bind="query-params",
@@ -27,7 +27,7 @@ if mode == comparing.FRAMEWORKS:
             recipe = own.recipe.model_copy(update={"framework": name})
             named[name] = inputs.run_from_state(recipe)
     except VramwiseError as error:
-        answer.problem(error)
+        words.problem(error)
 else:
     pins.write_link()
     st.button(
@@ -38,13 +38,13 @@ else:
         try:
             run, notices = pins.run_of(pin)
         except VramwiseError as error:
-            answer.problem(error)
+            words.problem(error)
         else:
             label = (
                 f"{index + 1}. {run.model.name} {run.recipe.method.value} {run.recipe.framework}"
             )
             named[label] = run
-            left.markdown(answer.escape(label))
+            left.markdown(words.escape(label))
             for notice in notices:
                 left.warning(notice)
         right.button("Remove", key=f"unpin_{index}", on_click=pins.remove, args=(index,))
@@ -53,7 +53,7 @@ else:
 
 plans, problems = comparing.planned(named)
 for problem in problems:
-    st.warning(answer.escape(problem))
+    st.warning(words.escape(problem))
 if plans:
     comparing.bars(plans, key="compare_chart")
     comparing.table(plans, key="compare_table")

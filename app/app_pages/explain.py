@@ -2,7 +2,7 @@
 
 import streamlit as st
 
-from app import answer, explaining, runs
+from app import explaining, runs, words
 from planner.errors import VramwiseError
 
 
@@ -37,13 +37,18 @@ log = st.file_uploader(
     key="explain_log",
     max_upload_size=explaining.MAX_LOG_MIB,
 )
+imported = None
 try:
     imported = explaining.config_of(config)
+except VramwiseError as error:  # the log is read all the same
+    words.problem(error)
+    st.caption("Read without the config.")
+try:
     found = explaining.read(
         text or "", log, imported, model=explaining.known_model(model or ""), gpu=gpu
     )
 except VramwiseError as error:
-    answer.problem(error)
+    words.problem(error)
     st.stop()
 if imported is not None:
     explaining.import_report(imported)

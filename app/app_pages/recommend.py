@@ -2,7 +2,7 @@
 
 import streamlit as st
 
-from app import answer, finding, inputs, runs
+from app import answer, finding, inputs, runs, words
 from planner.errors import VramwiseError
 
 if "go" in st.session_state:
@@ -17,4 +17,4 @@ try:
 except runs.NeedsLookUp:
     answer.offer_look_up(str(inputs.state("model")))
 except VramwiseError as error:
-    answer.problem(error)
+    words.problem(error)

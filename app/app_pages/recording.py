@@ -2,7 +2,7 @@
 
 import streamlit as st
 
-from app import answer, measuring
+from app import measuring, words
 
 found = measuring.uploaded()
 if found is None:
@@ -13,7 +13,7 @@ if found is None:
     )
     st.stop()
 for sentence in found.findings:
-    st.warning(answer.escape(sentence))
+    st.warning(words.escape(sentence))
 if found.recording is None:
     measuring.steps(found)
     st.stop()

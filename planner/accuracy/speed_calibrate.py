@@ -14,7 +14,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 from planner.accuracy.speed_fit import Fit
@@ -28,8 +27,6 @@ from planner.accuracy.speed_score import (
     shipped_rows,
 )
 from planner.datafiles import data_dir
-from planner.machines.machine import gpu_catalogue
-from planner.speed.cards import card_speed
 from planner.speed.parameters import Parameters
 from planner.speed.spread import GENERATE, GRPO, KINDS, TRAIN, Spread
 
@@ -43,19 +40,19 @@ SOURCE_SHARE = 30
 """Rows that one source counts as, at most (like planner/risk.py)."""
 MEANING = {
     "product": "large products, of the best matmul measured on the card",
-    "sheet": "best matmul measured over the sheet's peak, the median of the cards that have both",
     "attention": "flash and SDPA kernels, of the best matmul measured",
     "attention_tflops": "and at most that many TFLOPS, of kernels made for Ampere's instructions",
     "bandwidth": "pointwise kernels of training, of the memory's bandwidth",
     "unpack": "elements dequantised for every fp32 FLOP the card could do",
+    "unpack_integer": "the same of packed integers (GPTQ, AWQ)",
     "launch_s": "host time of one eager operation and its autograd node, seconds",
-    "exposed": "share of the shorter of computation and traffic that the longer does not hide",
+    "unit_s": "waiting for one unit's weights to be gathered, beside their bytes, seconds",
     "decode_bandwidth": "weights and cache read by an engine, of the memory's bandwidth",
-    "engine_step_s": "vLLM's own time for a step with graphs, V1 (0.8 and later), seconds",
-    "old_step_s": "the same of V0, seconds",
+    "engine_step_s": "vLLM's own time for a step with graphs (hidden from 0.14 on), seconds",
     "sequence_s": "and for every running sequence, seconds",
     "generate_launch_s": "host time of one eager operation without a graph, seconds",
-    "reduce_s": "one sum over an engine's tensor ranks, seconds",
+    "reduce_s": "one sum over an engine's tensor ranks by NVLink, seconds",
+    "reduce_pcie_s": "the same by PCIe, seconds",
     "engine_product": "an engine's products, of the best matmul measured",
 }
 
@@ -70,33 +67,23 @@ class RatioRow(NamedTuple):
     group_ratio: str
 
 
-def sheet_share() -> float:
-    """Return the median of measured matmuls over sheet peaks, in bf16 (fp16 before Ampere)."""
-    found = []
-    for gpu in gpu_catalogue().values():
-        card = card_speed(gpu.id)
-        if card is None:
-            continue
-        dtype = "bf16" if gpu.bf16_native else "fp16"
-        if dtype in card.measured and card.peaks.get(dtype):
-            found.append(card.measured[dtype] / card.peaks[dtype])
-    return median(found)
-
-
 def spread_of(ratios: Sequence[tuple[str, float]]) -> Spread:
-    """Return the factors between which INSIDE of the weight lies, of (source, measured over predicted)."""
+    """Return the nearest two factors between which INSIDE of the weight lies, of (source, measured over predicted)."""
     ordered = sorted(ratios, key=lambda row: row[1])
     counts = Counter(source for source, _ in ordered)
     shares, run = [], 0.0
     for source, _ in ordered:
         run += min(1.0, SOURCE_SHARE / counts[source])
         shares.append(run)
-    tail = (1 - INSIDE) / 2
-
-    def at(share: float) -> float:
-        return ordered[min(len(ordered) - 1, bisect_left(shares, share * run))][1]
-
-    return Spread(at(tail), at(1 - tail), len(ordered), len(counts))
+    best = (ordered[0][1], ordered[-1][1])
+    for first, (_, low) in enumerate(ordered):
+        before = shares[first - 1] if first else 0.0
+        last = bisect_left(shares, before + INSIDE * run)
+        if last >= len(ordered):
+            break
+        if ordered[last][1] - low < best[1] - best[0]:
+            best = (low, ordered[last][1])
+    return Spread(*best, len(ordered), len(counts))
 
 
 def document(p: Parameters, ratios: Sequence[RatioRow]) -> dict[str, Any]:
@@ -149,11 +136,11 @@ def main() -> int:
     samples, _ = samples_of(shipped_rows())
     folder = Path(str(data_dir() / "calibration"))
     rows = {kind: [s for s in samples if s.kind == kind] for kind in (TRAIN, GENERATE)}
-    trained = TRAINING.run(rows[TRAIN])
+    trained = TRAINING.run([each for each in rows[TRAIN] if each.decides])
     decoded = DECODING.run(rows[GENERATE])
     values = {name: getattr(trained, name) for name in TRAINING.names}
     values |= {name: getattr(decoded, name) for name in DECODING.names}
-    p = Parameters(**values, sheet=sheet_share())
+    p = Parameters(**values)
     steps = [
         RatioRow(s.row.id, s.source, s.kind, ratio, ratio)
         for s in samples

@@ -156,20 +156,21 @@ def decode_run(row: Row) -> DecodeRun:
         steps_alone=quantity in ("tpot_ms", "decode_tok_s", "latency_s"),
         requests=max(requests // copies, each),
         prompt=prompt,
-        lengths=_lengths(row, output),
+        lengths=_lengths(row, output, each),
         output=output,
         seconds=each * copies / rate,
     )
 
 
-def _lengths(row: Row, mean: float) -> tuple[float, ...]:
+def _lengths(row: Row, mean: float, at_once: int) -> tuple[float, ...]:
     """Return quantiles of the outputs' lengths: of a data set's answers exponential, else all alike."""
     if "data" not in row["len_kind"] and "ShareGPT" not in row["len_kind"]:
         return (mean,)
     if "random" in row["len_kind"]:
         return (mean,)
-    drawn = [-log(1 - (k + 0.5) / SPREAD) for k in range(SPREAD)]
-    return tuple(mean * each * SPREAD / sum(drawn) for each in drawn)
+    count = min(SPREAD, at_once)
+    drawn = [-log(1 - (k + 0.5) / count) for k in range(count)]
+    return tuple(mean * each * count / sum(drawn) for each in drawn)
 
 
 def _running(row: Row, made: Plan, asked: int, tokens: float) -> int:

@@ -25,12 +25,14 @@ ROUNDS, TRIES = 10, 6
 BOUNDS = {
     "attention_tflops": 1000,
     "unpack": 0.1,
+    "unpack_integer": 0.1,
     "launch_s": 2e-4,
+    "unit_s": 2e-2,
     "engine_step_s": 2e-2,
-    "old_step_s": 2e-2,
     "sequence_s": 5e-4,
     "generate_launch_s": 1e-4,
     "reduce_s": 5e-4,
+    "reduce_pcie_s": 5e-4,
 }
 """Upper ends of times; shares end at 1."""
 

@@ -37,7 +37,8 @@ model describes, and a roofline turns them into seconds.
   them; under torch.compile a third.
 * **Packed weights** are dequantised in every pass, at so many elements for every fp32 FLOP of the card.
 * **The host** starts every kernel: a pass takes the longer of that and the device's time.
-* **Traffic** between GPUs and to the host takes its bytes at four fifths of the links' one-way bandwidth (data/speed/links.csv), partly hidden.
+* **Traffic** between GPUs and to the host takes its bytes at four fifths of the links' one-way bandwidth
+  (data/speed/links.csv), behind the computation unless a layer waits for it; every gathered unit costs a wait of its own.
 * **Generation** reads weights (of experts those that some token chose) and the running sequences' cache, computes, sums
   over tensor ranks, and pays the engine's own time a step and a sequence.
 
@@ -139,6 +140,16 @@ def _kind(kind: str, rows: list[Judged]) -> list[str]:
         f"{median(errors):.0%} | {_quantile(errors, 0.9):.0%} "
         f"| {_by_source(rows, 0.5):.0%} | {_by_source(rows, 0.9):.0%} |"
     )
+    stated = [each for each in rows if each.sample.decides]
+    if kind in FITTED and len(stated) < len(rows):
+        for name, sizes in (
+            ("a run group", [abs(each.group_error) for each in stated]),
+            ("a source", [abs(each.error) for each in stated]),
+        ):
+            lines.append(
+                f"| {name}, of runs whose lengths are stated | {len(stated)} | {median(sizes):.0%} | "
+                f"{_quantile(sizes, 0.9):.0%} | | |"
+            )
     if kind != OTHER:
         lines += ["", *_intervals(rows)]
     lines += [

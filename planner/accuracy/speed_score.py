@@ -19,7 +19,7 @@ from planner.errors import VramwiseError
 from planner.speed.cards import CardSpeed, card_speed
 from planner.speed.engine import Engine, EngineWork, engine_work
 from planner.speed.parameters import Parameters, parameters
-from planner.speed.roofline import rates
+from planner.speed.roofline import Rates, rates
 from planner.speed.spread import GENERATE, GRPO, TRAIN, TRAIN_UNSTATED, spread
 from planner.speed.time import compute_dtype, timed, training_kind, training_seconds
 from planner.speed.traffic import Traffic, traffic
@@ -28,13 +28,22 @@ from planner.speed.work import Work, training_work
 MIN_CONFIDENCE = 0.55
 """Of a row that is scored: below it a row contradicts itself, or a card's peak."""
 TRAINING = Fit(
-    ("product", "attention", "attention_tflops", "bandwidth", "unpack", "launch_s", "exposed"),
+    (
+        "product",
+        "attention",
+        "attention_tflops",
+        "bandwidth",
+        "unpack",
+        "unpack_integer",
+        "launch_s",
+        "unit_s",
+    ),
     parameters(),
 )
 DECODING = Fit(
     (
-        *("decode_bandwidth", "old_step_s", "engine_step_s", "sequence_s", "generate_launch_s"),
-        *("reduce_s", "engine_product"),
+        *("decode_bandwidth", "engine_step_s", "sequence_s", "generate_launch_s"),
+        *("reduce_s", "reduce_pcie_s", "engine_product"),
     ),
     parameters(),
 )
@@ -66,13 +75,19 @@ class TrainSample:
         """Which parameters it decides."""
         return TRAIN
 
+    @property
+    def decides(self) -> bool:
+        """Its samples' lengths are stated: else it is scored, and no parameter is read off it."""
+        return self.row["tokens_known"] != "0"
+
+    def _rates(self, p: Parameters) -> Rates:
+        return rates(self.card, self.dtype, p, newest=self.row["attention"].endswith("3"))
+
     def spread_kind(self, p: Parameters) -> str:
         """Return what its error says something about."""
-        if self.row["tokens_known"] == "0":
+        if not self.decides:
             return TRAIN_UNSTATED
-        phases = training_seconds(
-            self.work, self.sent, rates(self.card, self.dtype, p), self.card, p
-        )
+        phases = training_seconds(self.work, self.sent, self._rates(p), self.card, p)
         return training_kind(phases, self.row.integer("n_gpus") or 1)
 
     @property
@@ -92,9 +107,7 @@ class TrainSample:
 
     def predicted(self, p: Parameters) -> float:
         """Return seconds of the step, or of its micro-batches alone."""
-        found = training_seconds(
-            self.work, self.sent, rates(self.card, self.dtype, p), self.card, p
-        )
+        found = training_seconds(self.work, self.sent, self._rates(p), self.card, p)
         if self.row["quantity"] == "s_per_micro_batch":
             total = sum(each.seconds for name, each in found if name != "step")
             return total / self.work.micro_batches
@@ -110,6 +123,7 @@ class DecodeSample:
     work: EngineWork
     card: CardSpeed
     memo: dict[int, float]
+    decides = True
 
     @property
     def kind(self) -> str:
@@ -157,6 +171,7 @@ class GrpoSample:
     row: Row
     run: SpeedRun
     card: CardSpeed
+    decides = False
 
     @property
     def kind(self) -> str:
@@ -311,7 +326,7 @@ def left_out(
     parts = [keys[k::folds] for k in range(folds)] if folds else [[each] for each in keys]
     found = []
     for part in parts:
-        without = [sample for sample in samples if key(sample) not in part]
+        without = [each for each in samples if key(each) not in part and each.decides]
         if not without:
             continue
         p = fit.run(without)

@@ -6,12 +6,13 @@ from functools import cache, partial
 from itertools import combinations
 from typing import Any
 
-from planner.answers.changes import Change, apply, changes
+from planner.answers.changes import Change, apply, changes, to_host
 from planner.answers.layouts import layouts
 from planner.errors import UsageError, VramwiseError
 from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
-from planner.plan import Plan, plan
+from planner.plan import FRAGMENTED, Plan, plan
+from planner.run.card_notes import EIGHT_BIT, has_bitsandbytes_optimizers, has_vllm
 from planner.run.recipe import MAX_TOKENS, Method, Recipe, Task
 
 __all__ = [
@@ -26,6 +27,8 @@ __all__ = [
     "limits",
 ]
 MAX_COMBINATION = 4
+MUCH = 4
+"""A change that saves this part of what is missing helps much."""
 MAX_COUNT = 2**20
 FITS, FITS_SAFELY = frozenset({"fits", "tight"}), frozenset({"fits"})
 """Verdicts that will do: tensors fit, or the allocator's slack too."""
@@ -54,7 +57,7 @@ class Advice:
 
 
 def levers(model: ModelSpec, recipe: Recipe, machine: Machine, base: Plan) -> list[Advice]:
-    """Return every single change that lowers the peak, the most bytes first."""
+    """Return every single change that gives room, the most useful first, then the most bytes."""
     found = []
     for change in changes(base.resolved, recipe):
         try:
@@ -63,10 +66,36 @@ def levers(model: ModelSpec, recipe: Recipe, machine: Machine, base: Plan) -> li
             continue
         saved = base.peak_bytes - changed.peak_bytes
         host_ok = changed.host_fits
-        if saved > 0 and host_ok:
+        if saved > 0 and host_ok and _possible(change, changed, machine):
             found.append(Advice(change, saved, changed))
-    found.sort(key=lambda advice: (-advice.saved_bytes, advice.change.rank))
+    found.sort(
+        key=lambda advice: (usefulness(advice, base), -advice.saved_bytes, advice.change.rank)
+    )
     return found
+
+
+def usefulness(advice: Advice, base: Plan) -> int:
+    """Return how early a change is told: what keeps the result and helps much before what changes it and is enough."""
+    enough, keeps = advice.plan.has_room, not advice.change.changes_objective
+    missing = max(0, base.peak_bytes - base.trusted_bytes(FRAGMENTED))
+    much = advice.saved_bytes * MUCH >= missing
+    if keeps and (enough or much):
+        return 0 if enough else 1
+    return 2 if enough else 3
+
+
+def _possible(change: Change, changed: Plan, machine: Machine) -> bool:
+    """Say whether a card has what a change asks for."""
+    r = changed.resolved
+    eight_bit = "optimizer" in change.update and r.optimizer in EIGHT_BIT
+    unified = machine.gpu is not None and machine.gpu.unified
+    if unified and to_host(change):
+        return False
+    if eight_bit and not has_bitsandbytes_optimizers(machine.gpu):
+        return False
+    return not (
+        any(key.startswith("engine.kind") for key in change.update) and not has_vllm(machine.gpu)
+    )
 
 
 def combination(
@@ -140,13 +169,14 @@ def limits(model: ModelSpec, recipe: Recipe, machine: Machine, base: Plan) -> di
             update={"context": n, "prompt_length": prompt, "completion_length": None}
         )
 
-    makers: dict[str, tuple[Callable[[int], Recipe], int]] = {
-        "context": (context, MAX_TOKENS),
-        "micro_batch_size": (
+    makers: dict[str, tuple[Callable[[int], Recipe], int]] = {"context": (context, MAX_TOKENS)}
+    if (
+        r.trains
+    ):  # a server's pool holds what it holds: how many requests that are is its own answer
+        makers["micro_batch_size"] = (
             lambda n: recipe.model_copy(update={"micro_batch_size": n}),
             MAX_COUNT,
-        ),
-    }
+        )
     if r.task is Task.GRPO:
         makers["num_generations"] = (
             lambda n: recipe.model_copy(update={"num_generations": n}),

@@ -50,8 +50,13 @@ def amount_of(
                 "epochs: of how many samples is not said",
                 hint="--samples 7473, or --lengths FILE with one length a sample",
             )
+    known = lengths is not None
     return typical, Amount(
-        samples=samples, epochs=epochs, total_steps=total_steps, longest_completion=longest
+        samples=samples,
+        epochs=epochs,
+        total_steps=total_steps,
+        lengths_known=known,
+        longest_completion=longest,
     )
 
 

@@ -23,6 +23,14 @@ class Change:
     """The trained result changes, not only how it is computed."""
 
 
+def to_host(change: Change) -> bool:
+    """Say whether a change moves something to the host's memory, which is no other where it is unified."""
+    moved = {"optimizer_offload", "offload.parameters"} & set(change.update)
+    return bool(moved) or any(
+        str(each) in ("offload", "offloaded") for each in change.update.values()
+    )
+
+
 def apply(recipe: Recipe, change: Change) -> Recipe:
     """Return the recipe with a change made; a key like "engine.kind" reaches into a section."""
     fields = recipe.model_dump()

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Set
 from typing import Any, NamedTuple
 
-from planner.answers.changes import Change, apply, changes
+from planner.answers.changes import Change, apply, changes, to_host
 from planner.answers.layouts import FLAGS, SWITCHES
 from planner.answers.serving_changes import MOST_UTILIZATION
 from planner.errors import VramwiseError
@@ -28,7 +28,6 @@ HELPS: dict[str, frozenset[str]] = {
     "optimizer_offload": ALL,
 }
 """Fields whose changes keep the result, and the phases that become smaller."""
-ON_THE_HOST = frozenset({"optimizer_offload", "reference"})
 MORE_FLAGS = {
     "micro_batch_size": "--batch-size",
     "gradient_accumulation": "--grad-accum",
@@ -45,7 +44,7 @@ MORE_FLAGS = {
     "engine.data_parallel": "--data-replicate",
     WAVES: "--max-num-seqs",
 }
-MORE_SWITCHES = {"tiled_mlp": "--tiled-mlp"}
+MORE_SWITCHES = {"tiled_mlp": "--tiled-mlp", "double_quant": "--double-quant"}
 
 
 class Settled(NamedTuple):
@@ -143,8 +142,7 @@ def _all_changes(r: Resolved, recipe: Recipe, machine: Machine, wave: int) -> It
     for change in changes(r, recipe):
         if change.changes_objective or not set(change.update) <= set(HELPS):
             continue
-        offloads = ON_THE_HOST & set(change.update) or "offload" in change.update.values()
-        if not (unified and offloads):
+        if not (unified and to_host(change)):
             yield change
     if r.task is Task.GRPO and rollout_sequences(r) > 1 and not r.switches.generates_whole_batch:
         price = "completions are generated in waves: slower"

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from planner.errors import UnknownNameError
 from planner.exporters import axolotl, llamafactory, trl, vllm
 from planner.exporters.common import Exported
+from planner.models.catalogue import load_catalogue, model_names
 from planner.run.framework import pick, spelled
 from planner.run.recipe import RunFile
 
@@ -27,6 +28,9 @@ def export_run(run: RunFile, tool: str, *, version: str | None = None) -> Export
     exporter = EXPORTERS.get(name)
     if exporter is None:
         raise UnknownNameError("tool", tool, EXPORTERS, hint=", ".join(EXPORTERS))
+    known = model_names().get(run.model.lower()) if "/" not in run.model else None
+    if known is not None:  # other tools know the hub's names alone
+        run = run.model_copy(update={"model": load_catalogue()[known]["hub_id"]})
     same = pick(run.recipe.framework).family == name
     asked = spelled(run.recipe.framework).version if same else ""
     return exporter(run, version=version or asked or None)

@@ -54,6 +54,7 @@ def _laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     found = dict(below)
     for key, value in above.items():
         under = found.get(key)
-        both = isinstance(under, dict) and isinstance(value, dict)
-        found[key] = _laid_over(under, value) if both else value
+        if isinstance(under, dict) and isinstance(value, dict):
+            value = _laid_over(under, value)
+        found[key] = value
     return found

@@ -197,6 +197,7 @@ def gpus_like(name: str) -> tuple[str, ...]:
     asked = [
         word for word in sized(words_of(plain)) if word not in ("with", "vram", "ram", "memory")
     ]
+    exact = _index().get(_squash(name), ())
     found = []
     for gpu in gpu_catalogue().values():
         spelled = " ".join((gpu.id, gpu.name, *gpu.aliases)).lower().replace("-", " ")
@@ -205,7 +206,7 @@ def gpus_like(name: str) -> tuple[str, ...]:
             beside = [
                 word for word in sized(words_of(gpu.id.replace("-", " "))) if word not in asked
             ]
-            found.append((gpu.kind == "mig", len(beside), len(gpu.id), gpu.id))
+            found.append((gpu.id not in exact, gpu.kind == "mig", len(beside), len(gpu.id), gpu.id))
     return tuple(gpu_id for *_, gpu_id in sorted(found))
 
 

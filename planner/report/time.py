@@ -3,6 +3,7 @@
 from typing import Any
 
 from planner.plan import Plan
+from planner.run.tasks import TASKS
 from planner.speed.cost import Amount, Cost, cost_of, parse_price
 from planner.speed.time import Time, TimedPhase, time_of, why_not
 
@@ -46,8 +47,18 @@ def time_text(plan: Plan, amount: Amount, price: str | None) -> str:
     lines += [_bar(phase, time) for phase in time.phases]
     cost = cost_of(time, plan.machine, amount, price)
     lines += cost_lines(cost, time, plan)
-    lines += [f"  assumed: {note}" for note in time.notes]
+    lines += [f"  assumed: {note}" for note in (*length_notes(plan, amount), *time.notes)]
     return "\n".join(lines)
+
+
+def length_notes(plan: Plan, amount: Amount) -> list[str]:
+    """Return what a run of counted samples takes for granted about their lengths."""
+    r = plan.resolved
+    if not r.trains or TASKS[r.task].generates or r.packing or amount.samples is None:
+        return []
+    if amount.lengths_known:
+        return [f"rows of {r.seq_tokens:,} tokens on average, as the lengths say"]
+    return [f"every sample is {r.seq_tokens:,} tokens long: --lengths FILE says how long they are"]
 
 
 def _bar(phase: TimedPhase, time: Time) -> str:
@@ -91,7 +102,9 @@ def document(plan: Plan, amount: Amount, price: str | None) -> dict[str, Any]:
         return {"time": None, "time_unknown": why_not(plan), "cost": None}
     cost = cost_of(time, plan.machine, amount, price)
     hours = cost.hours
+    assumed = [*length_notes(plan, amount), *time.notes]
     found = time.to_dict() | {
+        "assumptions": assumed,
         "steps": cost.steps,
         "run_hours": round(hours[1], 6) if hours else None,
         "run_hours_low": round(hours[0], 6) if hours else None,

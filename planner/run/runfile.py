@@ -2,13 +2,14 @@
 
 import difflib
 import os
+import re
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from planner.errors import UsageError
+from planner.errors import UsageError, near_names
 from planner.machines.calibration import apply as calibrated
 from planner.machines.machine import Machine, make_machine
 from planner.run.other_names import here
@@ -139,7 +140,17 @@ def _usage_error(model: type[BaseModel], error: ValidationError, label: str) -> 
     message = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     if first["type"] == "missing":
         return UsageError(f"{prefix}{field}: is missing")
-    return UsageError(f"{prefix}{field}: {shown} is not allowed", hint=message)
+    close = _near_values(first)
+    hint = f"did you mean {', '.join(close)}? {message}" if close else message
+    return UsageError(f"{prefix}{field}: {shown} is not allowed", hint=hint)
+
+
+def _near_values(error: Any) -> list[str]:
+    """Return the allowed words that a wrong one is most like."""
+    asked, expected = error.get("input"), str((error.get("ctx") or {}).get("expected", ""))
+    if error["type"] not in ("enum", "literal_error") or not isinstance(asked, str):
+        return []
+    return near_names(asked, re.findall(r"'([^']+)'", expected), most=3)
 
 
 def _fields_at(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:

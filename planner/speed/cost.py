@@ -32,6 +32,8 @@ class Amount(NamedTuple):
     samples: int | None = None
     epochs: float | None = None
     total_steps: int | None = None
+    lengths_known: bool = False
+    """The plan's rows are as long as a file of lengths says."""
     longest_completion: int = 0
     """Tokens, where the plan's completions are as long as on average; 0: they all are."""
 

@@ -16,7 +16,16 @@ from planner.run.resolved import Resolved
 from planner.speed.cards import TERA, CardSpeed
 from planner.speed.counts import layer_counts
 from planner.speed.parameters import Parameters
-from planner.speed.roofline import BANDWIDTH, COMPUTE, HOST, LAUNCHES, LINK, LINK_SHARE, Seconds
+from planner.speed.roofline import (
+    BANDWIDTH,
+    COMPUTE,
+    HOST,
+    LAUNCHES,
+    LINK,
+    LINK_SHARE,
+    SHEET_SHARE,
+    Seconds,
+)
 from planner.speed.spread import kind_of
 from planner.speed.work import attention_flops
 from planner.terms.activations import op_settings
@@ -26,6 +35,8 @@ from planner.terms.vllm_weights import vllm_weights
 
 FUSED = frozenset({"rmsnorm", "swiglu", "rope"})
 """Kernels of vLLM's layers (vllm/model_executor/layers: RMSNorm, SiluAndMul, rotary_embedding)."""
+MULTIPROCESSORS = 100
+"""Of a data-centre or large consumer card, about (A100 108, H100 132, 3090 82, 4090 128)."""
 SAMPLING_LAUNCHES = 12
 """Of a step outside the layers: embedding, norm, head, softmax and sampling."""
 
@@ -41,8 +52,8 @@ class EngineWork(NamedTuple):
     top_k: int
     graphs_off: bool
     """vLLM without graphs: its own time a step comes on top of the launches'."""
-    old: bool
-    """vLLM's V0 engine: Python between any two steps (it alone has swap space)."""
+    ahead: bool
+    """It schedules the next step while this one runs, so that its own time is hidden behind the device's."""
     weight_only: bool
     """Packed weights are unpacked for products in 16 bits; False: the product is in the packed dtype."""
     active: float
@@ -57,12 +68,22 @@ class EngineWork(NamedTuple):
     hidden: int
     unpacked: float
     """Elements that bitsandbytes dequantises for a product of several rows."""
-    cache_passes: float
-    """How often a step reads or writes the whole cache."""
+    heads: int
+    """Query heads of a layer, where a sequence's attention is one block a head (SDPA); 0: a split kernel."""
+    groups: float
+    """Query heads a key head, for each of which keys and values are copied."""
 
-    def steps(self, p: Parameters) -> float:
-        """Return the engine's own time for one step."""
-        return p.old_step_s if self.old else p.engine_step_s
+    def passes(self, batch: float) -> float:
+        """Return how often a step reads or writes the whole cache.
+
+        vLLM's kernels read it once. transformers joins it to the new token (read, written:
+        DynamicLayer.update), repeats keys and values for every query head (repeat_kv: read, written), and
+        SDPA reads that with one block a head and sequence: fewer blocks than multiprocessors are as slow.
+        """
+        if not self.heads:
+            return 1.0
+        reading = max(1.0, MULTIPROCESSORS / (batch * self.heads))
+        return 2 + (1 + self.groups if self.groups > 1 else 0) + self.groups * reading
 
 
 class Engine(NamedTuple):
@@ -93,31 +114,34 @@ class Engine(NamedTuple):
         if w.unpacked and batch > 1:  # one row has a kernel of its own (bitsandbytes matmul_4bit)
             cores = self.card.peaks.get("fp32", 0.0) * p.unpack
             weights += w.unpacked / (cores or self.card.bandwidth)
-        cache = batch * self.cache_bytes(context) / reached
+        cache = batch * self.cache_bytes(context) * w.passes(batch) / reached
         computing = 2 * w.active * batch / w.ranks / self.products()
         summing = self.summing(batch)
         own = batch * p.sequence_s
         if w.launches:
-            own += w.launches * p.generate_launch_s + (w.steps(p) if w.graphs_off else 0)
+            own += w.launches * p.generate_launch_s + (p.engine_step_s if w.graphs_off else 0)
             device = max(weights + cache, computing)
             return Seconds(max(own, device) + summing, LAUNCHES if own > device else BANDWIDTH)
-        own += w.steps(p)
+        own += p.engine_step_s
         device = weights + cache + computing
         parts = {BANDWIDTH: weights + cache, COMPUTE: computing, LINK: summing, HOST: own}
-        return Seconds(device + summing + own, max(parts, key=lambda name: parts[name]))
+        bound = max(parts, key=lambda name: parts[name])
+        if w.ahead:
+            return Seconds(max(device + summing, own), bound)
+        return Seconds(device + summing + own, bound)
 
     def cache_bytes(self, context: float) -> float:
         """Return what one sequence's keys and values take on a rank."""
         tokens = max(1, int(context))
         if tokens not in self.memo:
             held = sequence_bytes(self.model, tokens, self.r.kv_dtype)
-            self.memo[tokens] = held * self.work.cache_passes / self.work.ranks
+            self.memo[tokens] = held / self.work.ranks
         return self.memo[tokens]
 
     def products(self) -> float:
         """Return FLOP/s of the engine's products."""
         best, known = self.card.ceiling(self.work.dtype)
-        return best * (1.0 if known else self.p.sheet) * self.p.engine_product
+        return best * (1.0 if known else SHEET_SHARE) * self.p.engine_product
 
     def summing(self, tokens: float) -> float:
         """Return what tensor ranks take to sum in one step of `tokens` tokens."""
@@ -126,7 +150,8 @@ class Engine(NamedTuple):
             return 0.0
         link = (self.card.nvlink or self.card.pcie) * LINK_SHARE
         moved = 2 * (w.ranks - 1) / w.ranks * tokens * w.hidden * element_bytes("bf16") / link
-        return w.reductions * (self.p.reduce_s + moved)
+        each = self.p.reduce_s if self.card.nvlink else self.p.reduce_pcie_s
+        return w.reductions * (each + moved)
 
     def prefill(self, prompts: float, length: float) -> Seconds:
         """Return how long `prompts` prompts of `length` tokens take."""
@@ -138,14 +163,14 @@ class Engine(NamedTuple):
             layer.count * attention_flops(layer, tokens, length) for layer in self.model.layers
         )
         best, known = self.card.ceiling("bf16" if w.weight_only else self.r.compute_dtype)
-        best *= 1.0 if known else p.sheet
+        best *= 1.0 if known else SHEET_SHARE
         computing = 2 * w.active * tokens / w.ranks / self.products()
         computing += attention / w.ranks / (min(best * p.attention, p.attention_tflops * TERA))
         chunks = max(1.0, tokens / max(1, r.max_num_batched_tokens or tokens))
         reading = (
             chunks * (w.always_bytes + w.expert_bytes) / (self.card.bandwidth * p.decode_bandwidth)
         )
-        own = chunks * (w.launches * p.generate_launch_s or w.steps(p))
+        own = chunks * (w.launches * p.generate_launch_s or p.engine_step_s)
         total = computing + reading + own + self.summing(tokens)
         return Seconds(total, COMPUTE if computing > reading + own else BANDWIDTH)
 
@@ -231,7 +256,7 @@ def engine_work(model: ModelSpec, r: Resolved, card: CardSpeed) -> EngineWork:
         experts=experts,
         top_k=top_k,
         graphs_off=vllm and not r.cuda_graphs,
-        old=vllm and r.framework.engine.swap_bytes > 0,
+        ahead=vllm and _schedules_ahead(r),
         weight_only=bool(scheme) and not native,
         active=read,
         dtype=native or r.compute_dtype,
@@ -242,24 +267,30 @@ def engine_work(model: ModelSpec, r: Resolved, card: CardSpeed) -> EngineWork:
         unpacked=base_weights(model, r).quantized_parameters / ranks
         if scheme in BITSANDBYTES
         else 0.0,
-        cache_passes=1.0 if vllm else _cache_passes(model),
+        heads=0 if vllm else max((m.num_heads for x in model.layers for m in x.mixers), default=0),
+        groups=1.0 if vllm else _groups(model),
     )
 
 
-def _cache_passes(model: ModelSpec) -> float:
-    """Return how often transformers goes over the cache in a step.
+SCHEDULES_AHEAD = (0, 14)
+"""vLLM's release from which asynchronous scheduling is the default."""
 
-    DynamicLayer.update joins it to the new token (read, written), attention reads it; keys and values of
-    groups are repeated for every query head first (written, read): cache_utils.py, repeat_kv.
-    """
-    groups = [
+
+def _schedules_ahead(r: Resolved) -> bool:
+    """Say whether the law is of a release that schedules ahead."""
+    least = r.framework.versions.removeprefix(">=").split(",")[0].split(".")
+    return least[:1] != [""] and tuple(int(part) for part in least[:2]) >= SCHEDULES_AHEAD
+
+
+def _groups(model: ModelSpec) -> float:
+    """Return query heads a key head, at most."""
+    found = [
         mixer.num_heads / mixer.num_kv_heads
         for layer in model.layers
         for mixer in layer.mixers
         if mixer.num_kv_heads
     ]
-    most = max(groups, default=1.0)
-    return 3 + (2 * most if most > 1 else 0)
+    return max(found, default=1.0)
 
 
 def _native(scheme: str, card: CardSpeed) -> str:

@@ -16,8 +16,6 @@ class Parameters(NamedTuple):
 
     product: float
     """Large products: of the best matmul measured on the card."""
-    sheet: float
-    """The best matmul of a card on which none was measured, of its sheet's peak."""
     attention: float
     """Flash and SDPA kernels: of the best matmul measured."""
     attention_tflops: float
@@ -26,22 +24,24 @@ class Parameters(NamedTuple):
     """Pointwise kernels of training: of the memory's bandwidth."""
     unpack: float
     """Elements that a dequantising kernel makes for every fp32 FLOP the card's cores could do."""
+    unpack_integer: float
+    """The same of packed integers (GPTQ, AWQ), which need no table."""
     launch_s: float
     """Host time of one eager operation with its autograd node."""
-    exposed: float
-    """Traffic between GPUs that no computation hides: of its time at the links' measured speed."""
+    unit_s: float
+    """Waiting for one unit's weights to be gathered (FSDP, ZeRO-3), beside their bytes."""
     decode_bandwidth: float
     """Weights and cache read by an engine's kernels: of the memory's bandwidth."""
     engine_step_s: float
-    """vLLM's own time for one step with graphs, V1 (0.8 and later)."""
-    old_step_s: float
-    """The same of V0."""
+    """vLLM's own time for one step with graphs."""
     sequence_s: float
     """And for every running sequence."""
     generate_launch_s: float
     """Host time of one eager operation without a graph (transformers, vLLM's eager mode)."""
     reduce_s: float
-    """One sum over an engine's tensor-parallel ranks of one token's hidden state."""
+    """One sum over an engine's tensor-parallel ranks of one token's hidden state, by NVLink."""
+    reduce_pcie_s: float
+    """The same by PCIe."""
     engine_product: float
     """Prefill and decode products of an engine: of the best matmul measured."""
 

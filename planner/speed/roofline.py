@@ -22,6 +22,11 @@ class Seconds(NamedTuple):
     bound_by: str
 
 
+SHEET_SHARE = 4 / 5
+"""The best matmul of a card on which none was measured, of its sheet's peak: the middle of the cards of
+data/speed/matmul.csv is 0.82 (a test holds it)."""
+
+
 class Rates(NamedTuple):
     """What a card does a second, in one dtype."""
 
@@ -33,7 +38,9 @@ class Rates(NamedTuple):
     attention: float
     bandwidth: float
     packed: float
-    """Elements dequantised."""
+    """Elements dequantised of 4- and 8-bit floats."""
+    integer: float
+    """And of packed integers."""
 
 
 LINK_SHARE = 4 / 5
@@ -41,20 +48,24 @@ LINK_SHARE = 4 / 5
 GB/s (A100, 8 GPUs), 376 to 396 of 450 (H100, H200), 25 to 27 of 31.5 (PCIe 4), 55 to 57 of 63 (PCIe 5)."""
 
 
-def rates(card: CardSpeed, dtype: str, p: Parameters) -> Rates:
-    """Return what a card reaches."""
+def rates(card: CardSpeed, dtype: str, p: Parameters, *, newest: bool = False) -> Rates:
+    """Return what a card reaches; `newest`: attention of kernels made for it, like FlashAttention 3."""
     best, known = card.ceiling(dtype)
-    best *= 1.0 if known else p.sheet
+    best *= 1.0 if known else SHEET_SHARE
     wide, known = card.ceiling("fp32")
-    wide *= 1.0 if known else p.sheet
-    narrow = card.peaks.get("fp8", 0.0) * p.sheet or best
+    wide *= 1.0 if known else SHEET_SHARE
+    cores = card.peaks.get("fp32") or card.bandwidth
+    narrow = card.peaks.get("fp8", 0.0) * SHEET_SHARE or best
     return Rates(
         products=best * p.product,
         wide=wide * p.product,
         narrow=narrow * p.product,
-        attention=min(best * p.attention, p.attention_tflops * TERA),
+        attention=best * p.attention
+        if newest
+        else min(best * p.attention, p.attention_tflops * TERA),
         bandwidth=card.bandwidth * p.bandwidth,
-        packed=card.peaks.get("fp32", 0.0) * p.unpack or card.bandwidth,
+        packed=cores * p.unpack,
+        integer=cores * p.unpack_integer,
     )
 
 
@@ -63,7 +74,7 @@ def seconds(work: Pass, speed: Rates, p: Parameters) -> Seconds:
     computing = work.flops / speed.products + work.attention_flops / speed.attention
     computing += work.wide_flops / speed.wide + work.narrow_flops / speed.narrow
     moving = (work.product_bytes + work.moved_bytes) / speed.bandwidth
-    moving += work.packed / speed.packed
+    moving += work.packed / speed.packed + work.integer / speed.integer
     starting = work.launches * p.launch_s
     if starting > computing + moving:
         return Seconds(starting, LAUNCHES)

@@ -168,9 +168,11 @@ def training_seconds(
     found = [(each.name, seconds(each, speed, p)) for each in work.passes]
     busy = sum(each.seconds for _, each in found)
     talk = link_seconds(sent, card)
-    if talk:
-        hidden = max(busy, talk) + p.exposed * min(busy, talk)
-        found.append(("communication", Seconds(hidden - busy, LINK)))
+    # what a layer needs of others is waited for; weights and gradients travel while others compute
+    waited = talk if work.serial else max(0.0, talk - busy)
+    waited += work.gathers * p.unit_s
+    if waited:
+        found.append(("communication", Seconds(waited, LINK)))
     return found
 
 
@@ -196,12 +198,22 @@ def _training(
         found.append(_Timed("rollout", decode, generate))
     elif TASKS[r.task].generates:
         notes.append("no engine generates: the rollout's time is left out")
+    notes += _left_out(run)
     speed = rates(card, compute_dtype(plan), p)
     work = training_work(whole, run)
     sent = traffic(whole, run, plan.machine.node_gpus)
     phases = training_seconds(work, sent, speed, card, p)
     train = spread(training_kind(phases, run.layout.gpus))
     return [*found, *(_Timed(name, each, train) for name, each in phases)]
+
+
+def _left_out(r: Resolved) -> list[str]:
+    """Return what a step computes beside the trained model, and the time does not count."""
+    models = [each.role for each in r.companions if each.role != "reference"]
+    found = [f"the {role} model's own passes are left out of the time" for role in models]
+    if r.images or r.videos or r.audio:
+        found.append("the towers of images and sounds are left out of the time")
+    return found
 
 
 def training_kind(phases: list[tuple[str, Seconds]], gpus: int) -> str:
@@ -216,14 +228,15 @@ DEVIATION = 0.5
 QUANTILES = 16
 
 
-def completion_lengths(mean: float, longest: float) -> tuple[float, ...]:
-    """Return quantiles of completions of that mean, none above the longest."""
+def completion_lengths(mean: float, longest: float, count: int) -> tuple[float, ...]:
+    """Return quantiles of `count` completions of that mean, none above the longest."""
     from statistics import NormalDist  # a slow import, for those who ask
 
     width = log(1 + DEVIATION**2)
     logs = NormalDist(0, sqrt(width))
-    drawn = [exp(logs.inv_cdf((k + 0.5) / QUANTILES)) for k in range(QUANTILES)]
-    return tuple(min(longest, mean * each * QUANTILES / sum(drawn)) for each in drawn)
+    parts = max(1, min(QUANTILES, count))
+    drawn = [exp(logs.inv_cdf((k + 0.5) / parts)) for k in range(parts)]
+    return tuple(min(longest, mean * each * parts / sum(drawn)) for each in drawn)
 
 
 def rollout(plan: "Plan", made: Engine, notes: list[str], longest: int) -> tuple[Seconds, Seconds]:
@@ -234,7 +247,7 @@ def rollout(plan: "Plan", made: Engine, notes: list[str], longest: int) -> tuple
     shares = r.engine in VLLM or r.switches.prefill_tokens > 0
     lengths: tuple[float, ...] = (float(r.completion_tokens),)
     if longest > r.completion_tokens:
-        lengths = completion_lengths(r.completion_tokens, longest)
+        lengths = completion_lengths(r.completion_tokens, longest, sequences)
         notes.append(
             f"completions of {r.completion_tokens:,} tokens on average and {longest:,} at most, log-normal "
             "with half the mean as deviation"

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from planner.dtypes import element_bytes
 from planner.mixers.registry import mixer_of
 from planner.models.spec import LINEARS, LayerSpec, ModelSpec, ModuleKind
+from planner.quant.table import BITSANDBYTES
 from planner.run.logits_law import width
 from planner.run.ranks import rank_runs
 from planner.run.recipe import Checkpointing, Method, Reference
@@ -44,6 +45,8 @@ class Pass(NamedTuple):
     """Pointwise operations, norms, copies, casts, logits."""
     packed: float = 0
     """Elements of packed weights that are dequantised."""
+    integer: float = 0
+    """The same of packed integers."""
     launches: float = 0
     """Kernels that the host starts."""
 
@@ -61,6 +64,10 @@ class Work(NamedTuple):
 
     passes: tuple[Pass, ...]
     micro_batches: int
+    gathers: int = 0
+    """Units whose weights are gathered: a layer in its forward and in its backward."""
+    serial: bool = False
+    """Ranks wait for what they send each other: parts of one layer, or of one sequence."""
 
 
 def training_work(model: ModelSpec, r: Resolved) -> Work:
@@ -89,7 +96,8 @@ def _rank_work(part: ModelSpec, r: Resolved) -> Work:
     stages = r.layout.pipeline
     if stages > 1:  # of m micro-batches the pipeline idles through stages - 1 more
         passes = [each.times((count + stages - 1) / count) for each in passes]
-    return Work(tuple(passes), count)
+    gathers = 2 * count * part.num_layers if r.placement.weight_shards > 1 else 0
+    return Work(tuple(passes), count, gathers, r.layout.tensor * r.layout.context > 1)
 
 
 def micro_batches(r: Resolved) -> int:
@@ -244,7 +252,9 @@ class _Share:
         base = base_weights(self.model, self.r)
         if not base.quantized:
             return Pass(name)
-        return Pass(name, packed=base.quantized_parameters)
+        if self.r.quantization in BITSANDBYTES:
+            return Pass(name, packed=base.quantized_parameters)
+        return Pass(name, integer=base.quantized_parameters)
 
     def forward(self) -> Pass:
         """Return a forward with a graph."""

@@ -98,5 +98,10 @@ def gather_buffer(model: ModelSpec, r: Resolved) -> Term:
 def workspace(machine: Machine, *, trains: bool) -> Term:
     """Return the BLAS workspaces, which torch allocates from its own pool."""
     size, count = blas_workspace_bytes(machine.gpu), handles(trains=trains)
-    template = "{0} cuBLAS workspaces x {1:,} B" if count > 1 else "cuBLAS workspace {1:,} B"
+    if not size:  # Metal and oneMKL: none in torch's pool
+        return Term("overhead", 0)
+    name = "hipBLAS" if machine.gpu is not None and machine.gpu.vendor == "amd" else "cuBLAS"
+    template = (
+        f"{{0}} {name} workspaces x {{1:,}} B" if count > 1 else f"{name} workspace {{1:,}} B"
+    )
     return Term("overhead", count * size, template, (count, size), SOURCE)

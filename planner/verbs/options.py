@@ -12,6 +12,7 @@ import typer
 
 from planner.errors import UsageError
 from planner.names import METHOD_WORDS, OPTIMIZER_WORDS, TASK_WORDS, word_of
+from planner.verbs.completed import COMPLETED
 from planner.verbs.serving import put_length, with_auto_length
 from planner.verbs.typed import count, is_command, is_run_file, read_input
 
@@ -40,7 +41,10 @@ def _option(annotation: Any, flag: str, text: str, panel: str) -> Any:
             flag, help=text, rich_help_panel=panel, parser=partial(count, flag), metavar="INTEGER"
         )
         return Annotated[int | None, parsed]
-    return Annotated[annotation, typer.Option(flag, help=text, rich_help_panel=panel)]
+    known = COMPLETED.get(flag)
+    return Annotated[
+        annotation, typer.Option(flag, help=text, rich_help_panel=panel, autocompletion=known)
+    ]
 
 
 OPTIONS: dict[str, Any] = {
@@ -115,6 +119,8 @@ OPTIONS: dict[str, Any] = {
     "eval_accumulation_steps": _option(int | None, "--eval-accumulation-steps", "Batches after which they leave the GPU.", _SIZE),
     "save_checkpoint": _option(str | None, "--save-checkpoint", "Plan saving one: whole or sharded.", _HOW),
     "resume": _option(bool | None, "--resume/--no-resume", "Plan the start from a checkpoint.", _HOW),
+    "double_quant": _option(bool | None, "--double-quant/--no-double-quant", "QLoRA: the constants are quantised too.", _HOW),
+    "tiled_mlp": _option(bool | None, "--tiled-mlp/--no-tiled-mlp", "Layers run in tiles of tokens.", _HOW),
     "packing": _option(bool | None, "--packing/--no-packing", "Sequences joined without padding.", _HOW),
     "shard": _option(str | None, "--shard", "none, ddp, zero1, zero2, zero3, fsdp or fsdp2.", _SPREAD),
     "reshard_after_forward": _option(str | None, "--reshard-after-forward", "fsdp2: true, false, or over how many ranks.", _SPREAD),
@@ -216,6 +222,15 @@ class Described:
     """The run as it is to be saved."""
 
 
+class NoCardError(UsageError):
+    """A run is described, and no card for it."""
+
+    def __init__(self, run: "RunFile", model: "ModelSpec") -> None:
+        super().__init__("no GPU given", hint="--gpu rtx-4090 or --vram 24GiB")
+        self.run = run
+        self.model = model
+
+
 def with_run_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command every shared flag; it receives them as one dict named `flags`."""
 
@@ -243,7 +258,10 @@ def with_run_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def describe(subject: str, flags: dict[str, Any]) -> Described:
-    """Return the run that a model name, run.yaml or foreign config and the flags describe; flags win."""
+    """Return the run that a model name, run.yaml or foreign config and the flags describe; flags win.
+
+    Raises NoCardError with the run where neither a card nor its memory is named.
+    """
     from planner.importers import import_subject, launch_document, resolve_model
     from planner.importers.typed import typed_model
     from planner.models.hub import find_model
@@ -289,6 +307,8 @@ def describe(subject: str, flags: dict[str, Any]) -> Described:
         if typed.said:
             typer.echo(typed.said, err=True)
             run = run.model_copy(update={"model": model.hub_id or model.name})
+    if run.machine.gpu is None and run.machine.vram is None:
+        raise NoCardError(with_train(run), model)
     machine = machine_of(run.machine)
     run = with_auto_length(run, model, machine, flags)
     return Described(with_train(run), model, machine, imported, run)

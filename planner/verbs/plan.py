@@ -6,16 +6,31 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from planner.verbs.options import Described, Json, describe, print_json, with_run_options
+from planner.verbs.completed import models
+from planner.verbs.options import (
+    Described,
+    Json,
+    NoCardError,
+    describe,
+    print_json,
+    with_run_options,
+)
+from planner.verbs.terminal import show
 
 if TYPE_CHECKING:
     from planner.answers.advise import Advice
     from planner.answers.serving import ServingView
+    from planner.models.spec import ModelSpec
     from planner.plan import Plan
+    from planner.run.recipe import RunFile
 
 _PLAN = "Plan"
 Subject = Annotated[
-    str, typer.Argument(help="Catalogue name, folder, config.json, hub id, or run.yaml.")
+    str,
+    typer.Argument(
+        help="A model's name, folder or hub id, a run.yaml, another tool's config or command, or -.",
+        autocompletion=models,
+    ),
 ]
 
 
@@ -104,7 +119,13 @@ def _plan(
     from planner.verbs.explain import export_text, foreign_extras
     from planner.verbs.outputs import write_outputs
 
-    described = describe(subject, flags)
+    try:
+        described = describe(subject, flags)
+    except NoCardError as error:
+        if any(each is not None for each in (save, export, html, markdown, csv, png, badge)):
+            raise
+        _cards(error.run, error.model, check=check, as_json=as_json)
+        return
     recipe = described.run.recipe
     result = plan(described.model, recipe, described.machine, risk=risk)
     served = serving_view(
@@ -135,19 +156,57 @@ def _plan(
     elif printed:
         pass
     elif as_json:
-        found = {"layouts": [tried.to_dict() for tried in best_layouts]} if whole else {}
+        found: dict[str, Any] = {}
+        if whole:
+            found["layouts"] = [tried.to_dict() for tried in best_layouts]
         found |= {"serving": served.to_dict()} if served else {}
         spent = time.document(timed, amount, price)
         print_json(result.to_dict() | found | extra.document | spent)
     else:
         said = f"\n\n{layout_line(best_layouts)}" if whole else ""
-        typer.echo(f"{text(result, best(), view)}{said}{extra.prose}\n\n{timing()}")
+        show(f"{text(result, best(), view)}{said}{extra.prose}\n\n{timing()}")
     if check and not result.fits:
         if as_json:  # the document above is the whole answer
             raise typer.Exit(DoesNotFitError.exit_code)
         raise DoesNotFitError(
             f"does not fit: {result.why}", hint="`vramwise advise` says what helps"
         )
+
+
+def _cards(run: "RunFile", model: "ModelSpec", *, check: bool, as_json: bool) -> None:
+    """Say which cards take the run as it is: the answer where no card is named."""
+    from planner.answers.cards import RULE, cards_for_run
+    from planner.errors import DoesNotFitError
+    from planner.units import format_bytes
+    from planner.verbs.recommend import cards_table
+
+    asked = run.machine
+    rows = cards_for_run(
+        model, run.recipe, gpus=asked.gpus, nodes=asked.nodes, host_ram=asked.host_ram
+    )
+    fitting = [row for row in rows if row.fits]
+    other = f"`vramwise recommend {model.name}` lists settings that fit smaller ones"
+    if as_json:
+        document = {"schema_version": 1, "model": model.name, "rule": RULE, "fits": bool(fitting)}
+        print_json({**document, "cards": [row.to_dict() for row in rows]})
+    elif fitting:
+        times = f", {asked.gpus} of each," if asked.gpus > 1 else ""
+        show(
+            f"No GPU given: {len(fitting)} of {len(rows)} kinds of cards{times} take this run, {RULE}"
+            f"\n\n{cards_table(fitting[:FEW])}\n\n--gpu NAME plans it on one; {other}"
+        )
+    else:
+        least = min((row.peak_bytes for row in rows), default=0)
+        show(
+            f"No GPU given, and none of {len(rows)} kinds of cards takes this run: it needs at least "
+            f"{format_bytes(least)}; {other}"
+        )
+    if check and not fitting:
+        raise DoesNotFitError("does not fit any card", hint="`vramwise recommend MODEL`")
+
+
+FEW = 20
+"""Cards of a list."""
 
 
 def _levers(described: Described, result: "Plan", served: "ServingView | None") -> "list[Advice]":
@@ -189,7 +248,7 @@ def _compare(
                 *(sizes.get(phase, "-") for phase in phases),
             ]
         )
-    typer.echo(table(["run", "peak", "in", "verdict", *phases], rows))
+    show(table(["run", "peak", "in", "verdict", *phases], rows))
 
 
 def _compared(
@@ -216,7 +275,7 @@ def _advise(subject: Subject, *, flags: dict[str, Any], as_json: Json = False) -
     if as_json:
         print_json(document)
         return
-    typer.echo(
+    show(
         f"{document['verdict'].upper()}: peak {format_bytes(document['peak_bytes'])}, "
         f"capacity {format_bytes(document['capacity_bytes'])}\n"
     )
@@ -230,20 +289,20 @@ def _advise(subject: Subject, *, flags: dict[str, Any], as_json: Json = False) -
         ]
         for change in document["changes"]
     ]
-    typer.echo(table(["change", "saves", "then it", "changes the result", "price"], rows))
+    show(table(["change", "saves", "then it", "changes the result", "price"], rows))
     if document["combination"]:
         names = " + ".join(document["combination"]["changes"])
         peak = format_bytes(document["combination"]["peak_bytes"])
-        typer.echo(f"\nShortest combination that fits: {names} (peak {peak})")
+        show(f"\nShortest combination that fits: {names} (peak {peak})")
     elif not document["fits"]:
-        typer.echo("\nNo combination of up to four of these changes fits.")
+        show("\nNo combination of up to four of these changes fits.")
     if "layouts" in document:
-        typer.echo(f"\n{layout_table(document['layouts'], described.machine.host_ram_bytes)}")
+        show(f"\n{layout_table(document['layouts'], described.machine.host_ram_bytes)}")
     largest = document["largest"]
     rows = [
         [name, f"{largest[name]:,}", f"{largest[name + '_safe']:,}"]
         for name in largest
         if not name.endswith("_safe")
     ]
-    typer.echo("\nLargest that fits, all else as it is:")
-    typer.echo(table(["", "tensors fit", "with allocator slack"], rows))
+    show("\nLargest that fits, all else as it is:")
+    show(table(["", "tensors fit", "with allocator slack"], rows))

@@ -4,7 +4,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from planner.verbs.completed import gpus as gpus_named
+from planner.verbs.completed import models
 from planner.verbs.options import Json, print_json
+from planner.verbs.terminal import show
 
 if TYPE_CHECKING:
     from planner.answers.cards import Card
@@ -19,10 +22,14 @@ def register(app: typer.Typer) -> None:
 
 def _recommend(
     model: Annotated[
-        str | None, typer.Argument(help="For this model list GPUs; without it, models for --gpu.")
+        str | None,
+        typer.Argument(
+            help="For this model list GPUs; without it, models for --gpu.", autocompletion=models
+        ),
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option("--gpu", help='GPU name, or its memory: "16 GB".')
+        str | None,
+        typer.Option("--gpu", help='GPU name, or its memory: "16 GB".', autocompletion=gpus_named),
     ] = None,
     vram: Annotated[str | None, typer.Option("--vram", help="Memory torch sees: 24GiB.")] = None,
     gpus: Annotated[int, typer.Option("--gpus", min=1, help="How many.")] = 1,
@@ -84,7 +91,7 @@ def _print_models(
     from planner.units import format_bytes
 
     if not rows:
-        typer.echo(f"Nothing of the catalogue fits {label} at {least:,} tokens")
+        show(f"Nothing of the catalogue fits {label} at {least:,} tokens")
         return
     layout = ["layout"] if several else []
     cells = []
@@ -101,15 +108,15 @@ def _print_models(
     serves = rows[0].method.startswith("serve")
     headers[3] = "requests" if serves else "batch"
     headers[-2 - several] = "settings at the longest" + ("" if serves else ", batch 1")
-    typer.echo(f"What fits {label}, best first\n")
-    typer.echo(table(headers, cells))
+    show(f"What fits {label}, best first\n")
+    show(table(headers, cells))
     more = f"\n{limit} rows; --limit shows more" if len(rows) == limit else ""
     prices = dict.fromkeys(price for row in rows for price in row.prices)
-    typer.echo(f"{more}\n{RULE}")
+    show(f"{more}\n{RULE}")
     if prices:
-        typer.echo("what was changed leaves the result as it is; its price: " + "; ".join(prices))
+        show("what was changed leaves the result as it is; its price: " + "; ".join(prices))
     first = rows[0].at_least or rows[0]
-    typer.echo(f"the first: vramwise plan {rows[0].model} {first.flags}")
+    show(f"the first: vramwise plan {rows[0].model} {first.flags}")
 
 
 def _gpus_for(
@@ -146,11 +153,11 @@ def _gpus_for(
         return
     times = f"{gpus} x " if gpus > 1 else ""
     if not rows:
-        typer.echo(f"{spec.name} at {context:,} tokens fits {times}no card of the catalogue")
+        show(f"{spec.name} at {context:,} tokens fits {times}no card of the catalogue")
         return
-    typer.echo(f"Cards that take {spec.name} for {task} at {context:,} tokens, {RULE}\n")
-    typer.echo(cards_table(rows))
-    typer.echo(
+    show(f"Cards that take {spec.name} for {task} at {context:,} tokens, {RULE}\n")
+    show(cards_table(rows))
+    show(
         "\nsettings are the least slow that fit, and leave the result as it is; --limit shows more"
     )
 

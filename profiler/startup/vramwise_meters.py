@@ -181,12 +181,7 @@ def static_terms(
     buffers = [b for model in models for b in model.buffers()]
     adapters = [p for n, p in named if "lora_" in n or "modules_to_save" in n]
     weights = [p for n, p in named if not ("lora_" in n or "modules_to_save" in n)]
-    tables: list[Any] = []
-    for _, parameter in named:
-        state = getattr(parameter, "quant_state", None)
-        if state is not None:
-            for holder in (state, getattr(state, "state2", None)):
-                tables += [t for t in vars(holder).values() if _is_tensor(t)] if holder else []
+    tables = [table for model in models for _, table in quantisation_tables(model)]
     terms = {
         "adapters": tensor_bytes(adapters, seen, holds),
         "weights": tensor_bytes(weights + buffers + tables, seen, holds),
@@ -198,6 +193,22 @@ def static_terms(
         tensors = [t for s in states if isinstance(s, dict) for t in s.values() if _is_tensor(t)]
         terms["optimizer"] += tensor_bytes(tensors, seen, holds)
     return {name: size for name, size in terms.items() if size}
+
+
+def quantisation_tables(model: Any) -> list[tuple[str, Any]]:
+    """(module's path, tensor) of every absmax and code table of 4-bit weights.
+
+    They hang off the weight; off the linear alone once FSDP2 has divided the weight.
+    """
+    found: list[tuple[str, Any]] = []
+    for path, module in model.named_modules():
+        owners = [module, *module.parameters(recurse=False)]
+        states = {id(s): s for s in (getattr(o, "quant_state", None) for o in owners) if s}
+        for state in states.values():
+            for holder in (state, getattr(state, "state2", None)):
+                if holder is not None:
+                    found += [(path, t) for t in vars(holder).values() if _is_tensor(t)]
+    return found
 
 
 def _is_tensor(value: Any) -> bool:

@@ -9,6 +9,7 @@ from streamlit.testing.v1 import AppTest
 
 import app.runs
 import planner.models.hub_remote
+from app import details
 from app.knobs import KNOBS, Kind, Knob, applies
 from app.runs import DEFAULTS, run_of
 from planner.errors import VramwiseError
@@ -19,8 +20,11 @@ from planner.units import format_bytes
 MAIN = Path(app.runs.__file__).with_name("main.py")
 
 
-def start(**parameters: str) -> AppTest:
+def start(*, tab: str = "", export: str = "", **parameters: str) -> AppTest:
     at = AppTest.from_file(str(MAIN), default_timeout=60)
+    for key, chosen in (("part", tab), ("export", export)):
+        if chosen:
+            at.session_state[key] = chosen
     for name, value in parameters.items():
         at.query_params[name] = value
     at.run()
@@ -68,10 +72,12 @@ def other_value(knob: Knob) -> Any:
     """Return a value that is neither the default nor a framework's."""
     if knob.key == "task":
         return "sft"
+    if knob.key == "algorithm":
+        return "dapo"
     if knob.kind in (Kind.CHOICE, Kind.SWITCH):
         return next(value for value in reversed(knob.options) if value != knob.default)
     if knob.kind is Kind.TEXT:
-        return {"targets": "attention", "saved_modules": "lm_head", "algorithm": "dapo"}[knob.key]
+        return {"targets": "attention", "saved_modules": "lm_head"}[knob.key]
     if knob.kind is Kind.NUMBER:
         return 0.5
     return {"context": 3000, "prompt": 700, "kv_bytes": 2**30, "keep_layers": 3, "sleep": 1}.get(
@@ -135,24 +141,24 @@ def test_plain_gib_instead_of_a_gpu() -> None:
 
 def test_levers_are_the_planners_and_one_click_makes_it_fit() -> None:
     at = start(framework="trl", method="lora", model="llama-3.1-8b", context="4096", batch="8")
-    assert "Does not fit" in at.subheader[0].value
+    assert "Does not fit" in at.header[0].value
     before = metric(at, "Peak")
     at.button(key="lever_0").click().run()
     assert metric(at, "Peak") != before
     at.get_by_key("model").set_value("qwen2.5-3b").run()
     for _ in range(3):
-        if "Does not fit" not in at.subheader[0].value:
+        if "Does not fit" not in at.header[0].value:
             break
         at.button(key="make_it_fit").click().run()
         assert not at.exception
-    assert "Does not fit" not in at.subheader[0].value
+    assert "Does not fit" not in at.header[0].value
 
 
 @pytest.mark.parametrize("key", ["context", "batch", "generations", "rank"])
 def test_the_largest_that_fits_can_be_used_and_fits(key: str) -> None:
-    at = start(model="qwen2.5-3b")
+    at = start(model="qwen2.5-3b", tab=details.LARGEST)
     at.button(key=f"use_{key}").click().run()
-    assert "Fits" in at.subheader[0].value
+    assert "Fits" in at.header[0].value
     assert f"Use {at.session_state[key]:,}" == at.button(key=f"use_{key}").label
 
 
@@ -213,12 +219,13 @@ def test_a_link_restores_every_setting() -> None:
     }
     chosen |= {"optimizer": "lion", "beta": 0.25, "packing": "yes", "targets": "q_proj, v_proj"}
     at = with_more_open()
+    at.session_state["part"], at.session_state["export"] = details.TAKE, "Link"
     for key, value in chosen.items():
         at.get_by_key(key).set_value(value)
     at.run()
     link = shown_link(at)
     query = dict(parse_qsl(urlsplit(link).query))
-    again = start(**query)
+    again = start(tab=details.TAKE, export="Link", **query)
     assert metric(again, "Peak") == metric(at, "Peak") == format_bytes(planned(**chosen).peak_bytes)
     assert shown_link(again) == link
     assert not again.warning
@@ -233,18 +240,20 @@ def test_more_settings_are_made_when_they_are_looked_at_or_set() -> None:
 
 
 def test_other_tools_and_train_settings() -> None:
-    at = start()
+    at = start(tab=details.TAKE)
     at.get_by_key("dataset").set_value("gsm8k").run()
     at.get_by_key("steps").set_value(7).run()
     assert "name: gsm8k" in at.code[0].value
     assert "steps: 7" in at.code[0].value
+    at.session_state["export"] = "Other tools"
+    at.run()
     for tool in at.get_by_key("tool").options:
         at.get_by_key("tool").set_value(tool).run()
         assert not at.exception
 
 
 def test_every_chart_has_a_text_alternative() -> None:
-    at = start()
+    at = start(tab=details.CURVE)
     charts = at.get("vega_lite_chart")
     assert len(charts) == 2
     assert all(chart.proto.alt for chart in charts)

@@ -113,7 +113,12 @@ def test_hostile_and_impossible_links_show_the_page(parameters: dict[str, str]) 
 
 
 def test_a_forged_host_stays_text() -> None:
-    scope = {"type": "http", "headers": [(b"host", b'a"><script>x')], "scheme": "javascript", "path": "/"}
+    scope = {
+        "type": "http",
+        "headers": [(b"host", b'a"><script>x')],
+        "scheme": "javascript",
+        "path": "/",
+    }
     html = with_preview(web.index_html(), Preview("t", "d", "p"), base=web.base_of(Request(scope)), address="a")  # fmt: skip
     assert '"><script>x' not in html
     assert tags(html)["og:image"].startswith("http://")

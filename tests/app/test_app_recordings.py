@@ -127,8 +127,8 @@ def test_planned_of_a_run_file_stands_beside_measured() -> None:
     at.file_uploader(key="planned_file").upload("run.yaml", text)
     at.run()
     assert not at.exception
-    assert "Alive" not in at.subheader[0].value
-    assert any("planned beside measured" in item.value for item in at.subheader)
+    assert "Alive" not in at.header[0].value
+    assert any("planned beside measured" in item.value for item in at.header)
     bad = opened("recording.json", as_json(recording()))
     bad.segmented_control(key="compare_with").set_value("a run.yaml").run()
     bad.file_uploader(key="planned_file").upload("run.yaml", b"model: /etc/passwd\n")

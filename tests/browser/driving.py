@@ -1,5 +1,6 @@
 """Starts the app and a headless Chromium: for the browser tests and for the pictures."""
 
+import os
 import shutil
 import socket
 import subprocess
@@ -22,6 +23,9 @@ ARGUMENTS = (
     "--disable-sync",
 )
 START_S = 60
+WORKERS = "1"
+"""Beside the one for long jobs: what a machine of two cores gets."""
+SETTLE_MS = 180_000
 QUIET_MS = 400
 """A page is settled when its script has ended and nothing moved for this long."""
 
@@ -35,16 +39,19 @@ def chromium() -> str | None:
 
 
 @contextmanager
-def running_app() -> Iterator[str]:
-    """Run the app on a free port of 127.0.0.1; yield its address."""
+def running_app(*, warm: str = "0", seen: list[int] | None = None) -> Iterator[str]:
+    """Run the app on a free port of 127.0.0.1; yield its address. `seen` takes its process id."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "app", "--port", str(port), "--headless"]
     process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "VRAMWISE_APP_WORKERS": WORKERS, "VRAMWISE_APP_WARM": warm},
+    )  # fmt: skip
     address = f"http://127.0.0.1:{port}"
+    if seen is not None:
+        seen.append(process.pid)
     try:
         _wait_until_up(address, process)
         yield address
@@ -79,12 +86,12 @@ def open_browser() -> Iterator[Any]:
 
 def settle(page: Any) -> None:
     """Wait until the page's script has ended and its elements are drawn."""
-    page.wait_for_selector("h1", timeout=60_000)
+    page.wait_for_selector("h1", timeout=SETTLE_MS)
     quiet = """() => document.querySelector('[data-testid="stApp"]')
         ?.getAttribute('data-test-script-state') === 'notRunning'
         && !document.querySelector('[data-testid="stSkeleton"], [data-stale="true"]')"""
     for _ in range(2):
-        page.wait_for_function(quiet, timeout=60_000)
+        page.wait_for_function(quiet, timeout=SETTLE_MS)
         page.wait_for_timeout(QUIET_MS)
 
 

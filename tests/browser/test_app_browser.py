@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.browser.axe import violations
 from tests.browser.driving import chromium, go, open_browser, running_app, settle
 from trainer.config import read_run
 
@@ -15,7 +17,7 @@ pytestmark = [
     pytest.mark.xdist_group("browser"),
     pytest.mark.skipif(chromium() is None, reason="no Chromium is installed"),
 ]
-PAGES = ("", "recommend", "compare", "recording", "explain", "accuracy")
+PAGES = ("", "serve", "recommend", "compare", "recording", "explain", "accuracy")
 PHONE = {"width": 390, "height": 844}
 DESKTOP = {"width": 1360, "height": 1000}
 DOES_NOT_FIT = "?model=llama-3.1-8b&framework=trl&method=lora&context=4096&batch=8"
@@ -47,7 +49,7 @@ def page(browser: Any) -> Iterator[Any]:
 
 
 def verdict(page: Any) -> str:
-    text = page.locator(".st-key-verdict h3").inner_text()
+    text = page.locator(".st-key-verdict h2").inner_text()
     return next(word for word in ("Does not fit", "Tight", "Fits") if word in text)
 
 
@@ -73,6 +75,7 @@ def test_levers_until_it_fits_then_the_link_restores_it(
         settle(page)
     assert "Does not fit" not in verdict(page)
     assert "batch=8" not in page.url  # the browser's address follows the levers
+    page.get_by_role("tab", name="Take it away").click()
     page.get_by_role("tab", name="Link").click()
     link = page.locator('[data-testid="stCode"]', has_text=address).last.inner_text().strip()
     other = browser.new_context(viewport=DESKTOP).new_page()
@@ -91,9 +94,7 @@ def test_a_laptop_owner_leaves_with_a_run_file_the_trainer_takes(
     settle(page)
     box = page.get_by_role("combobox", name=re.compile("GPU"))
     box.first.click()
-    # Streamlit 1.67 begins anew when the text so far is the value shown: of "rtx-4090-laptop" only
-    # "-laptop" would be looked for while rtx-4090 is chosen
-    box.first.press_sequentially("4090-laptop")
+    box.first.press_sequentially("rtx-4090-laptop")  # while rtx-4090 is chosen
     page.keyboard.press("Enter")
     page.get_by_text("NVIDIA GeForce RTX 4090 Laptop GPU").wait_for()
     settle(page)
@@ -102,6 +103,7 @@ def test_a_laptop_owner_leaves_with_a_run_file_the_trainer_takes(
     settle(page)
     assert verdict(page) == "Fits"
     assert "gpu=rtx-4090-laptop" in page.url
+    page.get_by_role("tab", name="Take it away").click()
     with page.expect_download() as download:
         page.locator(".st-key-download button").click()
     file = tmp_path / download.value.suggested_filename
@@ -131,58 +133,112 @@ def test_a_point_of_the_scatter_shows_its_row(page: Any, address: str) -> None:
     assert "measured" in page.locator(".st-key-chosen_row").inner_text()
 
 
-def test_a_button_works_by_keyboard(page: Any, address: str) -> None:
-    go(page, f"{address}/{DOES_NOT_FIT}&gpu=h100-sxm")
-    before = peak(page)
-    page.locator(".st-key-lever_0 button").first.focus()
-    page.keyboard.press("Enter")
-    page.wait_for_function(
-        "before => document.querySelector('.st-key-verdict [data-testid=stMetricValue]')"
-        "?.innerText !== before",
-        arg=before,
-    )
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_no_page_asks_another_host_or_fails_in_the_browser(
-    page: Any, address: str, name: str
-) -> None:
-    asked: list[str] = []
-    problems: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
-    page.on("pageerror", lambda error: problems.append(str(error)))
-    go(page, f"{address}/{name}")
-    outside = [
-        u
-        for u in asked
-        if not u.startswith((address, address.replace("http", "ws"), "data:", "blob:"))
-    ]
-    assert outside == []
-    assert problems == []
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_no_page_scrolls_sideways_on_a_phone(browser: Any, address: str, name: str) -> None:
-    context = browser.new_context(viewport=PHONE, has_touch=True, is_mobile=True)
-    phone = context.new_page()
-    go(phone, f"{address}/{name}")
-    wide = phone.evaluate("document.documentElement.scrollWidth")
-    assert wide <= PHONE["width"]
-    context.close()
-
-
 @pytest.mark.parametrize(
     ("scheme", "paper"), [("light", "rgb(255, 255, 255)"), ("dark", "rgb(16, 20, 27)")]
 )
-def test_the_theme_follows_the_reader(browser: Any, address: str, scheme: str, paper: str) -> None:
+def test_every_page_is_for_every_reader_and_asks_no_other_host(
+    browser: Any, address: str, scheme: str, paper: str
+) -> None:
     context = browser.new_context(viewport=DESKTOP, color_scheme=scheme)
     shown = context.new_page()
-    go(shown, f"{address}/")
+    asked: list[str] = []
+    problems: list[str] = []
+    shown.on("request", lambda request: asked.append(request.url))
+    shown.on("pageerror", lambda error: problems.append(str(error)))
+    titles = []
+    for name in (*PAGES, DOES_NOT_FIT, "compare?compare=510.8+GB+to+54.3+GB"):
+        go(shown, f"{address}/{name}")
+        titles.append(shown.title())
+        assert violations(shown) == [], name
+        levels = shown.eval_on_selector_all("h1, h2, h3", "all => all.map(h => +h.tagName[1])")
+        assert levels[0] == 1
+        assert all(after <= before + 1 for before, after in pairwise(levels)), name
     colour = shown.evaluate(
         "getComputedStyle(document.querySelector('[data-testid=stApp]')).backgroundColor"
     )
     assert colour == paper
+    own = (address, address.replace("http", "ws"), "data:", "blob:")
+    assert [url for url in asked if not url.startswith(own)] == []
+    assert problems == []
+    assert len(set(titles)) == len(PAGES)
     context.close()
+
+
+def test_a_phone_scrolls_down_less_than_three_screens_and_never_sideways(
+    browser: Any, address: str
+) -> None:
+    context = browser.new_context(viewport=PHONE, has_touch=True, is_mobile=True)
+    phone = context.new_page()
+    for name in PAGES:
+        go(phone, f"{address}/{name}")
+        assert phone.evaluate("document.documentElement.scrollWidth") <= PHONE["width"], name
+        if name == "":
+            tall = phone.evaluate("document.querySelector('[data-testid=stMain]').scrollHeight")
+            assert tall <= 3 * PHONE["height"]
+    context.close()
+
+
+def test_a_reader_without_a_mouse_hears_the_verdict_and_reaches_the_figures(
+    page: Any, address: str
+) -> None:
+    go(page, f"{address}/{DOES_NOT_FIT}&gpu=h100-sxm")
+    said = page.locator("[role=status][aria-live=polite]")
+    before = said.text_content()
+    assert "The peak is in" in before
+    said.evaluate("region => { region.dataset.kept = 'yes' }")
+    page.locator(".st-key-lever_0 button").first.focus()
+    page.keyboard.press("Enter")
+    page.wait_for_function(
+        "before => document.querySelector('[role=status][aria-live=polite]')?.textContent !== before",
+        arg=before,
+    )
+    assert (
+        said.get_attribute("data-kept") == "yes"
+    )  # the same region: what changes in it is read out
+    settle(page)
+    opener = page.locator(".st-key-phase_chart_figures summary")
+    opener.focus()
+    page.keyboard.press("Enter")
+    page.locator('.st-key-phase_chart_figures [data-testid="stDataFrame"]').wait_for()
+
+
+def test_eight_gpus_and_no_layout_are_divided_by_one_click(page: Any, address: str) -> None:
+    go(page, f"{address}/?model=llama-3.1-8b&gpu=h100-sxm&gpus=8&task=sft&method=full&context=4096")
+    page.get_by_text("a whole copy on each of them").wait_for()
+    page.locator(".st-key-best_layout button").click()
+    page.wait_for_url("**sharding=**")
+    settle(page)
+    assert verdict(page) == "Fits"
+    assert "gpu=h100-sxm" in page.url
+    assert "gpus=8" in page.url
+
+
+def test_a_powershell_log_is_explained_beside_a_config_that_cannot_be_read(
+    page: Any, address: str
+) -> None:
+    log = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 15.66 GiB. GPU 0 has a total capacity of 79.10 GiB of which 9.06 GiB is free."
+    go(page, f"{address}/explain")
+    for key, name, content in (
+        ("explain_config", "config.yml", b"\x00\x01\x02"),
+        ("explain_log", "run.log", log.encode("utf-16")),
+    ):
+        page.locator(f".st-key-{key} input[type=file]").set_input_files(
+            {"name": name, "mimeType": "text/plain", "buffer": content}
+        )
+    page.get_by_text("Read without the config").wait_for()
+    page.locator('[data-testid="stCode"]', has_text="15.66 GiB").first.wait_for()
+
+
+def test_two_tabs_are_two_runs_and_a_reload_keeps_each(page: Any, address: str) -> None:
+    other = page.context.new_page()
+    go(page, f"{address}/?context=4096&gpu=rtx-3090")
+    go(other, f"{address}/?context=1024")
+    assert peak(page) != peak(other)
+    before = peak(page), peak(other)
+    page.reload()
+    settle(page)
+    assert (peak(page), peak(other)) == before
+    assert "gpu=rtx-3090" in page.url
 
 
 def test_a_hostile_link_leaves_a_notice_and_a_clean_address(page: Any, address: str) -> None:

@@ -1,6 +1,8 @@
 """Advice: single changes, the shortest combination, and limits exact to one."""
 
-from planner.answers.advise import advise, apply, changes, combination, levers, limits
+import pytest
+
+from planner.answers.advise import advise, apply, changes, combination, levers, limits, usefulness
 from planner.machines.machine import Machine, make_machine
 from planner.models.catalogue import catalogue_model
 from planner.plan import plan
@@ -8,6 +10,7 @@ from planner.run.recipe import Checkpointing, Recipe
 from planner.run.runfile import make_recipe
 
 MODEL = catalogue_model("llama-3.2-1b")
+MODEL_8B = catalogue_model("llama-3.1-8b")
 
 
 def recipe(**fields: object) -> Recipe:
@@ -23,7 +26,8 @@ def test_every_lever_saves_what_it_says() -> None:
     base = plan(MODEL, run, machine)
     found = levers(MODEL, run, machine, base)
     assert len(found) >= 5
-    assert [a.saved_bytes for a in found] == sorted((a.saved_bytes for a in found), reverse=True)
+    order = [(usefulness(a, base), -a.saved_bytes) for a in found]
+    assert order == sorted(order)
     for advice in found:
         again = plan(MODEL, apply(run, advice.change), machine)
         assert base.peak_bytes - again.peak_bytes == advice.saved_bytes > 0
@@ -94,3 +98,52 @@ def test_host_ram_counts() -> None:
     assert roomy.fits
     assert not tight.fits
     assert "host RAM" in tight.why
+
+
+def test_what_keeps_the_result_is_told_before_what_changes_it() -> None:
+    machine, model = make_machine("h100-sxm", gpus=8), catalogue_model("llama-3.1-70b")
+    run = make_recipe(method="full", framework="vramwise", context=2048)
+    names = [a.change.name for a in levers(model, run, machine, plan(model, run, machine))]
+    assert names[:2] == ["sharding=fsdp2", "optimizer_offload"]
+    small = make_machine("4070 laptop")
+    run = make_recipe(method="lora", context=2048)
+    found = levers(MODEL_8B, run, small, plan(MODEL_8B, run, small))
+    assert found[0].change.name == "method=qlora"  # nothing else is near to enough
+
+
+def test_no_card_is_told_to_do_what_it_cannot() -> None:
+    machine = make_machine("m4 max 64gb")
+    run = make_recipe(method="lora", checkpointing="none", context=8192)
+    found = levers(MODEL_8B, run, machine, plan(MODEL_8B, run, machine))
+    names = [advice.change.name for advice in found]
+    assert "checkpointing=full" in names
+    assert not [name for name in names if "8bit" in name or "offload" in name or "vllm" in name]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "fields", "said"),
+    [
+        ("t4", {}, "no bf16 units (this trainer refuses it)"),
+        ("v100 16gb", {"task": "serve", "framework": "vllm"}, "vLLM refuses it"),
+        ("m4 max 64gb", {"optimizer": "adamw-8bit"}, "no optimizers on MPS"),
+        ("m4 max 64gb", {"task": "serve", "framework": "vllm"}, "no build for Apple"),
+        ("strix halo", {"optimizer_offload": True}, "nothing is saved"),
+    ],
+)
+def test_a_plan_says_what_its_card_cannot_do(
+    gpu: str, fields: dict[str, object], said: str
+) -> None:
+    machine = make_machine(gpu)
+    notes = plan(MODEL, make_recipe(**fields), machine).assumptions
+    assert any(said in note for note in notes), notes
+    half = make_recipe(dtype="fp16", lora={"dtype": "fp16"})
+    assert not any("bf16 units" in note for note in plan(MODEL, half, machine).assumptions)
+
+
+def test_a_server_has_no_largest_batch() -> None:
+    machine = make_machine("rtx-4090")
+    run = make_recipe(task="serve", framework="vllm")
+    assert set(limits(MODEL, run, machine, plan(MODEL, run, machine))) == {
+        "context",
+        "context_safe",
+    }

@@ -94,7 +94,7 @@ def test_save_writes_a_run_that_plans_the_same(
     [
         (["plan", "llama-3.1-8b", "--gpu", "h1000"], "unknown gpu"),
         (["plan", "lama-3.1-8b", "--gpu", "h100"], "llama-3.1-8b"),
-        (["plan", "llama-3.1-8b"], "no GPU given"),
+        (["advise", "llama-3.1-8b"], "no GPU given"),
         (["plan", "llama-3.1-8b", "--gpu", "h100-sxm", "--batch-size", "-1"], "micro_batch_size"),
         (["plan", "llama-3.1-8b", "--gpu", "h100-sxm", "--context", "0"], "context"),
         (["plan", "llama-3.1-8b", "--gpu", "h100-sxm", "--task", "sing"], "task"),

@@ -1,6 +1,7 @@
 """Time and money: counts worked out by hand, laws of the roofline, prices, and what `plan` prints."""
 
 import json
+from statistics import median
 
 import pytest
 from typer.testing import CliRunner
@@ -21,7 +22,7 @@ from planner.speed.cards import card_speed
 from planner.speed.cost import Amount, cost_of, listed_prices, parse_price
 from planner.speed.engine import engine
 from planner.speed.parameters import document, parameters
-from planner.speed.roofline import LAUNCHES, rates, seconds
+from planner.speed.roofline import LAUNCHES, SHEET_SHARE, rates, seconds
 from planner.speed.work import Pass, attention_flops, layer_products, training_work
 
 LLAMA = "llama-3.1-8b"
@@ -98,7 +99,7 @@ def test_few_rows_are_bound_by_launches_and_never_reach_the_peak():
 def test_decoding_reads_weights_once_and_every_sequence_its_cache():
     found = plan(
         catalogue_model(LLAMA),
-        Recipe(task="serve", framework="vllm", context=4096, micro_batch_size=8),
+        Recipe(task="serve", framework="vllm==0.11", context=4096, micro_batch_size=8),
         make_machine("h100"),
     )
     p = parameters()
@@ -109,6 +110,11 @@ def test_decoding_reads_weights_once_and_every_sequence_its_cache():
     computing = 2 * (8_030_261_248 - 128_256 * 4096) / made_engine.products()
     assert two - one == pytest.approx(sequence + computing, rel=1e-6)
     assert one > (8_030_261_248 - 128_256 * 4096) * 2 / 3350e9
+    newest = plan(found.spec, found.asked.model_copy(update={"framework": "vllm"}), found.machine)
+    ahead = engine(newest.spec, newest.resolved, card_speed("h100-sxm"), p).decode(1, 2000).seconds
+    assert one - ahead == pytest.approx(
+        p.engine_step_s + p.sequence_s
+    )  # hidden behind the device's
 
 
 def test_a_batch_shrinks_as_its_sequences_end():
@@ -230,10 +236,12 @@ def test_plan_prints_time_and_money(tmp_path):
     assert "tokens/s" in shown.output
     assert "$" in shown.output
     assert "kWh" in shown.output
+    assert "every sample is 2,048 tokens long" in shown.output
     document = json.loads(
         run("--gpu", "h100", "--context", "2048", "--lengths", str(lengths), "--json").stdout
     )
     time, cost = document["time"], document["cost"]
+    assert any("tokens on average" in note for note in time["assumptions"])
     assert {each["bound_by"] for each in time["phases"]} <= {
         "compute", "bandwidth", "link", "launches", "host",
     }  # fmt: skip
@@ -291,3 +299,71 @@ def test_rows_of_speed_are_scored_like_any_file(tmp_path):
     assert set(rows) == {"T0156", "T0599"}
     assert {each["quantity"] for each in rows.values()} == {"step_seconds"}
     assert abs(rows["T0156"]["error"]) < 0.35
+
+
+def test_the_sheets_share_is_that_of_the_measured_cards():
+    found = []
+    for gpu in gpu_catalogue().values():
+        card, dtype = card_speed(gpu.id), "bf16" if gpu.bf16_native else "fp16"
+        if card and dtype in card.measured and card.peaks.get(dtype):
+            found.append(card.measured[dtype] / card.peaks[dtype])
+    assert len(found) > 20
+    assert median(found) == pytest.approx(SHEET_SHARE, abs=0.05)
+
+
+def test_transformers_go_over_the_cache_as_often_as_they_copy_it():
+    recipe = {"task": "serve", "context": 4096, "framework": "hf-trainer"}
+    found = plan(
+        catalogue_model(LLAMA),
+        Recipe(**recipe, engine={"kind": "transformers"}),
+        make_machine("h100"),
+    )
+    work = engine(found.spec, found.resolved, card_speed("h100-sxm"), parameters()).work
+    # joined (2), 4 copies for 8 key heads (1 + 4), read by 32 blocks of about 100 multiprocessors
+    assert work.passes(1) == pytest.approx(2 + 5 + 4 * 100 / 32)
+    assert work.passes(64) == pytest.approx(2 + 5 + 4)
+    vllm = made_vllm()
+    assert (
+        engine(vllm.spec, vllm.resolved, card_speed("h100-sxm"), parameters()).work.passes(1) == 1
+    )
+
+
+def test_bitsandbytes_is_unpacked_for_several_rows_only():
+    found = plan(
+        catalogue_model(LLAMA),
+        Recipe(task="serve", framework="vllm", quantization="nf4", context=4096),
+        make_machine("rtx-4090"),
+    )
+    p = parameters()
+    made_engine = engine(found.spec, found.resolved, card_speed("rtx-4090"), p)
+    gained = made_engine.decode(2, 100).seconds - made_engine.decode(1, 100).seconds
+    assert gained > made_engine.work.unpacked / (82.6e12 * p.unpack) > 0
+
+
+def made_vllm():
+    recipe = Recipe(task="serve", framework="vllm", context=4096, micro_batch_size=8)
+    return plan(catalogue_model(LLAMA), recipe, make_machine("h100"))
+
+
+def test_gathered_units_are_waited_for_and_other_traffic_is_hidden():
+    alone, several = (
+        made(gpu="h100", gpus=gpus, framework="torchtitan", method="full", sharding=shard)
+        for gpus, shard in ((1, "none"), (8, "fsdp2"))
+    )
+    names = {each.name: each for each in several.time.phases}
+    assert "communication" not in {each.name for each in alone.time.phases}
+    # a unit a layer, forward and backward; 16 GB over NVLink are behind two seconds of products
+    assert names["communication"].seconds == pytest.approx(2 * 32 * parameters().unit_s)
+    assert names["communication"].bound_by == "link"
+
+
+def test_rows_with_estimated_lengths_decide_no_parameter():
+    rows = {row.id: row for row in read(data_dir() / "speed" / "throughput.csv")}
+    assert sample_of(rows["T0156"]).decides
+    assert not sample_of(rows["T0244"]).decides
+
+
+def test_what_a_step_computes_beside_the_model_is_said_to_be_left_out():
+    ppo = made(gpu="h100", task="ppo", framework="trl", context=1024)
+    assert any("the value model's own passes" in note for note in ppo.time.notes)
+    assert not made().time.notes

@@ -48,10 +48,14 @@ def agree(setting, found):
     assert max(measured.values()) == pytest.approx(max(planned.values()), rel=0.01), setting
     assert {"load", "forward", "loss", "backward", "step"} <= set(measured)
     assert ("rollout" in measured) == (setting["task"] == "grpo")
-    for phase, size in measured.items():
-        assert size == pytest.approx(planned[phase], rel=0.03), (setting, phase)
+    # five tables of each 4-bit weight are followed in blocks of 512 B; of so small a model that shows
+    blocks = 21 * 5 * 512 if setting.get("method") == "qlora" else 0
+    for phase in measured.keys() & planned.keys():
+        near = pytest.approx(planned[phase], rel=0.03, abs=blocks)
+        assert measured[phase] == near, (setting, phase)
     assert "rank 0 of 2 (all alike)" in said
-    assert "not read" not in said, "what the trainer settles is no field of the file"
+    assert "lora.dtype" not in said, "the trainer settles it: no field of the file"
+    assert "router_loss" not in said
 
 
 def test_step_zero_is_as_planned_on_two_ranks(step_zeros):

@@ -133,8 +133,10 @@ def test_grpo_learns_the_same(grpo_document, tmp_path):
     cases = [(grpo_document(train=train, **recipe), str(tmp_path)) for train, recipe in settings]
     flat, cut = 0, []
     for each, (alone, ranks) in zip(settings, both(grpo_run, cases, 3), strict=True):
+        # steps of Adam by gradients near 0 make more of their last bits
+        near = 3e-5 if each[1].get("method") == "qlora" else 1e-6
         for metrics, weights in ranks:
-            assert apart(alone[1], weights) < 1e-6, each
+            assert apart(alone[1], weights) < near, each
             for one, other in zip(alone[0], metrics, strict=True):
                 assert one.keys() == other.keys()
                 for name in ("loss", "reward", "reward_std", "grad_norm", "kl", "train_tokens"):
