@@ -9,7 +9,7 @@ COPY trainer ./trainer
 COPY app ./app
 COPY data ./data
 RUN pip install -c constraints.txt ".[app]"
-RUN rm -rf planner profiler trainer app data && python -m compileall -q -j 0 "$(python -c 'import planner; print(planner.__path__[0])')"
+RUN rm -rf planner profiler trainer app data
 USER 1000
 EXPOSE 8501
 HEALTHCHECK --start-period=30s CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8501/_stcore/health')"]

@@ -14,6 +14,7 @@ from app.jobs import Lever, Mended
 from app.runs import Run
 from planner.answers.layouts import Tried
 from planner.answers.recommend import Recommendation
+from planner.answers.serving import ServingView
 from planner.plan import Plan
 
 MAX_SHARED = 1000
@@ -63,6 +64,12 @@ def mended(run: Run) -> Mended | None:
 def limits(run: Run) -> dict[str, int]:
     """Return the largest context, batch, generations and rank of a run."""
     found: dict[str, int] = ask(jobs.limits, run, kind=workers.LONG)
+    return found
+
+
+def served(run: Run, shared_prefix: int) -> ServingView | None:
+    """Return a server's view of its plan."""
+    found: ServingView | None = ask(jobs.served, run, shared_prefix)
     return found
 
 

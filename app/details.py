@@ -38,9 +38,7 @@ def show(run: Run, result: Plan) -> None:
             _curve(run, result)
     if take.open:
         with take:
-            _exports(run)
-            private = st.session_state.get(inputs.UPLOADED) is not None
-            sharing.show(run, result, inputs.values(), private=private)
+            _exports(run, result)
 
 
 def _peak_table(result: Plan) -> None:
@@ -119,11 +117,10 @@ def _curve(run: Run, result: Plan) -> None:
     )
 
 
-def _exports(run: Run) -> None:
+def _exports(run: Run, result: Plan) -> None:
     """Show run.yaml, the command line, other tools' settings and the link."""
-    yaml, command, tool, link = st.tabs(
-        ["run.yaml", "Command line", "Other tools", "Link"], key="export", on_change="rerun"
-    )
+    names = ["run.yaml", "Command line", "Other tools", "Link", "Files and badge"]
+    yaml, command, tool, link, files = st.tabs(names, key="export", on_change="rerun")
     if yaml.open:
         with yaml:
             _yaml(run)
@@ -142,6 +139,9 @@ def _exports(run: Run) -> None:
             st.code(links.link(base, inputs.values()), language=None, wrap_lines=True)
             if st.session_state.get(inputs.UPLOADED) is not None:
                 st.caption("Your uploaded model is not in the link: nothing you upload is kept.")
+    if files.open:
+        with files:
+            sharing.show(run, result, inputs.values())
 
 
 def _yaml(run: Run) -> None:

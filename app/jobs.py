@@ -11,6 +11,7 @@ from planner.accuracy.stored import stored_predictor
 from planner.answers import advise
 from planner.answers.changes import Change
 from planner.answers.layouts import Tried, layouts
+from planner.answers.serving import ServingView, serving_view
 from planner.errors import VramwiseError
 from planner.plan import Plan, plan
 from planner.run.framework import pick
@@ -89,6 +90,13 @@ def layouts_of(sent: Sent, fitting: int) -> list[Tried]:
             if tried.plan is not None:
                 _replayed(tried.plan)
         return found
+
+
+def served(sent: Sent, shared_prefix: int) -> ServingView | None:
+    """Return a server's view of its plan."""
+    with _received(sent) as run:
+        base = plan(run.model, run.recipe, run.machine)
+        return serving_view(run.model, run.recipe, run.machine, base, shared_prefix=shared_prefix)
 
 
 def curve(sent: Sent) -> dict[str, list[tuple[int, int]]]:

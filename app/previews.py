@@ -10,11 +10,11 @@ from functools import lru_cache
 from html import escape
 from urllib.parse import urlencode
 
-from app import links, runs
+from app import cached, links, runs
 from app.runs import Run
 from planner.answers.smallest import smallest_gb
 from planner.errors import VramwiseError
-from planner.plan import Plan, plan
+from planner.plan import Plan
 from planner.report.page import page
 from planner.report.picture import HEIGHT, WIDTH, sentence, title
 from planner.report.png import picture_png
@@ -65,7 +65,7 @@ def key_of(path: str, parameters: Mapping[str, str]) -> Key:
 def planned(key: Key) -> tuple[Run, Plan]:
     """Return the run that a link describes, planned; raises VramwiseError when it cannot be."""
     run = runs.run_of(links.read_link(dict(key)))
-    return run, plan(run.model, run.recipe, run.machine)
+    return run, cached.plan_of(run)
 
 
 def preview(path: str, parameters: Mapping[str, str]) -> Preview:

@@ -35,6 +35,8 @@ OPTIONS: dict[str, str | int] = {
     **{f"theme.dark.{name}": value for name, value in DARK.items()},
 }
 """Streamlit settings of the app. `config_toml` is the same for who starts Streamlit without us."""
+EVERYWHERE = ("0.0.0.0", "::")
+"""Addresses for which Streamlit would ask another host what ours is called, unless somebody says."""
 
 
 def config_toml() -> str:
@@ -60,6 +62,7 @@ def serve(*, port: int, address: str, headless: bool) -> int:
         f"--server.port={port}",
         f"--server.address={address}",
         f"--server.headless={'true' if headless else 'false'}",
+        *(["--browser.serverAddress=localhost"] if address in EVERYWHERE else []),
         *(f"--{name}={value}" for name, value in OPTIONS.items()),
     ]
     if os.name == "posix":  # one process: whoever stops us stops the server

@@ -5,7 +5,7 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from app import inputs, knobs, runs, sidebar
+from app import inputs, knobs, live, runs, sidebar
 from app.inputs import state
 from app.runs import Run
 from app.words import escape, section
@@ -14,6 +14,7 @@ from planner.answers.serving_changes import Rescue
 from planner.exporters import export_run
 from planner.plan import Plan
 from planner.report.serving import headline
+from planner.run.framework import pick
 from planner.run.recipe import MAX_TOKENS
 from planner.units import format_bytes
 
@@ -44,10 +45,27 @@ def settings() -> None:
     """Show what a server is set by."""
     sidebar.model_widget()
     sidebar.machine_widgets()
+    usual = defaults()
     for first in range(0, len(KNOBS), 2):
         for column, key in zip(st.columns(2), KNOBS[first : first + 2], strict=False):
             with column:
-                sidebar.knob(key, {})
+                sidebar.knob(key, usual)
+
+
+def defaults() -> dict[str, Any]:
+    """Return what vLLM does by itself, by recipe path: it stands in grey where nothing is chosen."""
+    law = pick(FIXED["framework"]).engine
+    return {
+        "engine.gpu_memory_utilization": f"{law.utilization:g}",
+        "engine.kv_dtype": "as the weights",
+        "quantization": "the checkpoint's",
+        "engine.cuda_graphs": True,
+        "engine.max_num_seqs": "by the card",
+        "engine.max_num_batched_tokens": "by the card",
+        "engine.max_loras": "none",
+        "prompt_length": "all of it",
+        "completion_length": "none",
+    }
 
 
 def values() -> dict[str, Any]:
@@ -71,9 +89,10 @@ def verdict(view: ServingView, result: Plan) -> None:
     if not view.starts and result.may_run:
         colour, icon, word = "orange", "warning", "May not start"
     with st.container(border=True, key="verdict"):
-        section(f":{colour}[:material/{icon}: {word}]")
-        said = headline(view).partition(": ")[2]
-        st.write(escape(said[0].upper() + said[1:] + "."))
+        why = headline(view).partition(": ")[2] + "."
+        st.header(f":{colour}[:material/{icon}: {word}]", anchor=False)
+        live.say(f"{word}. {why}")
+        st.write(escape(why))
         given = next(row for row in view.requests if row.given)
         with st.container(horizontal=True):
             st.metric("Tokens of KV cache", f"{view.figures.kv_tokens:,}")
@@ -83,7 +102,9 @@ def verdict(view: ServingView, result: Plan) -> None:
             st.metric("Longest request", longest, help=made)
             st.metric("KV cache", format_bytes(view.figures.kv.typical), help="On each GPU.")
             st.metric("Weights", format_bytes(view.figures.weights_bytes), help="On each GPU.")
-        st.caption(escape(f"{result.model} on {result.machine.label}, vLLM 0.32"))
+        st.caption(
+            escape(f"{result.model} on {result.machine.label}, {result.resolved.framework.title}")
+        )
 
 
 def requests(view: ServingView) -> None:
@@ -113,16 +134,22 @@ def changes(run: Run, view: ServingView) -> None:
     if not view.changes:
         st.caption("No single setting, pair of settings or number of GPUs up to 16 does.")
     for number, change in enumerate(view.changes[:MOST_CHANGES]):
-        holds = f"{change.kv_tokens:,} tokens, {change.at_once:.1f} requests of {change.max_model_len:,}"
-        st.button(
-            f"{label(change)}: {holds}",
+        left, right = st.columns([2, 3], vertical_alignment="center")
+        left.button(
+            label(change),
             key=f"serve_{number}",
-            help=f"Price: {change.price}.",
             icon=":material/trending_up:" if view.starts else ":material/check_circle:",
             width="stretch",
             on_click=apply,
             args=(change, run.machine.num_gpus),
         )
+        right.markdown(escape(f"{held(change)}. Price: {change.price}."))
+
+
+def held(change: Rescue) -> str:
+    """Return what the server holds after a change."""
+    each = f"{change.at_once:.1f} requests of {change.max_model_len:,}"
+    return f"{change.kv_tokens:,} tokens of cache, {each}"
 
 
 def label(change: Rescue) -> str:

@@ -8,7 +8,7 @@ import streamlit as st
 from app import charts, links, previews
 from app.draw import draw
 from app.runs import Run
-from app.words import MARKS, escape, section
+from app.words import MARKS, escape
 from planner.errors import VramwiseError
 from planner.plan import Plan
 from planner.report.picture import sentence, title
@@ -16,13 +16,12 @@ from planner.report.png import picture_png
 from planner.report.tables import csv_text, markdown
 from planner.units import format_bytes
 
-FRAME_HEIGHT = 420
+FRAME_HEIGHT = 560
 HERE = "http://127.0.0.1:8501/"
 
 
-def show(run: Run, result: Plan, values: dict[str, object], *, private: bool) -> None:
+def show(run: Run, result: Plan, values: dict[str, object]) -> None:
     """Show what can be passed on; each file is made when somebody asks for it."""
-    section("Pass it on")
     made: tuple[tuple[str, str, str, Callable[[], str | bytes]], ...] = (
         ("Report (HTML)", "plan.html", "text/html", lambda: previews.report_of(run, result)),
         ("Picture (PNG)", "plan.png", "image/png", lambda: picture_png(result)),
@@ -36,17 +35,20 @@ def show(run: Run, result: Plan, values: dict[str, object], *, private: bool) ->
                 label, make, file_name=name, mime=kind, key=f"pass_{name}", on_click="ignore",
                 icon=":material/download:",
             )  # fmt: skip
-    if private:
+    if run.private:
         st.caption("Your uploaded model is in no link, so that a badge or a frame cannot show it.")
         return
     base = (st.context.url or HERE).split("?")[0]
     query = urlencode(links.link_parameters(values))
     root = base if base.endswith("/") else base.rsplit("/", 1)[0] + "/"
-    with st.expander("A badge for a README, a frame for a page"):
-        st.code(f"[![memory]({root}badge.svg?{query})]({root}?{query})", language="markdown", wrap_lines=True)  # fmt: skip
-        address = f"{root}?{query}&embed=true" if query else f"{root}?embed=true"
-        frame = f'<iframe src="{address}" title="vramwise" width="100%" height="{FRAME_HEIGHT}"></iframe>'
-        st.code(frame, language="html", wrap_lines=True)
+    st.caption("A badge for a README, and a frame for another page:")
+    badge = f"[![memory]({root}badge.svg?{query})]({root}?{query})"
+    st.code(badge, language="markdown", wrap_lines=True)
+    address = f"{root}?{query}&embed=true" if query else f"{root}?embed=true"
+    frame = (
+        f'<iframe src="{address}" title="vramwise" width="100%" height="{FRAME_HEIGHT}"></iframe>'
+    )
+    st.code(frame, language="html", wrap_lines=True)
 
 
 def embedded() -> None:

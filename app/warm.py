@@ -9,7 +9,18 @@ from app.runs import DEFAULTS
 from planner.errors import VramwiseError
 from planner.run.recipe import MachineSection
 
-PAGES = ("answer", "details", "explaining", "finding", "measuring", "shared", "spread", "uploads")
+PAGES = (
+    "answer",
+    "details",
+    "explaining",
+    "finding",
+    "measuring",
+    "serving",
+    "shared",
+    "sharing",
+    "spread",
+    "uploads",
+)
 LEAST_CONTEXT = 2048
 WANTED = "VRAMWISE_APP_WARM"
 """Environment: 0 = nothing but the first page is made ahead."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from planner.errors import UnsupportedError
-from profiler.dtensors import local
+from profiler.dtensors import is_wrapper, local
 from profiler.materialise import allocate_state, term_of_parameter
 from profiler.storages import StorageTracker
 
@@ -28,6 +28,8 @@ class Shard:
     rank: int = 0
     replicate: int = 0
     """Groups that hold the same shards and add up their gradients (HSDP); 0 = the mesh has no such side."""
+    tensor: int = 1
+    """Ranks that share every layer by transformers' tp_plan; all of them then, and nothing else is divided."""
     param_dtype: str = ""
     """MixedPrecisionPolicy.param_dtype: what gathered parameters are cast to; "" = as stored."""
     reduce_dtype: str = ""
@@ -84,6 +86,25 @@ def divide(model: torch.nn.Module, layers: list[torch.nn.Module], shard: Shard) 
     for layer in layers:
         fully_shard(layer, reshard_after_forward=shard.reshard_after_forward, **common)
     fully_shard(model, **common)
+
+
+def share_layers(model: Any, shard: Shard) -> None:
+    """Divide matrices as transformers' own tp_plan says, as DTensors on the meta device."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    apply_tensor_parallelism(
+        model, init_device_mesh("cpu", (shard.tensor,), mesh_dim_names=("tp",))
+    )
+
+
+def by_kind(parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+    """Return DTensors and plain parameters apart: torch's foreach kernels refuse them in one list."""
+    found = [
+        [each for each in parameters if is_wrapper(type(each.data)) == divided]
+        for divided in (True, False)
+    ]
+    return [each for each in found if each]
 
 
 def allocate(model: torch.nn.Module, tracker: StorageTracker, shard: Shard) -> None:

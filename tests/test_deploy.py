@@ -90,6 +90,7 @@ def cpu_seconds(command: list[str], env: dict[str, str], folder: Path) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_the_images_lines_run_and_its_app_answers(tmp_path: Path) -> None:
     env, work = fresh(tmp_path / "image"), tmp_path / "srv"
     work.mkdir()
@@ -137,6 +138,7 @@ def test_the_images_lines_run_and_its_app_answers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_the_light_wheel_plans_at_once_without_torch(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir"]
     subprocess.run([*build, str(tmp_path), str(ROOT)], check=True, capture_output=True)

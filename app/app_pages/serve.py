@@ -2,14 +2,14 @@
 
 import streamlit as st
 
-from app import answer, inputs, runs, serving, words
-from planner.answers.serving import PREFIX, serving_view
+from app import answer, cached, inputs, runs, serving, words
+from planner.answers.serving import PREFIX
 from planner.errors import VramwiseError
-from planner.plan import plan
 
 try:
     run = serving.run_from_state()
-    result = plan(run.model, run.recipe, run.machine)
+    result = cached.plan_of(run)
+    view = cached.served(run, int(st.session_state.get("shared_prefix", PREFIX) or 0))
 except runs.NeedsLookUp:
     answer.offer_look_up(str(inputs.state("model")))
     st.stop()
@@ -17,18 +17,16 @@ except VramwiseError as error:
     words.problem(error)
     st.stop()
 
-shared = int(st.session_state.get("shared_prefix", PREFIX) or 0)
-view = serving_view(run.model, run.recipe, run.machine, result, shared_prefix=shared)
 if view is None:
     st.info("This model keeps no cache that a server could run out of.")
     st.stop()
 serving.verdict(view, result)
+serving.changes(run, view)
 left, right = st.columns([3, 2], gap="medium")
 with left:
     serving.requests(view)
-    serving.budget(view)
 with right:
-    serving.changes(run, view)
+    serving.budget(view)
 serving.adapters(view)
 words.section("A prefix that all requests share")
 serving.shared_prefix()

@@ -140,6 +140,16 @@ def _kind(kind: str, rows: list[Judged]) -> list[str]:
         f"{median(errors):.0%} | {_quantile(errors, 0.9):.0%} "
         f"| {_by_source(rows, 0.5):.0%} | {_by_source(rows, 0.9):.0%} |"
     )
+    stated = [each for each in rows if each.sample.decides]
+    if kind in FITTED and len(stated) < len(rows):
+        for name, sizes in (
+            ("a run group", [abs(each.group_error) for each in stated]),
+            ("a source", [abs(each.error) for each in stated]),
+        ):
+            lines.append(
+                f"| {name}, of runs whose lengths are stated | {len(stated)} | {median(sizes):.0%} | "
+                f"{_quantile(sizes, 0.9):.0%} | | |"
+            )
     if kind != OTHER:
         lines += ["", *_intervals(rows)]
     lines += [

@@ -18,13 +18,14 @@ from planner.machines.machine import Machine
 from planner.models.catalogue import catalogue_model, catalogue_names
 from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
-from planner.run.recipe import ParallelSection, Recipe, Sharding, Task
+from planner.run.recipe import Loss, ParallelSection, Recipe, Sharding, Task
 from planner.run.resolve import resolve
 from planner.run.resolved import Resolved
 from planner.run.runfile import make_recipe
 from planner.run.tasks import TASKS
 from planner.terms.counts import base_weights
 
+OWN, OTHER = "vramwise", "hf-trainer"
 BATCHES = (2, 4, 8, 16, 32, 64)
 USUAL_SPARE, GENERATING, RECURRENT, WINDOWS = 1.15, 1.3, 1.4, 2.1
 """A replay of any run of the catalogue needs less than this over what is alive (a slow test holds it)."""
@@ -180,7 +181,13 @@ def starts(task: str, label: str, framework: str, machine: Machine) -> list[Reci
         ]
     base = make_recipe(**fields, checkpointing="none")
     layouts = LAYOUTS if machine.num_gpus > 1 else ALONE
-    return [divided for layout in layouts if (divided := layout.of(base, machine)) is not None]
+    found = [divided for layout in layouts if (divided := layout.of(base, machine)) is not None]
+    if machine.num_gpus > 1 and label == "qlora" and framework == OWN:
+        # our trainer packs the whole base on every GPU before it is divided; others load it in parts
+        other = {"framework": OTHER, "double_quant": True, "loss": Loss.CHUNKED}
+        whole = base.model_copy(update={"sharding": Sharding.FSDP2, **other})
+        found.append(whole)
+    return found
 
 
 def _serving_layouts(machine: Machine) -> Iterator[tuple[int, int]]:
@@ -369,5 +376,6 @@ def _layout(r: Resolved) -> str:
     if r.gpus == 1:
         return ""
     if r.trains:
-        return f"{r.layout}, {r.sharding.value}"
+        by = f", by {r.framework.family}" if r.framework.family != OWN else ""
+        return f"{r.layout}, {r.sharding.value}{by}"
     return f"tensor {r.tensor_parallel} x {r.data_parallel} engine(s)"

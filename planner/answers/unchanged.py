@@ -44,7 +44,7 @@ MORE_FLAGS = {
     "engine.data_parallel": "--data-replicate",
     WAVES: "--max-num-seqs",
 }
-MORE_SWITCHES = {"tiled_mlp": "--tiled-mlp"}
+MORE_SWITCHES = {"tiled_mlp": "--tiled-mlp", "double_quant": "--double-quant"}
 
 
 class Settled(NamedTuple):

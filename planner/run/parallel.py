@@ -252,6 +252,13 @@ MEGATRON = {
 """What is planned of Megatron-LM's arguments: --recompute-granularity full, --optimizer adam and sgd."""
 
 
+WHOLE_EXPERTS = (
+    *("cohere2_moe", "ernie4_5_vl_moe", "exaone_moe", "glm4v_moe", "llama4", "qwen2_moe"),
+    *("qwen3_omni_moe", "qwen3_vl_moe"),
+)
+"""Families whose base_model_tp_plan names no experts (transformers 5.19 models/*/configuration_*.py)."""
+
+
 def refuse_unplanned(model: ModelSpec, recipe: Recipe, layout: Layout, law: Framework) -> None:
     """Raise UsageError or UnsupportedError for what the framework's code, or the plan, does not divide."""
     switches, sharding = law.switches, recipe.sharding
@@ -296,6 +303,13 @@ def refuse_unplanned(model: ModelSpec, recipe: Recipe, layout: Layout, law: Fram
             f"parallel: {layout} cannot be planned for {recipe.task.value} yet", hint="--task sft"
         )
     experts = any(layer.mlp.num_experts for layer in model.layers)
+    theirs = layout.tensor > 1 and switches.tensor_plan == "transformers"
+    if theirs and experts and model.model_type.startswith(WHOLE_EXPERTS):
+        raise UnsupportedError(
+            f"parallel.tensor: {layout.tensor}, but transformers' tp_plan of {model.model_type} names no "
+            "experts: whole ones on every rank are not planned",
+            hint="--shard fsdp2 divides them",
+        )
     if switches.layers == "megatron" and experts and layout.tensor > 1 and not layout.sequence:
         raise UsageError(
             f"parallel.sequence: false, but Megatron-LM trains experts over {layout.tensor} tensor ranks "

@@ -198,12 +198,22 @@ def _training(
         found.append(_Timed("rollout", decode, generate))
     elif TASKS[r.task].generates:
         notes.append("no engine generates: the rollout's time is left out")
+    notes += _left_out(run)
     speed = rates(card, compute_dtype(plan), p)
     work = training_work(whole, run)
     sent = traffic(whole, run, plan.machine.node_gpus)
     phases = training_seconds(work, sent, speed, card, p)
     train = spread(training_kind(phases, run.layout.gpus))
     return [*found, *(_Timed(name, each, train) for name, each in phases)]
+
+
+def _left_out(r: Resolved) -> list[str]:
+    """Return what a step computes beside the trained model, and the time does not count."""
+    models = [each.role for each in r.companions if each.role != "reference"]
+    found = [f"the {role} model's own passes are left out of the time" for role in models]
+    if r.images or r.videos or r.audio:
+        found.append("the towers of images and sounds are left out of the time")
+    return found
 
 
 def training_kind(phases: list[tuple[str, Seconds]], gpus: int) -> str:

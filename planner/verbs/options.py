@@ -119,6 +119,8 @@ OPTIONS: dict[str, Any] = {
     "eval_accumulation_steps": _option(int | None, "--eval-accumulation-steps", "Batches after which they leave the GPU.", _SIZE),
     "save_checkpoint": _option(str | None, "--save-checkpoint", "Plan saving one: whole or sharded.", _HOW),
     "resume": _option(bool | None, "--resume/--no-resume", "Plan the start from a checkpoint.", _HOW),
+    "double_quant": _option(bool | None, "--double-quant/--no-double-quant", "QLoRA: the constants are quantised too.", _HOW),
+    "tiled_mlp": _option(bool | None, "--tiled-mlp/--no-tiled-mlp", "Layers run in tiles of tokens.", _HOW),
     "packing": _option(bool | None, "--packing/--no-packing", "Sequences joined without padding.", _HOW),
     "shard": _option(str | None, "--shard", "none, ddp, zero1, zero2, zero3, fsdp or fsdp2.", _SPREAD),
     "reshard_after_forward": _option(str | None, "--reshard-after-forward", "fsdp2: true, false, or over how many ranks.", _SPREAD),

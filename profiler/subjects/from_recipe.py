@@ -98,6 +98,26 @@ def _shard(resolved: Resolved, rank: int) -> Shard | None:
         raise UsageError(f"--rank: {rank} is none of {resolved.gpus}", hint=f"0 to {last}")
     if resolved.gpus == 1:
         return None
+    layout = resolved.layout
+    for field in ("pipeline", "context", "expert"):
+        if getattr(layout, field) > 1:
+            raise UnsupportedError(
+                f"parallel.{field}: {getattr(layout, field)} cannot be traced",
+                hint="vramwise plan counts it",
+            )
+    if layout.tensor > 1:
+        if resolved.switches.tensor_plan != "transformers" or layout.data > 1:
+            raise UnsupportedError(
+                f"parallel: {layout} cannot be traced under {resolved.framework.title}",
+                hint=f"--framework hf-trainer --gpus {layout.tensor}: transformers' tp_plan alone",
+            )
+        if resolved.method is not Method.FULL:
+            raise UnsupportedError(
+                f"parallel.tensor: {layout.tensor} with {resolved.method.value} cannot be traced: "
+                "transformers' tp_plan names no module of PEFT's",
+                hint="--method full",
+            )
+        return Shard(ranks=resolved.gpus, rank=rank, tensor=layout.tensor)
     if not resolved.placement.flat_buffers:  # our own trainer's copies are FSDP2's too
         raise UnsupportedError(
             f"sharding {resolved.sharding.value} over {resolved.gpus} GPUs cannot be traced",

@@ -15,7 +15,7 @@ import torch
 from planner.run.recipe import Checkpointing
 from planner.terms.overhead import handles
 from profiler.materialise import materialise
-from profiler.sharded import Shard, allocate, divide, on_host, synced
+from profiler.sharded import Shard, allocate, by_kind, divide, on_host, share_layers, synced
 from profiler.storages import StorageTracker
 from profiler.subjects.autocast import FakeScaler, autocast
 from profiler.subjects.build import build
@@ -54,7 +54,9 @@ class HfSft:
 
     def divide(self, model: torch.nn.Module) -> None:
         """Make units of the decoder's layers."""
-        if self.shard is not None:
+        if self.shard is not None and self.shard.tensor > 1:
+            share_layers(model, self.shard)
+        elif self.shard is not None:
             decoder: Any = decoder_of(model)
             divide(model, list(decoder.layers), self.shard)
 
@@ -69,7 +71,7 @@ class HfSft:
         """Run the optimizer steps."""
         options = self.options
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = make_optimizer(options.optimizer, trained, tracker)
+        optimizer = make_optimizer(options.optimizer, by_kind(trained), tracker)
         keep_embeddings_in_32_bit(model, optimizer)
         if options.checkpointing is Checkpointing.OFFLOAD:
             OffloadedCheckpoints(model)
@@ -173,7 +175,8 @@ def finish_step(
         if scaler is not None:
             scaler.unscale_(optimizer)
         if options.max_grad_norm > 0:
-            torch.nn.utils.clip_grad_norm_(trained, options.max_grad_norm, foreach=True)
+            for group in by_kind(trained):
+                torch.nn.utils.clip_grad_norm_(group, options.max_grad_norm, foreach=True)
         if scaler is not None:
             scaler.step(optimizer)
             scaler.update()

@@ -14,9 +14,11 @@ PAGED_ELEMENTS = 100_000
 
 
 def make_optimizer(
-    kind: Optimizer, parameters: list[torch.nn.Parameter], tracker: StorageTracker
+    kind: Optimizer, groups: list[list[torch.nn.Parameter]], tracker: StorageTracker
 ) -> torch.optim.Optimizer:
-    """Return the optimizer; raises UnsupportedError for one that cannot be traced."""
+    """Return the optimizer, stepping one group after another; raises UnsupportedError for one that cannot be
+    traced."""
+    parameters = [{"params": group} for group in groups]
     if kind in (Optimizer.ADAMW, Optimizer.ADAMW_FUSED):
         fused = kind is Optimizer.ADAMW_FUSED
         return torch.optim.AdamW(parameters, lr=1e-4, foreach=not fused, fused=fused)
@@ -35,7 +37,7 @@ def make_optimizer(
 
 
 def _bitsandbytes(
-    kind: Optimizer, parameters: list[torch.nn.Parameter], tracker: StorageTracker
+    kind: Optimizer, parameters: list[dict[str, Any]], tracker: StorageTracker
 ) -> torch.optim.Optimizer:
     import bitsandbytes as bnb
 

@@ -361,3 +361,9 @@ def test_rows_with_estimated_lengths_decide_no_parameter():
     rows = {row.id: row for row in read(data_dir() / "speed" / "throughput.csv")}
     assert sample_of(rows["T0156"]).decides
     assert not sample_of(rows["T0244"]).decides
+
+
+def test_what_a_step_computes_beside_the_model_is_said_to_be_left_out():
+    ppo = made(gpu="h100", task="ppo", framework="trl", context=1024)
+    assert any("the value model's own passes" in note for note in ppo.time.notes)
+    assert not made().time.notes
