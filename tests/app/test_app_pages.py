@@ -147,7 +147,7 @@ def test_serving_has_its_own_recommendations() -> None:
 def test_compare_puts_the_planners_peaks_side_by_side() -> None:
     at = open_page("compare", model="llama-3.2-1b")
     frame = at.dataframe[0].value.set_index("run")
-    for framework in ("vramwise", "trl", "unsloth", "hf-trainer"):
+    for framework in jobs.side_by_side("grpo"):
         values = {**app.runs.DEFAULTS, "model": "llama-3.2-1b", "framework": framework}
         run = app.runs.run_of(values)
         peak = plan(run.model, run.recipe, run.machine).peak_bytes
