@@ -40,7 +40,7 @@ def check(rows: list[Recommendation], machine: Machine) -> None:
 @pytest.mark.parametrize("task", ["sft", "grpo", "serve"])
 def test_every_cell_fits_and_says_one_plan(task: str) -> None:
     machine = make_machine("rtx-4090")
-    names = ("qwen3-8b", "gemma-3-12b", "phi-3-medium-4k", "mamba2-130m", "starcoder2-15b")
+    names = ("qwen3-8b", "phi-3-medium-4k", "mamba2-130m")
     rows = recommend(machine, task=task, wanted=some(*names))
     assert {row.model for row in rows} == set(names)
     check(rows, machine)
@@ -81,9 +81,10 @@ def test_settings_are_slowed_down_only_where_needed() -> None:
     assert lora.at_least.batch > 1
 
 
+@pytest.mark.slow
 def test_the_context_is_the_longest_of_its_own_settings() -> None:
     machine = make_machine("rtx-4090")
-    rows = recommend(machine, wanted=some("llama-3.1-8b", "qwen3-32b"))
+    rows = recommend(machine, wanted=some("llama-3.1-8b", "qwen3-32b", "gemma-3-12b"))
     for row in rows:
         model = catalogue_model(row.model)
         steps = contexts(2048, model.longest)
@@ -108,6 +109,7 @@ def test_several_gpus_are_sharded() -> None:
     assert layouts["serve"] == "tensor 2 x 4 engine(s)"
 
 
+@pytest.mark.slow
 def test_the_largest_model_goes_where_another_trainer_loads_it_in_parts() -> None:
     machine = make_machine("h100-sxm", gpus=8)
     rows = recommend(machine, wanted=some("llama-3.1-405b"))
@@ -143,6 +145,7 @@ def test_younger_and_broader_models_come_first() -> None:
     assert all(release_of(name) for name in catalogue_names())
 
 
+@pytest.mark.slow
 def test_the_best_rows_are_those_of_the_whole_list() -> None:
     machine = make_machine("rtx-3060-12gb")
 
@@ -171,6 +174,7 @@ def test_limit_and_rule_in_both_forms(capsys: pytest.CaptureFixture[str]) -> Non
     assert main([*command.split(), "--gpu", "rtx-4090", "--check", "--json"]) == 0
 
 
+@pytest.mark.slow
 def test_gpus_for_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recommend", "llama-3.1-8b", "--context", "8k", "--limit", "9", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
@@ -186,6 +190,7 @@ def test_gpus_for_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the smallest memory first" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_cards_for_a_run_as_it_is() -> None:
     model, recipe = catalogue_model("llama-3.1-8b"), make_recipe(method="lora", context=4096)
     cards = {card.gpu: card for card in cards_for_run(model, recipe)}

@@ -38,12 +38,16 @@ def at_a_terminal(*arguments: str, columns: int, **environment: str) -> str:
     return b"".join(parts).decode().replace("\r\n", "\n")
 
 
-def test_a_terminal_gets_its_width_and_colour_and_no_color_is_honoured() -> None:
+def test_a_terminal_gets_its_width_and_no_color_is_honoured() -> None:
     narrow = at_a_terminal(*PLAN, columns=40, NO_COLOR="1")
     assert "\x1b" not in narrow
     assert max(len(line) for line in narrow.split("\n")) <= 40
     assert "DOES NOT FIT" in narrow
     assert re.search(r"backward #+!+ ", narrow)
+
+
+@pytest.mark.slow
+def test_a_terminal_gets_colour() -> None:
     wide = at_a_terminal(*PLAN, columns=200)
     assert wide.startswith("\x1b[31m\x1b[1mDOES NOT FIT\x1b[0m")
 
