@@ -163,7 +163,8 @@ KNOBS: tuple[Knob, ...] = (
             help="What the GPUs divide: nothing (ddp), states (zero1), gradients too (zero2), weights too (zero3, fsdp, fsdp2)."),
     _count("replicas", "parallel.data_replicate", "Groups with the same shards", Group.SPREAD, MAX_COUNT, tasks=_TRAINS,
            help="HSDP: each group of GPUs divides the weights, and the groups add up their gradients."),
-    _switch("reshard", "reshard_after_forward", "Divide layers again after their forward", Group.SPREAD, tasks=_TRAINS),
+    Knob("reshard", "reshard_after_forward", "Divide layers again after their forward", Kind.TEXT, Group.SPREAD, tasks=_TRAINS,
+         help="yes, no, or over how many GPUs a layer stays divided until its backward."),
     _count("train_tensor", "parallel.tensor", "GPUs that share a layer", Group.SPREAD, MAX_COUNT, tasks=_TRAINS, help="Tensor parallel, in training."),
     _switch("sequence", "parallel.sequence", "They share a sequence's tokens between layers too", Group.SPREAD, tasks=_TRAINS),
     _count("stages", "parallel.pipeline", "Pipeline stages", Group.SPREAD, MAX_COUNT, tasks=_TRAINS),
@@ -193,6 +194,8 @@ def parse(knob: Knob, text: str) -> Any:
     if knob.kind is Kind.TEXT:
         if len(text) > 100 or not text.isprintable():
             raise ValueError("at most 100 printable characters")
+        if knob.key == "reshard" and text not in ("yes", "no") and not text.isdecimal():
+            raise ValueError("yes, no or a number of GPUs")
         return text
     try:
         value = float(text) if knob.kind is Kind.NUMBER else int(text)
@@ -207,6 +210,9 @@ def to_field(knob: Knob, value: Any) -> Any:
     """Return a widget's value as the recipe wants it."""
     if knob.kind is Kind.SWITCH:
         return value == "yes"
+    if knob.key == "reshard":
+        words = {"yes": True, "no": False}
+        return words.get(value, int(value) if value.isdecimal() else value)
     if knob.key == "saved_modules" or (knob.key == "targets" and value not in TARGET_SETS):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     return value
@@ -231,8 +237,10 @@ def to_widget(knob: Knob, value: Any) -> Any:
         return None
     if value is None or value == "" or value == ():
         return None
-    if knob.kind is Kind.SWITCH:
+    if knob.kind is Kind.SWITCH or isinstance(value, bool):
         return "yes" if value else "no"
+    if knob.kind is Kind.TEXT and isinstance(value, int):
+        return str(value)
     if isinstance(value, tuple | list):
         return ",".join(map(str, value))
     return value.value if isinstance(value, StrEnum) else value

@@ -77,7 +77,7 @@ def other_value(knob: Knob) -> Any:
     if knob.kind in (Kind.CHOICE, Kind.SWITCH):
         return next(value for value in reversed(knob.options) if value != knob.default)
     if knob.kind is Kind.TEXT:
-        return {"targets": "attention", "saved_modules": "lm_head"}[knob.key]
+        return {"targets": "attention", "saved_modules": "lm_head", "reshard": "2"}[knob.key]
     if knob.kind is Kind.NUMBER:
         return 0.5
     return {"context": 3000, "prompt": 700, "kv_bytes": 2**30, "keep_layers": 3, "sleep": 1}.get(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from streamlit.testing.v1 import AppTest
 
 import app.links
-from app.knobs import BY_KEY, KNOBS, parse
+from app.knobs import BY_KEY, KNOBS, parse, to_field, to_widget
 from app.links import check_link, link, link_parameters, read_link
 from app.runs import DEFAULTS
 
@@ -91,3 +91,12 @@ def test_every_knob_refuses_what_its_field_would_refuse(knob) -> None:
     with pytest.raises(ValueError, match=r".+"):
         parse(knob, "\x00" * 200)
     assert BY_KEY[knob.key] is knob
+
+
+@pytest.mark.parametrize(("text", "field"), [("yes", True), ("no", False), ("4", 4)])
+def test_a_layer_may_stay_divided_over_a_few_gpus(text: str, field: object) -> None:
+    knob = BY_KEY["reshard"]
+    assert to_field(knob, parse(knob, text)) == field
+    assert to_widget(knob, field) == text
+    with pytest.raises(ValueError, match="yes, no or a number of GPUs"):
+        parse(knob, "some")
