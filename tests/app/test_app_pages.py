@@ -8,7 +8,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 import app.runs
-from app import finder, finding, pins, scoring
+from app import finder, finding, jobs, pins, scoring
 from planner.accuracy.score import Accuracy
 from planner.answers.published import published
 from planner.answers.recommend import recommend
