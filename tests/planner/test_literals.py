@@ -48,6 +48,7 @@ ALLOWED: dict[tuple[str, float], str] = {
             *(("importers/policies.py", each) for each in (0.8, 0.6, 0.9, 0.01, 0.1, 0.02, 0.001)),
             *(("importers/openrlhf.py", each) for each in (0.95, 0.01, 0.1)),
             ("importers/megatron_flags.py", 0.9),
+            ("importers/megatron_flags.py", 0.04),
             ("importers/megatron_flags.py", 0.1),
             ("importers/policy_keys.py", 0.9),
             ("importers/sglang.py", 0.88),
