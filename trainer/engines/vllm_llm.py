@@ -31,6 +31,7 @@ from planner.errors import UsageError, VramwiseError
 from planner.terms.engine import SLOT_RANKS
 from planner.units import format_bytes
 from trainer.engines.protocol import Completion, SamplingSettings
+from trainer.engines.vllm_classes import own_classes
 from trainer.engines.vllm_platform import importing_vllm, runs_on_cpu
 from trainer.engines.vllm_settings import VllmSettings
 from trainer.engines.vllm_sleep import drain
@@ -49,8 +50,6 @@ def start_llm(settings: VllmSettings) -> Any:
     if on_cpu:
         # The CPU build reads this first and would ignore the size asked for below.
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
-        # Its sampler is compiled at the first step: half a minute of C++ for nothing here.
-        torch._dynamo.config.disable = True
     with importing_vllm():
         from vllm import LLM
 
@@ -84,7 +83,10 @@ def start_llm(settings: VllmSettings) -> Any:
             "max_lora_rank": _allowed_rank(settings.lora_rank),
         }
     try:
-        return LLM(**arguments | settings.extra)
+        with _uncompiled(), own_classes() as classes:
+            llm = LLM(**arguments | settings.extra)
+            classes.give_back(vllm_model(llm))
+            return llm
     except torch.OutOfMemoryError as error:
         raise VramwiseError(
             f"vLLM ran out of memory while starting: {_first_line(error)}",
@@ -181,7 +183,9 @@ def generate(
             waiting[request if isinstance(request, str) else name] = index
             waiting[name] = index
         while engine.has_unfinished_requests():
-            for output in engine.step():
+            with _uncompiled():
+                outputs = engine.step()
+            for output in outputs:
                 if output.finished:
                     done[waiting[output.request_id]] = output
             if time.monotonic() > deadline:
@@ -203,6 +207,19 @@ def generate(
         for index in range(len(prompts))
         for candidate in sorted(done[index].outputs, key=lambda item: item.index)
     ]
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Run vLLM's CPU build without torch.compile, here alone: the caller's own compiled models stay.
+
+    Its sampler is compiled at the first step: half a minute of C++ for nothing on a CPU.
+    """
+    if not runs_on_cpu():
+        yield
+        return
+    with torch._dynamo.config.patch(disable=True):
+        yield
 
 
 @contextmanager
@@ -240,12 +257,13 @@ def prompt_logprobs(
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
-    (output,) = llm.generate(
-        [TokensPrompt(prompt_token_ids=list(token_ids))],
-        SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False),
-        use_tqdm=False,
-        lora_request=lora_request,
-    )
+    with _uncompiled():
+        (output,) = llm.generate(
+            [TokensPrompt(prompt_token_ids=list(token_ids))],
+            SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False),
+            use_tqdm=False,
+            lora_request=lora_request,
+        )
     drain(llm)
     pairs = zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
     return torch.tensor([step[token].logprob for token, step in pairs], dtype=torch.float32)
