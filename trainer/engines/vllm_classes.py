@@ -10,7 +10,7 @@ model could be built.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -57,16 +57,16 @@ def own_classes() -> Iterator[DecoratedClasses]:
     """
     from vllm.model_executor.models.transformers.base import Base
 
-    noted = DecoratedClasses()
-    decorate = Base._decorate_cls_for_torch_compile
+    noted, base = DecoratedClasses(), cast("Any", Base)
+    decorate = base._decorate_cls_for_torch_compile
 
     def noting(self: Any, cls: type, *args: Any, **kwargs: Any) -> None:
         noted.note(cls)
         decorate(self, cls, *args, **kwargs)
 
-    Base._decorate_cls_for_torch_compile = noting
+    base._decorate_cls_for_torch_compile = noting
     try:
         yield noted
     finally:
-        Base._decorate_cls_for_torch_compile = decorate
+        base._decorate_cls_for_torch_compile = decorate
         noted.give_back(None)
