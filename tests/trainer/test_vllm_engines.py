@@ -8,7 +8,13 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Qwen2Config,
+    SmolLM3Config,
+    SmolLM3Model,
+)
 
 from planner.errors import UsageError, VramwiseError
 from planner.run.recipe import Method, Recipe
@@ -290,5 +296,39 @@ def test_weights_that_vllm_packed_are_refused(qwen2_folder):
         with pytest.raises(UsageError, match="dropped the plain weight") as caught:
             map_parameters(empty_policy(qwen2_folder), vllm_model(engine.llm))
         assert "vllm-push" in caught.value.hint
+    finally:
+        engine.close()
+
+
+def test_vllm_leaves_transformers_classes_to_the_policy(tmp_path):
+    # vLLM has no SmolLM3 of its own and decorates transformers' class, which is the policy's too
+    config = SmolLM3Config(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=EOS,
+        pad_token_id=0,
+        bos_token_id=2,
+    )
+    folder = make_folder(tmp_path, config)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    before = (SmolLM3Model.__init__, SmolLM3Model.__call__, SmolLM3Model.__bases__)
+    compiles = torch._dynamo.config.disable
+    # compares log-probs of both when it is built
+    engine = VllmPushEngine(make_policy(folder, model, Method.FULL), recipe=RECIPE)
+    try:
+        assert (SmolLM3Model.__init__, SmolLM3Model.__call__, SmolLM3Model.__bases__) == before
+        theirs = [type(part) for part in vllm_model(engine.llm).modules()]
+        (twin,) = (kind for kind in theirs if issubclass(kind, SmolLM3Model))
+        assert twin is not SmolLM3Model
+        settings = SamplingSettings(num_generations=2, max_new_tokens=3)
+        assert len(engine.generate([list(range(3, 20))], settings)) == 2
+        model(input_ids=torch.tensor([[3, 4, 5]])).logits.sum().backward()
+        AutoModelForCausalLM.from_config(config)
+        assert torch._dynamo.config.disable == compiles
     finally:
         engine.close()
