@@ -246,5 +246,7 @@ def _open_gpu_row() -> None:
 
 def _open_gpu(gpu: str, method: str) -> None:
     if (gpu, method) in st.session_state.get("gpu_rows", []):
-        sharding: dict[str, Any] = {"sharding": "fsdp"} if int(state("gpus") or 1) > 1 and method != "serve" else {}
+        sharding: dict[str, Any] = (
+            {"sharding": "fsdp"} if int(state("gpus") or 1) > 1 and method != "serve" else {}
+        )
         open_run(model=state("model"), gpu=gpu, method=method, context=state("context"), **sharding)
