@@ -74,7 +74,11 @@ def _kserve(document: Any) -> list[dict[str, Any]]:
     if str(form).lower() not in ("huggingface", "vllm"):
         return []
     words = [
-        re.sub(r"^--model_id(?=$|=)", "--model", re.sub(r"^--model_name(?=$|=)", "--served-model-name", word))
+        re.sub(
+            r"^--model_id(?=$|=)",
+            "--model",
+            re.sub(r"^--model_name(?=$|=)", "--served-model-name", word),
+        )
         for word in _listed(model.get("args"))
         if not word.startswith(("--backend", "--task"))
     ]

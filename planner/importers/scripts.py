@@ -143,7 +143,9 @@ def from_python(source: str, context: Context) -> Imported:
     if calls.has("LLM") and not calls.has("GRPOTrainer", "SFTTrainer"):
         values = trl_script.constants(calls.last("LLM"))
         unknown_keys = [
-            key for key, value in (calls.last("LLM") or {}).items() if value is UNKNOWN and key != "*0"
+            key
+            for key, value in (calls.last("LLM") or {}).items()
+            if value is UNKNOWN and key != "*0"
         ]
         if isinstance(model := (calls.last("LLM") or {}).get("*0"), str):
             values.setdefault("model", model)

@@ -85,9 +85,7 @@ def read(
     ranks = _degrees(settings, recipe, count, megatron)
     for key in ("param_offload", "optimizer_offload"):
         if settings.flag(f"{_A}fsdp_config.{key}", f"{_A}megatron.{key}", to="engine"):
-            if megatron:
-                settings.effect(f"megatron.{key}: moved to host memory between rollout and update")
-            elif key == "param_offload":
+            if key == "param_offload":
                 recipe["offload"] = {"parameters": True}
             else:
                 recipe["optimizer_offload"] = True
