@@ -18,6 +18,8 @@ pytestmark = [
     pytest.mark.skipif(chromium() is None, reason="no Chromium is installed"),
 ]
 PHONE = {"width": 390, "height": 844}
+SCREENS = {"accuracy": 5, "compare": 4, "recommend": 5}
+"""Phone screens that a page of tables and maps may take; the others three."""
 DESKTOP = {"width": 1360, "height": 1000}
 DOES_NOT_FIT = "?model=llama-3.1-8b&framework=trl&method=lora&context=4096&batch=8"
 AXOLOTL = b"""base_model: Qwen/Qwen2.5-3B
@@ -116,6 +118,16 @@ def test_a_laptop_owner_leaves_with_a_run_file_the_trainer_takes(
 
 
 @pytest.mark.slow
+def test_a_model_is_typed_in_ones_own_words(page: Any, address: str) -> None:
+    go(page, f"{address}/")
+    box = page.get_by_role("combobox", name=re.compile("Model"))
+    box.first.click()
+    box.first.press_sequentially("llama 3.1 8b")
+    page.keyboard.press("Enter")
+    page.locator(".st-key-verdict", has_text="llama-3.1-8b").wait_for()
+
+
+@pytest.mark.slow
 def test_a_foreign_config_is_uploaded(page: Any, address: str) -> None:
     go(page, f"{address}/")
     page.get_by_text("Start from a file").click()
@@ -177,9 +189,8 @@ def test_a_phone_scrolls_down_less_than_three_screens_and_never_sideways(
     for name in PAGES:
         go(phone, f"{address}/{name}")
         assert phone.evaluate("document.documentElement.scrollWidth") <= PHONE["width"], name
-        if name == "":
-            tall = phone.evaluate("document.querySelector('[data-testid=stMain]').scrollHeight")
-            assert tall <= 3 * PHONE["height"]
+        tall = phone.evaluate("document.querySelector('[data-testid=stMain]').scrollHeight")
+        assert tall <= SCREENS.get(name, 3) * PHONE["height"], name
     context.close()
 
 
