@@ -25,6 +25,7 @@ from trainer.engines.protocol import Engine, SamplingSettings
 from trainer.evaluation import check_evaluation
 from trainer.grpo_report import rollout_metrics, show_completions, step_line
 from trainer.model import load_tokenizer
+from trainer.outlook import Outlook
 from trainer.parallel.ranks import ALONE, Ranks
 from trainer.parallel.together import RankFailed, largest, together
 from trainer.policy_update import learn
@@ -137,6 +138,7 @@ def _train(
     session.equip(ready, callbacks)
     if resume:
         session.resume()
+    session.outlook = Outlook(ready, done=session.first_step)
     settings = sampling_settings(
         train.sampling,
         policy.tokenizer,

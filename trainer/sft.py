@@ -19,6 +19,7 @@ from trainer.config import TrainSection
 from trainer.data import Order, check_columns, load_samples
 from trainer.losses import sft_loss
 from trainer.model import load_tokenizer
+from trainer.outlook import Outlook, loads
 from trainer.packing import PackedOrder
 from trainer.parallel.dealing import blank_batch, deal, evened
 from trainer.parallel.ranks import ALONE, Ranks
@@ -130,6 +131,10 @@ def _train(
     session.equip(ready, callbacks)
     if resume:
         session.resume()
+    steps = max(0, train.steps - session.first_step)
+    session.outlook = Outlook(
+        ready, done=session.first_step, loads=loads(examples.lengths, order, ready, steps=steps)
+    )
     with session, ready.device:
         for step in session.steps():
             started = time.perf_counter()
