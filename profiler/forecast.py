@@ -7,11 +7,12 @@ block to block; long samples lift what is held by so much a token; fragmentation
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from math import inf, isfinite, log, log1p, sqrt
+from math import inf, log, log1p, sqrt
 from typing import Any, NamedTuple
 
 from planner.doctor.fits import Thinned, line_fit, without
 from planner.doctor.series import RISE, STEADY, Growth
+from planner.report.time import span
 from planner.units import format_bytes
 
 MAX_POINTS = 512
@@ -74,9 +75,9 @@ class TimeLeft(NamedTuple):
 
     def sentence(self) -> str:
         """Return it in words."""
-        low, high = duration(self.low), duration(self.high)
-        span = "" if low == high else f" ({low} to {high})"
-        return f"{duration(self.seconds)} left{span}"
+        low, high = span(self.low), span(self.high)
+        likely = "" if low == high else f" ({low} to {high})"
+        return f"{span(self.seconds)} left{likely}"
 
 
 class RunsOut(NamedTuple):
@@ -131,6 +132,11 @@ class Forecast:
     def points(self) -> list[tuple[int, Step]]:
         """(number of a step from 1, what it took): those kept, the first always."""
         return self._kept.points
+
+    @property
+    def seen(self) -> int:
+        """Steps that were taken here, a resumed run's earlier ones left out."""
+        return self._kept.seen
 
     @property
     def runs_out(self) -> RunsOut | None:
@@ -324,20 +330,6 @@ def surprise(share: float, count: int) -> float:
     if share >= 1:
         return inf
     return (1 - 2 / (8 * free + 3)) * sqrt(-free * log1p(-share))
-
-
-def duration(seconds: float) -> str:
-    """Return a time in two words at most."""
-    if not isfinite(seconds):
-        return "for ever"
-    if seconds < 100:
-        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
-    minutes = round(seconds / 60)
-    if minutes < 60:
-        return f"{minutes} min"
-    if minutes < 48 * 60:
-        return f"{minutes // 60} h {minutes % 60:02d} min"
-    return f"{seconds / 86400:.1f} days"
 
 
 def worth_saying(done: int) -> bool:

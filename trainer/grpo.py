@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -39,6 +39,9 @@ from trainer.session import REWARDS_LOG, Result, Session, check_output, run_fold
 from trainer.trainer_state import trainer_state
 from trainer.validation import Validation, load_validation, reward_measure
 
+if TYPE_CHECKING:
+    from trainer.fit import Fit
+
 SEED_STRIDE = 1_000_003
 """Between the sampling seeds of two steps; a prime, so that runs of near seeds don't share them."""
 RANK_STRIDE = 15_485_863
@@ -54,6 +57,7 @@ def train_grpo(
     say: Say = silent,
     on_ready: Callable[[Preflight], None] = lambda ready: None,
     ranks: Ranks = ALONE,
+    fit: "Fit | None" = None,
 ) -> Result:
     """Train by GRPO as the run file says; return how it ended. Raises VramwiseError.
 
@@ -85,6 +89,7 @@ def train_grpo(
             per_epoch=len(samples),
             held_out=len(held_out or ()),
             ranks=ranks,
+            fit=fit,
         )
         with run_folder(run, train, resume=resume, ranks=ranks) as output:
             ready.save(output)

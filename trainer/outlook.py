@@ -39,6 +39,7 @@ class Outlook:
             capacity_bytes=_capacity(ready),
             done=done,
         )
+        self._fit = ready.fit
         self._first = done
         self._loads = loads
         self._last = time.monotonic()
@@ -57,8 +58,10 @@ class Outlook:
         self.forecast.add(
             Step(seconds, self._held(metrics), _most(metrics, "reserved"), load.tokens, load.widest)
         )
+        if self._fit is not None:
+            self._fit.look(self.forecast, say=say)
         left, out = self.forecast.time_left(), self.forecast.runs_out
-        if left is not None and left.seconds and worth_saying(self.forecast.done - self._first):
+        if left is not None and left.seconds and worth_saying(self.forecast.seen):
             say(f"forecast: {left.sentence()}")
         if out is not None and (self._said is None or out.growth.kind != self._said.growth.kind):
             say(f"forecast: {out.sentence()}")

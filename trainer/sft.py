@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -32,6 +32,9 @@ from trainer.session import Result, Session, check_output, run_folder
 from trainer.sft_data import Examples, read_examples
 from trainer.validation import Validation, load_validation, loss_measure, read_held_out
 
+if TYPE_CHECKING:
+    from trainer.fit import Fit
+
 
 @dataclass(frozen=True, slots=True)
 class Share:
@@ -51,6 +54,7 @@ def train_sft(
     resume: bool = False,
     say: Say = silent,
     ranks: Ranks = ALONE,
+    fit: "Fit | None" = None,
 ) -> Result:
     """Fine-tune as the run file says; return how it ended. Raises VramwiseError.
 
@@ -90,6 +94,7 @@ def train_sft(
         held_out=len(held or ()),
         router_loss=bool(coefficient),
         ranks=ranks,
+        fit=fit,
     )
     with run_folder(run, train, resume=resume, ranks=ranks) as output:
         ready.save(output)

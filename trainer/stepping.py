@@ -13,6 +13,7 @@ from torch import Tensor
 from planner.errors import VramwiseError
 from planner.run.recipe import Optimizer, Recipe
 from trainer.batching import MicroBatch
+from trainer.checkpoint import rng_state, set_rng_state
 from trainer.config import TrainSection
 from trainer.model import Policy
 from trainer.optim import NO_SCALE, LossScale, apply_step, make_optimizer
@@ -171,12 +172,13 @@ class Stepper:
 
         Raises VramwiseError when one sequence of `longest` tokens is too much already.
         """
-        return in_budget(
-            work,
-            self.budget,
-            longest=longest,
-            undo=self._clear,
-        )
+        random = rng_state()
+
+        def undo() -> None:
+            self._clear()
+            set_rng_state(random)  # dropout drops what it dropped
+
+        return in_budget(work, self.budget, longest=longest, undo=undo)
 
     def _whole(
         self,

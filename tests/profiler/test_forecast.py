@@ -12,11 +12,11 @@ from profiler.forecast import (
     Forecast,
     RunsOut,
     Step,
-    duration,
     figures,
     surprise,
     worth_saying,
 )
+from profiler.live import LiveSteps
 
 NOISE_KINDS = (
     "even",
@@ -255,11 +255,24 @@ def test_a_long_run_is_kept_in_bounded_memory_with_its_steps_right() -> None:
     assert said[-1][1].step == pytest.approx(60 / 0.002, rel=0.01)
 
 
-def test_words_and_surprise() -> None:
-    assert [duration(s) for s in (1.25, 42.4, 600, 3_700, 400_000)] == [
-        "1.2 s", "42 s", "10 min", "1 h 02 min", "4.6 days",
-    ]  # fmt: skip
+def test_when_it_is_told_and_how_sure_it_is() -> None:
     assert [n for n in range(1, 400) if worth_saying(n)] == [3, 10, 30, 100, 300]
     # t of 2.228 at 10 degrees of freedom is 1.96 of a normal deviate: 5% of both sides
     share = 2.228**2 / (2.228**2 + 10)
     assert surprise(share, 12) == pytest.approx(1.96, abs=0.02)
+
+
+def test_the_live_line_of_a_recorded_run_tells_a_leak() -> None:
+    """Ten samples a second of a run whose steps take half of one and leave 0.5 GiB each."""
+    live = LiveSteps(80 * GiB)
+    said = []
+    for tick in range(300):
+        step = tick // 5
+        held_now = int((30 + 0.5 * step + 5 * (tick % 5 == 2)) * GiB)
+        said.append(live.feed({"e": "s", "step": step, "a": held_now, "r": held_now}, tick / 10))
+    assert said[0] == ""
+    assert live.forecast.done == 59
+    assert said[-1].startswith("will run out of 80.00 GiB at about step 9")
+    assert live.forecast.runs_out.growth.per_step_bytes == pytest.approx(GiB / 2, rel=0.01)
+    assert live.forecast.step_seconds().seconds == pytest.approx(0.5)
+    assert LiveSteps(None).feed({}, 0.0) == ""

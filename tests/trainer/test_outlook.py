@@ -29,7 +29,12 @@ def sft(document, tmp_path):
 
     def make(**train):
         made = document(
-            recipe={"task": "sft", "context": 64, "micro_batch_size": 2, "gradient_accumulation": 2},
+            recipe={
+                "task": "sft",
+                "context": 64,
+                "micro_batch_size": 2,
+                "gradient_accumulation": 2,
+            },
             train={"dataset": str(path), "rewards": [], "save_every": 0, **train},
         )
         for key in ("num_generations", "prompt_length", "completion_length"):
@@ -81,9 +86,7 @@ def test_a_leak_on_a_small_device_is_told_before_it_ends_the_run(
     sft, train_run_of, tmp_path, capsys
 ):
     (tmp_path / "leak.py").write_text(LEAK, encoding="utf-8")
-    result = train_run_of(
-        sft(steps=200, callbacks=["leak.py:Leak"], device_memory=f"{64 * MiB}b")
-    )
+    result = train_run_of(sft(steps=200, callbacks=["leak.py:Leak"], device_memory=f"{64 * MiB}b"))
     assert result.stop_reason == "seen enough"
     told = result.metrics[-1]["forecast/out_of_memory_step"]
     held = max(v for k, v in result.metrics[0].items() if k.endswith("planned_bytes"))
