@@ -21,16 +21,20 @@ GPU_TOKENS, CPU_TOKENS = 4096, 512
 SMALL_OPS = 256
 """Operations of one repeat: a small one's time is that of starting it."""
 Clock = Callable[[], float]
+Pick = Callable[[list[float]], float]
 Best = Callable[[Callable[[], Any]], float]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def speeds(device: torch.device, clock: Clock = time.perf_counter) -> dict[str, int]:
+def speeds(
+    device: torch.device, clock: Clock = time.perf_counter, pick: Pick = min
+) -> dict[str, int]:
     """Return the fields of a Calibration that are speeds of `device`; takes well under a minute.
 
-    `clock`: of one CPU thread among others' work, time.process_time counts its own time alone.
+    `clock`: of one CPU thread among others' work, time.process_time counts its own time alone. `pick`: of the
+    repeats; the shortest unless said.
     """
-    best = partial(best_seconds, device=device, clock=clock)
+    best = partial(best_seconds, device=device, clock=clock, pick=pick)
     on_gpu = device.type != "cpu"
     dtypes = DTYPES if on_gpu else {"fp32": torch.float32}
     sides = GPU_SIDES if on_gpu else CPU_SIDES
@@ -108,17 +112,17 @@ def best_seconds(
     *,
     repeats: int = REPEATS,
     clock: Clock = time.perf_counter,
+    pick: Pick = min,
 ) -> float:
-    """Return the shortest of a few runs of `work`, one before them to warm up."""
-    best = float("inf")
-    for number in range(repeats + 1):
+    """Return the shortest (or another `pick`) of a few runs of `work`, one before them to warm up."""
+    taken = []
+    for _ in range(repeats + 1):
         synchronize(device)
         started = clock()
         work()
         synchronize(device)
-        if number:
-            best = min(best, clock() - started)
-    return best
+        taken.append(clock() - started)
+    return pick(taken[1:])
 
 
 def synchronize(device: torch.device) -> None:

@@ -21,7 +21,7 @@ from profiler.forecast import Forecast, worth_saying
 from trainer.fit_search import Candidate, Search, fitted_run, steps_of
 from trainer.foreign import Given
 from trainer.say import Say, silent
-from trainer.step_size import step_prompts
+from trainer.step_size import within_epoch
 
 MEASURED_STEPS = 4
 """The first one warms up; the estimate is corrected by the others."""
@@ -88,9 +88,9 @@ def fit(
     """Return the run with settings that meet the budget, and what was promised; raises VramwiseError."""
     budget = parse_budget(text)
     rows, mean_tokens = _data(given)
-    per_step = step_prompts(given.run.recipe, given.train)
+    per_step = within_epoch(given.run.recipe, given.train, rows, say=silent)
     steps = steps_of(given.train, rows, per_step)
-    search = Search(given.run, given.train, budget, steps=steps, mean_tokens=mean_tokens, price=price)  # fmt: skip
+    search = Search(given.run, given.train, budget, steps=steps, prompts=per_step, mean_tokens=mean_tokens, price=price)  # fmt: skip
     fitted = fitted_run(given.run, search, search.best(), root=given.root)
     chosen = fitted.chosen
     say(f"fit: {chosen.settings}: {chosen.takes} as planned")

@@ -28,6 +28,7 @@ from planner.speed.time import Time, time_of
 from planner.units import format_bytes, parse_bytes
 from trainer.config import TrainSection, parse_run
 from trainer.devices import this_machine
+from trainer.engines.vllm_settings import settle_engine
 from trainer.preflight import choose_layout, settled
 from trainer.step_size import step_prompts
 
@@ -103,6 +104,7 @@ class Search:
         budget: Budget,
         *,
         steps: int,
+        prompts: int | None = None,
         mean_tokens: int | None = None,
         price: str | None = None,
     ) -> None:
@@ -120,10 +122,10 @@ class Search:
             if name not in run.recipe.model_fields_set
         }
         begun = Recipe.model_validate(started.model_dump() | open_fields)
-        wanted = settled(begun)
+        wanted = settle_engine(settled(begun))
         _, asked = choose_layout(self.spec, wanted, train)
         self.begin = wanted.model_copy(update={"packing": True}) if asked else wanted
-        prompts = step_prompts(run.recipe, train)
+        prompts = prompts or step_prompts(run.recipe, train)
         grpo = self.begin.task is Task.GRPO
         self.rows = prompts * ((self.begin.num_generations or 8) if grpo else 1)
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from planner.errors import VramwiseError
 from planner.run.recipe import Optimizer, Recipe
 from trainer.batching import MicroBatch
-from trainer.checkpoint import rng_state, set_rng_state
 from trainer.config import TrainSection
 from trainer.model import Policy
 from trainer.optim import NO_SCALE, LossScale, apply_step, make_optimizer
@@ -98,6 +97,19 @@ def _attempt(work: Callable[[int], R], tokens: int) -> R | None:
         return None
 
 
+def _random_state(device: torch.device) -> Callable[[], None]:
+    """Return what sets torch's generators, the CPU's and `device`'s, back to where they are now."""
+    host = torch.get_rng_state()
+    own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore() -> None:
+        torch.set_rng_state(host)
+        if own is not None:
+            torch.cuda.set_rng_state(own, device)
+
+    return restore
+
+
 @contextmanager
 def _no_step_again(ranks: Ranks) -> Iterator[None]:
     """End the run where one of several ranks has no memory for its step: the others have stepped."""
@@ -172,11 +184,11 @@ class Stepper:
 
         Raises VramwiseError when one sequence of `longest` tokens is too much already.
         """
-        random = rng_state()
+        restore = _random_state(self._policy.device)
 
         def undo() -> None:
             self._clear()
-            set_rng_state(random)  # dropout drops what it dropped
+            restore()  # dropout drops what it dropped
 
         return in_budget(work, self.budget, longest=longest, undo=undo)
 

@@ -88,7 +88,7 @@ def test_the_curve_after_memory_ran_out_is_that_of_the_run_that_it_did_not(run_f
 
     said.clear()
     with monkeypatch.context() as patch:
-        failing(patch, 3, 4)  # in the second step after the rehearsal's two passes
+        failing(patch, 3, 4)  # in the third step
         redone = train_run(run_file("redone"), budget="<6h", say=said.append)
     rungs = [line.partition("; ")[2] for line in said if "out of memory" in line]
     assert rungs[1:] == ["checkpointing=full", rungs[0], "checkpointing=offload"]
