@@ -16,7 +16,7 @@ from trainer.fit import Fit
 from trainer.fit_search import Search, fitted_run, sizes
 from trainer.run import train_run
 
-STEPS = 4
+STEPS = 3
 ROWS = [{"prompt": "a" * (1 + 3 * n % 30), "completion": f" {n}"} for n in range(40)]
 
 
@@ -88,7 +88,7 @@ def test_the_curve_after_memory_ran_out_is_that_of_the_run_that_it_did_not(run_f
 
     said.clear()
     with monkeypatch.context() as patch:
-        failing(patch, 3, 4)  # in the third step
+        failing(patch, 2, 4)  # in the second step
         redone = train_run(run_file("redone"), budget="<6h", say=said.append)
     rungs = [line.partition("; ")[2] for line in said if "out of memory" in line]
     assert rungs[1:] == ["checkpointing=full", rungs[0], "checkpointing=offload"]
@@ -96,7 +96,7 @@ def test_the_curve_after_memory_ran_out_is_that_of_the_run_that_it_did_not(run_f
     assert [step["budget_tokens"] for step in redone.metrics] == [8 * 48] * STEPS
 
     said.clear()
-    failing(monkeypatch, 3, 6)
+    failing(monkeypatch, 2, 6)
     halved = train_run(run_file("halved"), budget="<6h", say=said.append)
     assert halved.metrics[-1]["budget_tokens"] == 4 * 48
     assert "micro-batches of 192 tokens; the samples of a step stay as they are" in said[-1]
