@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from planner.doctor.fits import Thinned, line_fit
+from planner.doctor.fits import MAX_POINTS, Thinned, line_fit
 from planner.units import GB, GiB, MiB
 
 MAX_LINE = 4096
