@@ -15,26 +15,25 @@ NANO = 10**9
 REPEATS = 5
 GPU_SIDES = (4096, 8192)
 CPU_SIDES = (768, 1536)
-GPU_BYTES, CPU_BYTES = 1 << 30, 1 << 27
+GPU_BYTES, CPU_BYTES = 1 << 30, 1 << 23
+"""Of a copy; a CPU's as large as activations are, so that its caches take part as they do in a step."""
 HEADS, HEAD_DIM = 16, 64
 GPU_TOKENS, CPU_TOKENS = 4096, 512
 SMALL_OPS = 256
 """Operations of one repeat: a small one's time is that of starting it."""
 Clock = Callable[[], float]
-Pick = Callable[[list[float]], float]
 Best = Callable[[Callable[[], Any]], float]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def speeds(
-    device: torch.device, clock: Clock = time.perf_counter, pick: Pick = min
+    device: torch.device, clock: Clock = time.perf_counter, repeats: int = REPEATS
 ) -> dict[str, int]:
     """Return the fields of a Calibration that are speeds of `device`; takes well under a minute.
 
-    `clock`: of one CPU thread among others' work, time.process_time counts its own time alone. `pick`: of the
-    repeats; the shortest unless said.
+    `clock`: of one CPU thread among others' work, time.process_time counts its own time alone.
     """
-    best = partial(best_seconds, device=device, clock=clock, pick=pick)
+    best = partial(best_seconds, device=device, clock=clock, repeats=repeats)
     on_gpu = device.type != "cpu"
     dtypes = DTYPES if on_gpu else {"fp32": torch.float32}
     sides = GPU_SIDES if on_gpu else CPU_SIDES
@@ -112,9 +111,8 @@ def best_seconds(
     *,
     repeats: int = REPEATS,
     clock: Clock = time.perf_counter,
-    pick: Pick = min,
 ) -> float:
-    """Return the shortest (or another `pick`) of a few runs of `work`, one before them to warm up."""
+    """Return the shortest of a few runs of `work`, one before them to warm up."""
     taken = []
     for _ in range(repeats + 1):
         synchronize(device)
@@ -122,7 +120,7 @@ def best_seconds(
         work()
         synchronize(device)
         taken.append(clock() - started)
-    return pick(taken[1:])
+    return min(taken[1:])
 
 
 def synchronize(device: torch.device) -> None:
