@@ -36,9 +36,9 @@ from trainer.preflight import (
 )
 from trainer.prompt_data import read_prompts
 from trainer.rewards import check_reward_columns, load_rewards
+from trainer.run_folder import check_output
 from trainer.say import Say, silent
 from trainer.schedule import check_steps
-from trainer.session import check_output
 from trainer.sft import make_order
 from trainer.sft_data import read_examples
 from trainer.step_size import step_prompts

@@ -33,15 +33,14 @@ from trainer.prompt_data import Prompts, read_prompts
 from trainer.reward_pool import Interrupted
 from trainer.rewards import Rewards, Scores, check_reward_columns, load_rewards, score
 from trainer.rollout import Rollout, sample, sampling_settings
+from trainer.run_folder import REWARDS_LOG, check_output, run_folder
 from trainer.say import Say, silent
-from trainer.session import REWARDS_LOG, Result, Session, check_output, run_folder
+from trainer.session import Result, Session
 from trainer.trainer_state import trainer_state
 from trainer.validation import Validation, load_validation, reward_measure
 
 SEED_STRIDE = 1_000_003
 """Between the sampling seeds of two steps; a prime, so that runs of near seeds don't share them."""
-RANK_STRIDE = 15_485_863
-"""Between those of two ranks."""
 
 
 def train_grpo(
@@ -232,10 +231,10 @@ class Grpo:
         place = self.order.state()
         prompts = self.prompts.take(self.order, self.ready.prompts_per_step)
         tokenizer = self.ready.policy.tokenizer
-        # seeded by the step: a resumed run draws what the first one would have drawn
+        # seeded by the step, and by the prompt's place in it: a resumed run draws what the first one would have
+        # drawn, and any number of ranks the same
         ranks = self.ready.ranks
-        seed = self.train.seed + SEED_STRIDE * (step + 1) + RANK_STRIDE * ranks.rank
-        seeded = replace(self.settings, seed=seed)
+        seeded = replace(self.settings, seed=self.train.seed + SEED_STRIDE * (step + 1))
         with self.ready.memory("rollout"):
             self.engine.resume()
             self.engine.update_weights()

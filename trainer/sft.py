@@ -25,9 +25,10 @@ from trainer.parallel.ranks import ALONE, Ranks
 from trainer.parallel.together import largest
 from trainer.preflight import Preflight, longest_sequence, prepare
 from trainer.router_loss import balance_loss, router_coefficient
+from trainer.run_folder import check_output, run_folder
 from trainer.say import Say, silent
 from trainer.scoring import hidden_and_routers, log_probs
-from trainer.session import Result, Session, check_output, run_folder
+from trainer.session import Result, Session
 from trainer.sft_data import Examples, read_examples
 from trainer.validation import Validation, load_validation, loss_measure, read_held_out
 
