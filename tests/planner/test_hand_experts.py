@@ -170,7 +170,7 @@ def test_on_a_card_before_ampere_the_plan_says_what_runs() -> None:
 
 def test_adapters_on_fused_experts_take_no_dropout() -> None:
     experts = {"targets": "all-linear", "dropout": 0.05}
-    with pytest.raises(UnsupportedError, match="lora.dropout: 0.05, but PEFT has no dropout"):
+    with pytest.raises(UnsupportedError, match=r"lora\.dropout: 0\.05, but PEFT has no dropout"):
         planned(lora=experts)
     with pytest.raises(UnsupportedError, match="fused experts"):
         planned(
