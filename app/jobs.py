@@ -33,6 +33,8 @@ class Lever(NamedTuple):
     change: Change
     saved_bytes: int
     verdict: str
+    price: str
+    """In words and in time."""
 
 
 class Mended(NamedTuple):
@@ -58,7 +60,8 @@ def levers(sent: Sent) -> list[Lever]:
     """Return the single changes that lower a run's peak, the most bytes first."""
     with _received(sent) as run:
         return [
-            Lever(found.change, found.saved_bytes, found.plan.verdict) for found in _singles(run)
+            Lever(found.change, found.saved_bytes, found.plan.verdict, found.price)
+            for found in _singles(run)
         ]
 
 
