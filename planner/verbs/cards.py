@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from planner.verbs.options import print_json
 from planner.verbs.terminal import show
 
@@ -56,6 +58,8 @@ def show_cards(
             f"{format_bytes(least)}; {other}"
         )
     if check and not fitting:
+        if as_json:  # the document above is the whole answer
+            raise typer.Exit(DoesNotFitError.exit_code)
         raise DoesNotFitError("does not fit any card", hint="`vramwise recommend MODEL`")
 
 
@@ -198,7 +202,7 @@ def models_csv(rows: "list[Recommendation]") -> str:
         flat |= {name: getattr(cell, name) for name in near}
         flat["longest_context"] = row.context
         documents.append(flat | (cell.spent.rounded() if cell.spent is not None else {}))
-    return csv_of(documents, (*plain, *near, "longest_context", *_spent_columns()))
+    return csv_of(documents, (*plain, *near, "longest_context", *spent_columns()))
 
 
 def cards_csv(rows: "list[Card]") -> str:
@@ -212,10 +216,11 @@ def cards_csv(rows: "list[Card]") -> str:
         flat = {name: document[name] for name in plain}
         flat["settings"] = row.setting.settings if row.setting else ""
         documents.append(flat | (document["spent"] or {}))
-    return csv_of(documents, (*plain, "settings", *_spent_columns()))
+    return csv_of(documents, (*plain, "settings", *spent_columns()))
 
 
-def _spent_columns() -> tuple[str, ...]:
+def spent_columns() -> tuple[str, ...]:
+    """Return the columns of time and money."""
     from planner.answers.spent import Spent
 
     return tuple(name for name in Spent.__slots__ if name != "assumed")

@@ -86,6 +86,12 @@ def test_without_an_amount_rows_are_of_a_million_tokens(capsys):
     assert "--samples" in said
 
 
+def test_a_run_that_no_card_takes_ends_with_three_and_one_document(capsys):
+    line = ["plan", "deepseek-v3", "--method", "full", "--context", "512", "--check", "--json"]
+    assert main(line) == 3
+    assert json.loads(capsys.readouterr().out)["fits"] is False
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
