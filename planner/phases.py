@@ -23,8 +23,9 @@ from planner.terms.host import host
 from planner.terms.lifecycle import lifecycle, lifecycle_host
 from planner.terms.loading import loading
 from planner.terms.logits import Logits, held_outputs, kept_rows, logits
+from planner.terms.megatron_kept import kept_batches, left_by_overlap, memory_buffer
 from planner.terms.optimizer import optimizer
-from planner.terms.overhead import engine_workspace, gather_buffer, scores_buffer, workspace
+from planner.terms.overhead import engine_workspace, workspace
 from planner.terms.passes import passes
 from planner.terms.pipeline import passed_on, under_way
 from planner.terms.running import running_term
@@ -79,7 +80,7 @@ def _workspaces(model: ModelSpec, r: Resolved, machine: Machine) -> Term:
         return own
     if more:
         own = plus(own, engine_workspace(machine, more))
-    for kept in (scores_buffer(model, r), gather_buffer(model, r)):
+    for kept in (memory_buffer(model, r), kept_batches(r)):
         own = plus(own, kept) if kept.bytes else own
     return own
 
@@ -181,7 +182,7 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
     phases.append(
         _phase(
             *("step", base, adapter, made_whole, step, outputs),
-            *(seen.after, left, space, reducer, resident, passed),
+            *(seen.after, left, left_by_overlap(model, r), space, reducer, resident, passed),
         )
     )
     second = critic(r)

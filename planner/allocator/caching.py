@@ -171,6 +171,8 @@ class CachingAllocator:
         self.pools: dict[tuple[int, bool], Pool] = {}
         """By stream and size class: a block serves only the stream that allocated it."""
         self._first = (self.pool(0, small=False), self.pool(0, small=True))
+        self._spare: list[Chunk] = []
+        """Objects of blocks that were merged into others, to be used again."""
         self._plain = not self.config.expandable_segments and (
             self.config.max_split_size_bytes == NO_LIMIT
         )
@@ -226,6 +228,13 @@ class CachingAllocator:
             self.reserved_at_peak_bytes = self.reserved_bytes
         return chunk
 
+    def free_state(self) -> tuple[tuple[int, ...], ...] | None:
+        """Return the free blocks, sizes and addresses together: with the same ones and the same blocks handed
+        out, the same requests are answered alike. None where more than that decides."""
+        if not self._plain or self.config.garbage_collection_threshold:
+            return None
+        return tuple(tuple(pool.keys) for pool in self.pools.values())
+
     def free(self, chunk: Chunk) -> None:
         """Give a block back to the cache, merged with its free neighbours."""
         self.allocated_bytes -= chunk.size
@@ -240,7 +249,7 @@ class CachingAllocator:
         """
         if not self._plain or self._rounds:
             return self._play_one_by_one(events, blocks)
-        pools = self._first
+        pools, spare = self._first, self._spare
         allocated, highest = self.allocated_bytes, self.peak_allocated_bytes
         for block, size in events:
             if size:
@@ -259,7 +268,11 @@ class CachingAllocator:
                 rest = chunk.size - size
                 if rest >= pool.least_rest:
                     address = chunk.address + size
-                    part = Chunk(rest, address, pool)
+                    if spare:
+                        part = spare.pop()
+                        part.size, part.address, part.pool, part.free = rest, address, pool, True
+                    else:
+                        part = Chunk(rest, address, pool)
                     chunk.size = size
                     after = chunk.after
                     part.before, part.after = chunk, after
@@ -291,6 +304,7 @@ class CachingAllocator:
                 before = chunk.before = near.before
                 if before is not None:
                     before.after = chunk
+                spare.append(near)
             near = chunk.after
             if near is not None and near.free:
                 key = near.size << SHIFT | near.address
@@ -299,6 +313,7 @@ class CachingAllocator:
                 after = chunk.after = near.after
                 if after is not None:
                     after.before = chunk
+                spare.append(near)
             chunk.size = size
             chunk.free = True
             key = size << SHIFT | address

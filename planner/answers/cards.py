@@ -66,20 +66,24 @@ def cards_for_run(
 ) -> list[Card]:
     """Return every card with the verdict of this very run, in the order of spent.RULE.
 
-    Cards that refuse the run are left out.
+    Cards that refuse the run are left out. Raises what the last card says where none takes the run: a mistake in the run itself.
     """
-    found = []
+    found: list[Card] = []
+    refused: VramwiseError | None = None
     for gpu in known_cards():
         machine = make_machine(gpu.id, gpus=gpus, nodes=nodes, host_ram=host_ram)
         try:
             made = plan(model, recipe, machine)
-        except VramwiseError:
+        except VramwiseError as error:
+            refused = error
             continue
         method = recipe.method.value if made.resolved.trains else recipe.task.value
         found.append(
             Card(gpu.id, gpu.name, gpu.kind, gpus, machine.vram_bytes, method, made.verdict, made.fits,
                  made.peak_bytes, made.capacity_bytes, spent=spending(made))
         )  # fmt: skip
+    if refused is not None and not found:
+        raise refused
     return sorted(found, key=lambda card: order(card.spent))
 
 

@@ -29,7 +29,7 @@ from planner.terms.counts import base_weights
 
 OWN, OTHER = "vramwise", "hf-trainer"
 BATCHES = (2, 4, 8, 16, 32, 64)
-USUAL_SPARE, GENERATING, RECURRENT, WINDOWS = 1.15, 1.3, 1.4, 2.1
+USUAL_SPARE, GENERATING, RECURRENT = 1.15, 1.3, 1.4
 """A replay of any run of the catalogue needs less than this over what is alive (a slow test holds it)."""
 TRAINING: dict[str, dict[str, Any]] = {
     "full": {"method": "full"},
@@ -289,27 +289,16 @@ def furthest(
 
 def spare(model: ModelSpec, task: str) -> float:
     """Return room for fragments where no replay follows, over what is alive: more than any of the catalogue needs."""
-    generates = TASKS[Task(task)].generates
-    if generates and any(mixer.window for layer in model.layers for mixer in layer.mixers):
-        return WINDOWS
     if any(mixer.state_shapes for layer in model.layers for mixer in layer.mixers):
         return RECURRENT
-    return GENERATING if generates else USUAL_SPARE
+    return GENERATING if TASKS[Task(task)].generates else USUAL_SPARE
 
 
 def comfortable(
     model: ModelSpec, recipes: Sequence[Recipe], machine: Machine, tokens: int, task: str
 ) -> Settled | None:
-    """Return the quickest settings with room for any fragments; replayed where that room would be half the card."""
-    if spare(model, task) < WINDOWS:
-        return quickest(model, recipes, machine, tokens, spare(model, task))
-    found = quickest(model, recipes, machine, tokens, USUAL_SPARE)
-    for _ in range(2):
-        if found is None or found.plan.fits:
-            return found
-        needed = found.plan.needed_bytes / found.plan.peak_bytes
-        found = quickest(model, recipes, machine, tokens, needed)
-    return None
+    """Return the quickest settings with room for any fragments, so that nothing is replayed."""
+    return quickest(model, recipes, machine, tokens, spare(model, task))
 
 
 def _weights_fit(model: ModelSpec, recipe: Recipe, machine: Machine) -> bool:

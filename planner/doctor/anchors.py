@@ -133,13 +133,54 @@ ANCHORS: tuple[bytes, ...] = (
 
 
 DIGITS = b"0123456789"
-_PLAIN = tuple(anchor.translate(None, DIGITS) for anchor in ANCHORS)
+ROOTS: tuple[bytes, ...] = (
+    *(
+        b"memory",
+        b"alloc",
+        b"kill",
+        b"oom",
+        b"exit",
+        b"signal",
+        b"died",
+        b"cuda",
+        b"cache",
+        b"model",
+    ),
+    *(
+        b"vllm",
+        b"error",
+        b"ail",
+        b"ram",
+        b"ax",
+        b"code",
+        b"due to",
+        b"load",
+        b"expand",
+        b"seg",
+        b"pat",
+    ),
+)
+"""What several anchors have in common: a block without a root holds none of its anchors."""
+
+
+def _by_root() -> tuple[tuple[bytes, tuple[tuple[bytes, bytes], ...]], ...]:
+    """Return each root with its anchors, plain (without digits) and whole; an anchor without one is its own."""
+    groups: dict[bytes, list[tuple[bytes, bytes]]] = {}
+    for anchor in ANCHORS:
+        plain = anchor.translate(None, DIGITS)
+        root = next((root for root in ROOTS if root in plain), plain)
+        groups.setdefault(root, []).append((plain, anchor))
+    return tuple((root, tuple(rows)) for root, rows in groups.items())
+
+
+_GROUPS = _by_root()
 
 
 def spoken(block: bytes) -> tuple[bytes, ...]:
     """Return the anchors that may stand in a block: lines that differ in their digits alone are looked at once."""
     shapes = b"\n".join(set(block.translate(None, DIGITS).split(b"\n"))).lower()
-    return tuple(anchor for anchor, plain in zip(ANCHORS, _PLAIN, strict=True) if plain in shapes)
+    near = [rows for root, rows in _GROUPS if root in shapes]
+    return tuple(anchor for rows in near for plain, anchor in rows if plain in shapes)
 
 
 def speaks(text: str) -> bool:

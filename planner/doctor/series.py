@@ -6,11 +6,10 @@ or sets ever fewer records. Fragmentation leaves what tensors hold as it is whil
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from planner.doctor.anchors import DIGITS
 from planner.units import GB, GiB, MiB
 
 MAX_POINTS = 4096
@@ -102,20 +101,19 @@ class Series:
 
     tracks: dict[bytes, _Track] = field(default_factory=dict)
     chain: tuple[float, ...] = ()
+    taken: int = 0
+    """Lines that were read for figures."""
 
     def feed(self, block: bytes) -> None:
         """Take the figures of a block of whole lines, of the first lines with any."""
-        if not any(word in block for word in _WORDS):
-            return
-        shapes = block.translate(None, DIGITS).split(b"\n")  # few differ in more than digits
-        speak = {shape for shape in set(shapes) if any(word in shape for word in _WORDS)}
-        lines = [
-            line
-            for line, shape in zip(block.split(b"\n"), shapes, strict=True)
-            if shape in speak and len(line) < MAX_LINE
-        ]
-        for line in lines[:: 1 + len(lines) // MAX_BLOCK_LINES]:
-            self._line(line)
+        starts = sorted({start for word in _WORDS for start in _lines_with(word, block)})
+        most = MAX_BLOCK_LINES if self.taken < MAX_POINTS else MAX_BLOCK_LINES // 4
+        for start in starts[:: 1 + len(starts) // most]:
+            end = block.find(b"\n", start)
+            line = block[start : end if end >= 0 else len(block)]
+            if len(line) < MAX_LINE:
+                self.taken += 1
+                self._line(line)
 
     def _line(self, line: bytes) -> None:
         if any(word in line for word in _OUTSIDE):
@@ -166,6 +164,15 @@ class Series:
             ):
                 return replace(found, kind="reserve") if held else found
         return None
+
+
+def _lines_with(word: bytes, block: bytes) -> Iterator[int]:
+    """Yield where each line begins that holds the word."""
+    at = block.find(word)
+    while at >= 0:
+        yield block.rfind(b"\n", 0, at) + 1
+        end = block.find(b"\n", at)
+        at = block.find(word, end) if end >= 0 else -1
 
 
 def _name(key: bytes) -> bytes:

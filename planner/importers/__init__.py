@@ -42,6 +42,8 @@ __all__ = [
     "resolve_model",
 ]
 _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
+_COMMAND = re.compile(r"\s--?[A-Za-z]")
+"""What no key of a config holds: a command whose JSON value makes YAML of its line."""
 _SHELL = (".sh", ".bash", ".slurm", ".sbatch")
 _VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)|\{\{\s*\.?([\w.]+)|<([\w -]+)>")
 
@@ -320,11 +322,9 @@ def _mapping_or_none(text: str) -> dict[str, Any] | None:
         if "aliases" in error.message or "nested" in error.message or _reads_as_yaml(text):
             raise
         return None
-    return (
-        document
-        if isinstance(document, dict) and any(isinstance(key, str) for key in document)
-        else None
-    )
+    if not isinstance(document, dict) or any(_COMMAND.search(str(key)) for key in document):
+        return None
+    return document if any(isinstance(key, str) for key in document) else None
 
 
 def _reads_as_yaml(text: str) -> bool:

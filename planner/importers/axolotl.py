@@ -270,5 +270,18 @@ def _reinforcement(
             to="engine.gpu_memory_utilization",
             default=default,
         )
+        parts = settings.count(
+            "vllm.tensor_parallel_size",
+            "trl.vllm_tensor_parallel_size",
+            to="engine.tensor_parallel",
+        )
+        longest = settings.count("vllm.max_model_len", "trl.vllm_max_model_len", to="engine")
+        if not server:
+            engine["tensor_parallel"] = parts
+            if longest:
+                settings.effect(
+                    f"vllm.max_model_len {longest:,}: planned with the recipe's lengths"
+                )
+        settings.quiet("=vllm.")
     else:
         engine["kind"] = EngineKind.TRANSFORMERS

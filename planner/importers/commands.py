@@ -288,6 +288,8 @@ def nested_config(started: Started, context: Context) -> Nested | None:
     if started.name == "tune" and not wanted.endswith(_FILES):
         raise absent(wanted, what=" (a recipe of the torchtune package: `tune cp` copies it)")
     found = context.find(wanted)
+    if found is None and started.name == "xtuner" and not wanted.endswith(_FILES):
+        raise absent(wanted, what=" (a config of the xtuner package: `xtuner copy-cfg` copies it)")
     if found is None:
         if known:
             raise absent(wanted)
@@ -351,6 +353,8 @@ def _named_file(started: Started) -> str | None:
     scripts = (
         [word for word in words[1:] if word.endswith(".py")] if started.name == "xtuner" else []
     )
+    if started.name == "xtuner" and words[:1] == ["train"] and not scripts:
+        scripts = [word for word in words[1:2] if not word.startswith("-")]
     data = [value for key, value in given.items() if key in ("deepspeed", "dataset", "data_path")]
     flagged = {name for value in data for name in (value if isinstance(value, list) else [value])}
     return next((word for word in (*scripts, *files) if word not in flagged), None)

@@ -14,7 +14,7 @@ from planner.importers.names import quantization_in_name, resolve_model
 from planner.importers.python_calls import UNKNOWN, Calls
 from planner.importers.settings import Imported, Settings, as_int, as_names
 from planner.importers.spread import Launch
-from planner.importers.trl_script import arguments_of, constants
+from planner.importers.trl_script import arguments_of, checkpoints, constants
 from planner.importers.versions import stated
 from planner.run.recipe import Loss, Method, Sharding, Task
 
@@ -67,6 +67,21 @@ _MODELS = (
 _LOADERS = ("AutoModelForCausalLM.from_pretrained", "from_pretrained")
 
 
+QLORA = {
+    "bits": 4,
+    "double_quant": True,
+    "lora_r": 64,
+    "lora_target_modules": "all-linear",
+    "source_max_len": 1024,
+    "target_max_len": 256,
+    "gradient_checkpointing": True,
+    "optim": "paged_adamw_32bit",
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 16,
+}
+"""What qlora.py sets where its command line does not (artidoro/qlora qlora.py, TrainingArguments)."""
+
+
 def is_hugging_face(values: dict[str, Any]) -> bool:
     """Return whether flags are a Trainer's: a model's name beside TrainingArguments'."""
     named = "model_name_or_path" in values or "base_model" in values
@@ -89,6 +104,9 @@ def read(
     """Return a Trainer's settings as a run."""
     old = next((key for key in _GONE if values.get(key) is not None), None)
     why = f"{old} is a name of transformers 4" if old and version is None else ""
+    qlora = {"source_max_len", "bits", "double_quant"} & set(values) or script == "qlora.py"
+    if qlora and not values.get("full_finetune"):
+        values = {**QLORA, **values}
     settings = Settings(
         values,
         tool=TOOL,
@@ -110,7 +128,13 @@ def read(
     settings.raw("gradient_checkpointing_kwargs", "gradient_checkpointing_kwargs.use_reentrant")
     recipe["checkpointing"] = words.checkpointing(on)
     recipe["compile"] = settings.flag("torch_compile", to="compile")
-    chosen = settings.raw("attn_implementation", "flash_attn", "use_flash_attn", to="attention")
+    chosen = settings.raw(
+        "attn_implementation",
+        "flash_attn",
+        "use_flash_attn",
+        "use_flash_attention_2",
+        to="attention",
+    )
     recipe["attention"] = "flash" if chosen is True else words.attention(chosen) or "sdpa"
     liger = settings.flag("use_liger_kernel", "use_liger", to="loss")
     recipe["loss"] = Loss.CHUNKED if liger else Loss.FULL
@@ -227,9 +251,12 @@ def from_calls(calls: Calls, *, version: str | None = None) -> Imported:
         for key in ("max_length", "model_max_length"):
             if isinstance(call.get(key), int):
                 values.setdefault(key, call[key])
+    if checkpoints(calls):
+        values["gradient_checkpointing"] = True
+    named = {name.lower(): value for name, value in calls.names.items() if isinstance(value, int)}
     for key in LENGTHS:
-        if isinstance(calls.names.get(key), int):
-            values.setdefault(key, calls.names[key])
+        if key in named and not isinstance(named[key], bool):
+            values.setdefault(key, named[key])
     for key in ("quantization_config", "device_map", "use_cache", "low_cpu_mem_usage", "args"):
         values.pop(key, None)
     values["model"] = model if isinstance(model, str) else ""

@@ -9,7 +9,7 @@ HARMLESS = re.compile(
     r"|scheduler|lr_scheduler\w*|early_stopping\w*|resume\w*|overwrite\w*|run_name|project\w*|experiment_name|plot_loss|do_train|do_eval|do_predict|eval_strategy|evaluation_strategy|eval_steps|evals_per_epoch"
     r"|temperature|top_p|top_k|reward\w*|system\w*|special_tokens\w*|strict|load_best_model\w*|metric\w*|max_grad_norm|clip_grad\w*|adam_\w+|betas|eps|ddp_timeout|trust_remote_code|revision|model_revision"
     r"|served_model_name|host|port|api_key|tool\w*|enable_auto_tool_choice|tokenizer_?mode|config_format|load_format|tokenizer\w*|model_type|hf_\w+|remove_unused_columns|shuffle|split\w*|message\w*|prompt_template|add_\w+_prompt"
-    r"|author|name|tags|title|description|meta|debug|train_batch_size|val_\w*|test_\w*|critic_warmup|balance_batch|nnodes|node_rank|master\w*|filter_\w+|truncation\w*|kl_loss_coef|kl_loss_type|rpo_alpha|lora_alpha|alpha"
+    r"|(?:eos|bos|pad|unk)_token|num_labels|author|name|tags|title|description|meta|debug|train_batch_size|val_\w*|test_\w*|critic_warmup|balance_batch|nnodes|node_rank|master\w*|filter_\w+|truncation\w*|kl_loss_coef|kl_loss_type|rpo_alpha|lora_alpha|alpha"
     r"|use_reentrant|packing_strategy|group_by_length|train_on_inputs|chat_\w+|use_\w*rslora|loraplus\w*|moe_backend|version|columns|load_from_cache\w*|lazy_preprocess|tf32|epsilon(?:_high|_low)?|overlong_filter|external_plugins|importance_sampling_level|eot_tokens|processor_type|loss_watchdog\w*|ddp_find_unused_parameters|image_folders?|image_root|data_file_paths|bos|eos|stop\w*|n_shot|checkpointer\w*|profiler\w*|metric_logger\w*|max_samples|overwrite_cache)(?:$|\.)",
     re.IGNORECASE,
 )
@@ -28,7 +28,8 @@ _SECRET = re.compile(
 
 def shown(key: str, value: Any) -> str:
     """Return a value as reports and errors may print it: without what is secret."""
-    if isinstance(value, str) and value and _SECRET_KEY.search(key):
+    named = _SECRET_KEY.search(key) and not re.search(r"(?:eos|bos|pad|unk)_token$", key)
+    if isinstance(value, str) and value and named:
         return "(hidden)"
     return _SECRET.sub("(hidden)", str(value))
 

@@ -316,8 +316,8 @@ def _holds_together(
     recipe["parallel"] = {"data_shard": ranks, "data_replicate": gpus // ranks}
     said = ", ".join(f"{name} {asked[name]}" for name in divided)
     settings.effect(
-        f"{said}: the {ranks} ranks that hold a model together are planned as FSDP's, which divides weights, "
-        "gradients and states as they do; activations are not divided: an upper bound"
+        f"{said}: the {ranks} ranks that hold a model together are planned as FSDP's, which divides weights "
+        "and gradients as they do; activations, and states over the other ranks, are not divided: an upper bound"
     )
     return True
 

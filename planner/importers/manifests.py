@@ -44,6 +44,7 @@ def read(text: str, context: Context) -> tuple[Script, dict[str, Any], int] | No
     found = []
     for document in load_yaml_all(text):
         found += _containers(document) if isinstance(document, dict) else []
+        found += _kserve(document)
     servers = [each for each in found if _SERVER.search(_words_of(each))]
     if not servers:
         return None
@@ -64,6 +65,27 @@ def ray_serve(text: str) -> dict[str, Any] | None:
                 name = loading.get("model_source") or loading.get("model_id")
                 return {**engine, "model": name} if isinstance(name, str) else None
     return None
+
+
+def _kserve(document: Any) -> list[dict[str, Any]]:
+    """Return an InferenceService's model as a container: KServe's Hugging Face runtime starts vLLM."""
+    model = _under(_under(_under(document, "spec"), "predictor"), "model")
+    form = _under(model, "modelFormat").get("name")
+    if str(form).lower() not in ("huggingface", "vllm"):
+        return []
+    words = [
+        re.sub(
+            r"^--model_id(?=$|=)",
+            "--model",
+            re.sub(r"^--model_name(?=$|=)", "--served-model-name", word),
+        )
+        for word in _listed(model.get("args"))
+        if not word.startswith(("--backend", "--task"))
+    ]
+    place = str(model.get("storageUri") or "")
+    if place.startswith("hf://") and not any(word.startswith("--model") for word in words):
+        words += ["--model", place.removeprefix("hf://")]
+    return [{**model, "image": "vllm", "args": words}]
 
 
 def _under(value: Any, key: str) -> dict[str, Any]:

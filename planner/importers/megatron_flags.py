@@ -226,10 +226,14 @@ def slime_command(started: Started, context: Context) -> Imported | None:
     s.values["recomputes"] = s.raw("recompute_granularity", to="checkpointing") == "full"
     s.raw("recompute_method", "recompute_num_layers", "use_dynamic_batch_size", "max_seq_len")
     s.used.add("recomputes")
+    colocated = s.flag("colocate", to="engine.kind")
+    # slime/utils/arguments.py: offload_train follows colocate where nobody says otherwise
+    moved = s.flag("offload", "offload_train", default=colocated)
     policy = Policy(
         sharding=Sharding.ZERO1,
         gpus=nodes * each,
-        colocated=s.flag("colocate", to="engine.kind"),
+        colocated=colocated,
+        offloaded=moved and not s.flag("no_offload_train", "no_offload"),
         reference=kl or bool(beta),
         beta=beta,
         critic=estimator == "ppo",

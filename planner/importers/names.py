@@ -14,16 +14,18 @@ from planner.models.spec import ModelSpec
 
 _QUANTIZED = (
     (re.compile(r"bnb-4bit|[-_]4bit\b|nf4", re.IGNORECASE), "nf4"),
+    (re.compile(r"gptq.*(?:int8|8bit)", re.IGNORECASE), "gptq-8bit"),
     (re.compile(r"gptq", re.IGNORECASE), "gptq-4bit"),
     (re.compile(r"awq", re.IGNORECASE), "awq-4bit"),
     (re.compile(r"w4a16|int4", re.IGNORECASE), "gptq-4bit"),
+    (re.compile(r"w8a8|w8a16|int8", re.IGNORECASE), "int8"),
     (re.compile(r"fp8", re.IGNORECASE), "fp8"),
     (re.compile(r"nvfp4", re.IGNORECASE), "nvfp4"),
     (re.compile(r"mxfp4", re.IGNORECASE), "mxfp4"),
 )
 _SUFFIXES = re.compile(
     r"[-_](?:unsloth|bnb|4bit|8bit|16bit|instruct|chat|it|base|hf|sft|dpo|qlora|lora|full|pt|preview|gguf|awq|gptq|int4|int8|fp8"
-    r"|nvfp4|fp4|mxfp4|bf16|qat|w4a16|fp16|dynamic|reasoning|thinking|25\d\d|24\d\d|rope|\d+k|marlin|scale|uncensored|text|think)(?=[-_]|$)",
+    r"|nvfp4|fp4|mxfp4|bf16|qat|w4a16|w8a16|w8a8|quantized[.]w\d+a\d+|quantized|fp8_dynamic|block|g\d+|fp16|dynamic|reasoning|thinking|25\d\d|24\d\d|rope|\d+k|marlin|scale|uncensored|text|think)(?=[-_]|$)",
     re.IGNORECASE,
 )
 _OWNERS = re.compile(r"^(?:meta|unsloth|nvidia)[-_]", re.IGNORECASE)

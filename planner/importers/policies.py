@@ -193,6 +193,7 @@ def read_skyrl(flat: dict[str, Any], *, version: str | None = None) -> Imported:
         sharding=Sharding.ZERO1 if megatron else Sharding.FSDP2,
         gpus=nodes * each,
         colocated=together,
+        offloaded=together,  # workers/worker_dispatch: colocated models take turns on the GPU
         reference=kl,
         beta=s.number("trainer.algorithm.kl_loss_coef", to="beta", default=0.001) if kl else 0.0,
         critic=estimator == "gae",
@@ -241,6 +242,7 @@ def read_nemo_rl(flat: dict[str, Any], *, version: str | None = None) -> Importe
         sharding=Sharding.ZERO1 if megatron else Sharding.FSDP2,
         gpus=nodes * each,
         colocated=together,
+        offloaded=together,  # nemo_rl/algorithms/grpo.py: offload_after_refit
         reference=bool(beta),
         beta=beta,
         algorithm="grpo",
@@ -363,6 +365,7 @@ def read_roll(flat: dict[str, Any], *, version: str | None = None) -> Imported:
         sharding=sharding,
         gpus=len(trains) or s.count("num_gpus_per_node", to="gpus"),
         colocated=together,
+        offloaded=together,  # roll/pipeline: actor_train.offload_states before the engine wakes
         reference=any(k.startswith("reference.") for k in flat),
         beta=beta,
         critic=estimator == "gae" and any(k.startswith("critic.") for k in flat),

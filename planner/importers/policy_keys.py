@@ -102,6 +102,8 @@ class Policy:
     engine: bool = True
     loss: Loss = Loss.FULL
     reference_offloaded: bool = False
+    offloaded: bool = False
+    """The policy lies in host memory while the engine generates."""
 
 
 def read_policy(settings: Settings, keys: PolicyKeys, policy: Policy) -> Imported:
@@ -128,6 +130,11 @@ def read_policy(settings: Settings, keys: PolicyKeys, policy: Policy) -> Importe
         settings.raw(*keys.generations)
     compute(settings, recipe, keys)
     recipe["sharding"] = policy.sharding
+    if policy.offloaded:
+        recipe["optimizer_offload"], recipe["offload"] = True, {"parameters": True}
+        settings.effect(
+            "the policy is in host memory while the engine generates, not during its update"
+        )
     if policy.beta is not None:
         recipe["beta"] = policy.beta
     recipe["reference"] = words.reference(method, needed=policy.reference or task is Task.PPO)

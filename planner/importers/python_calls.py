@@ -216,8 +216,10 @@ def _fold(node: ast.expr, names: dict[str, Any]) -> Any:
             for key, value in zip(node.keys, node.values, strict=True)
             if key is not None
         }
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.Not)):
         value = _fold(node.operand, names)
+        if isinstance(node.op, ast.Not):
+            return value if value is UNKNOWN else not value
         return -value if isinstance(value, (int, float)) else UNKNOWN
     if isinstance(node, ast.BinOp):
         return _operate(node, names)
@@ -248,6 +250,8 @@ def _fold_call(node: ast.Call, names: dict[str, Any]) -> Any:
         }
     if name == "torch.cuda.device_count":
         return names.get(DEVICE_COUNT, UNKNOWN)
+    if name.endswith(("is_bf16_supported", "is_bfloat16_supported")):
+        return True  # of the same width as the fp16 that older cards take
     given = [_fold(each, names) for each in node.args]
     if name == "getattr" and len(given) >= 2 and isinstance(given[1], str):
         base = _dotted(node.args[0])

@@ -32,7 +32,7 @@ from planner.importers.keys import shown
 from planner.importers.launchers import Started, started
 from planner.importers.mappings import from_mapping, unknown
 from planner.importers.python_calls import UNKNOWN, Calls, read_calls
-from planner.importers.settings import Imported
+from planner.importers.settings import Imported, Settings
 from planner.importers.shell import Script, flags, parse_shell
 
 
@@ -142,9 +142,21 @@ def from_python(source: str, context: Context) -> Imported:
         return unsloth.read(calls, version=context.version_of("unsloth"))
     if calls.has("LLM") and not calls.has("GRPOTrainer", "SFTTrainer"):
         values = trl_script.constants(calls.last("LLM"))
+        unknown_keys = [
+            key
+            for key, value in (calls.last("LLM") or {}).items()
+            if value is UNKNOWN and key != "*0"
+        ]
         if isinstance(model := (calls.last("LLM") or {}).get("*0"), str):
             values.setdefault("model", model)
-        return vllm.read(values, version=context.version_of("vllm"), is_call=True)
+        found = vllm.read(values, version=context.version_of("vllm"), is_call=True)
+        for key in unknown_keys:
+            Settings.note_unknown(found.report, key)
+        if "tensor_parallel_size" in unknown_keys and context.gpus is None:
+            found.report.effects.append(
+                "tensor_parallel_size is what the machine has: planned on 1 GPU, say --gpus N"
+            )
+        return found
     if _has_trl(calls):
         return trl_script.read(calls, version=context.version_of("trl"))
     if calls.has("TrainingArguments", "Seq2SeqTrainingArguments"):

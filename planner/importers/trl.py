@@ -106,8 +106,9 @@ def _compute(
     offload = settings.flag("activation_offloading")
     recipe["compile"] = settings.flag("torch_compile", to="compile")
     recipe["checkpointing"] = words.checkpointing(on, offload=offload)
+    flash = settings.flag("use_flash_attention_2")  # before attn_implementation
     recipe["attention"] = words.attention(
-        settings.raw("attn_implementation", to="attention", default="sdpa")
+        settings.raw("attn_implementation", to="attention", default="flash" if flash else "sdpa")
     )
     liger = settings.flag("use_liger_kernel", "use_liger", "use_liger_loss", to="loss")
     kind = settings.raw("loss_type", to="loss") if recipe["task"] is Task.SFT else None

@@ -75,6 +75,16 @@ def arguments_of(calls: Calls, task: Task) -> dict[str, Any]:
     return config or calls.last("TrainingArguments", "Seq2SeqTrainingArguments") or {}
 
 
+def checkpoints(calls: Calls) -> bool:
+    """Return whether the script switches checkpointing on itself: no argument of a Trainer switches it off again.
+
+    PEFT's prepare_model_for_kbit_training does so unless told not to (peft/utils/other.py).
+    """
+    prepared = calls.last("prepare_model_for_kbit_training", "prepare_model_for_int8_training")
+    own = prepared is not None and prepared.get("use_gradient_checkpointing", True) is not False
+    return own or calls.has("gradient_checkpointing_enable")
+
+
 def read(calls: Calls, *, version: str | None = None) -> Imported:
     """Return a script that builds TRL trainers as a run."""
     task = task_of(calls)
@@ -100,6 +110,8 @@ def read(calls: Calls, *, version: str | None = None) -> Imported:
     values.update(
         {key: value for key, value in constants(arguments).items() if key not in ("model",)}
     )
+    if checkpoints(calls):
+        values["gradient_checkpointing"] = True
     if kwargs := values.pop("model_init_kwargs", None):
         values.update(kwargs if isinstance(kwargs, dict) else {})
     for key in _BESIDE:

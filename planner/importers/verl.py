@@ -85,9 +85,7 @@ def read(
     ranks = _degrees(settings, recipe, count, megatron)
     for key in ("param_offload", "optimizer_offload"):
         if settings.flag(f"{_A}fsdp_config.{key}", f"{_A}megatron.{key}", to="engine"):
-            if megatron:
-                settings.effect(f"megatron.{key}: moved to host memory between rollout and update")
-            elif key == "param_offload":
+            if key == "param_offload":
                 recipe["offload"] = {"parameters": True}
             else:
                 recipe["optimizer_offload"] = True
@@ -124,7 +122,12 @@ def _companions(settings: Settings, recipe: dict[str, Any], model: str) -> None:
     )
     used = settings.flag("reward_model.enable", "reward.reward_model.enable", default=False)
     recipe["reward_model"] = str(named) if named and used else "none"
-    settings.quiet("critic.", "reward_model.", "reward.")
+    own = settings.count("critic.ppo_micro_batch_size_per_gpu", to="micro_batch_size")
+    if own and own != recipe.get("micro_batch_size"):
+        settings.effect(
+            f"the critic's micro-batch is {own}: planned with the actor's {recipe['micro_batch_size']}"
+        )
+    settings.quiet("=critic.megatron.", "critic.", "reward_model.", "reward.")
 
 
 def _degrees(settings: Settings, recipe: dict[str, Any], gpus: int, megatron: bool) -> int | None:
@@ -136,6 +139,8 @@ def _degrees(settings: Settings, recipe: dict[str, Any], gpus: int, megatron: bo
     )
     settings.raw(f"{_F}ulysses_sequence_parallel_size", "critic.ulysses_sequence_parallel_size")
     if not megatron:
+        if str(settings.values.get(f"{_A}fsdp_config.fsdp_size")) == "-1":  # all GPUs
+            settings.raw(f"{_A}fsdp_config.fsdp_size")
         size = settings.count(f"{_A}fsdp_config.fsdp_size", to="parallel.data_shard")
         if size and size < gpus and gpus % size == 0:
             recipe["parallel"] = {"data_shard": size, "data_replicate": gpus // size}
@@ -147,7 +152,7 @@ def _degrees(settings: Settings, recipe: dict[str, Any], gpus: int, megatron: bo
         "context": settings.count(f"{prefix}context_parallel_size", to="parallel.context"),
         "expert": settings.count(f"{prefix}expert_model_parallel_size", to="parallel.expert"),
     }
-    settings.quiet(prefix, f"{_F}megatron.", "critic.megatron.")
+    settings.quiet(prefix, f"={_F}megatron.", "=critic.megatron.")
     return set_degrees(settings, recipe, gpus, **degrees)
 
 
@@ -301,6 +306,8 @@ def _drop_rest(settings: Settings) -> None:
         f"{_R}disable_log",
         f"{_R}enable_",
         f"{_F}log_prob",
+        "=actor_rollout_ref.hybrid_engine",
+        "=use_remove_padding",
     )
     settings.quiet(*prefixes)
 

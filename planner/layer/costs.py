@@ -1,7 +1,9 @@
 """What one decoder layer keeps and needs, measured by running its program on a tape; cached."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
 from typing import NamedTuple, TypeVar
 
 from planner.layer.blocks import run_layer
@@ -27,13 +29,30 @@ class KeptCosts(NamedTuple):
     """Something in the layer saved its input itself (an fp32 residual stream)."""
 
 
-class CheckpointedCosts(NamedTuple):
+@dataclass(frozen=True)
+class CheckpointedCosts:
     """A layer that is recomputed in backward."""
 
-    recompute: Envelope
-    """Recompute and backward, without the stored input."""
-    recompute_fetched: Envelope
-    """The same with an input that came back from the host, while something needs it."""
+    layer: LayerSpec
+    hidden: int
+    settings: OpSettings
+    parts: tuple[list[Point], list[Point], list[Point]]
+    """Before, during and after the recompute, without the stored input."""
+    saves_input: bool
+
+    @cached_property
+    def recompute(self) -> Envelope:
+        """Recompute and backward, without the stored input."""
+        return envelope(list(chain(*self.parts)))
+
+    @cached_property
+    def recompute_fetched(self) -> Envelope:
+        """The same with an input that came back from the host, while something needs it."""
+        if self.saves_input:
+            early, again, rest, _ = _recompute(self.layer, self.hidden, self.settings, fetched=True)
+            return envelope(early + again + rest)
+        early, again, rest = self.parts  # freed as soon as the forward has run again
+        return envelope([*early, *shifted(again, self.settings.stream(self.hidden)), *rest])
 
 
 _BY_ID: dict[tuple[object, ...], tuple[LayerSpec, object]] = {}
@@ -153,12 +172,7 @@ def again_tape(
 
 def _checkpointed(layer: LayerSpec, hidden: int, settings: OpSettings) -> CheckpointedCosts:
     early, again, rest, saved = _recompute(layer, hidden, settings, fetched=False)
-    stored = envelope(early + again + rest)
-    if not saved:  # an input from the host is freed as soon as the forward has run again
-        width = settings.stream(hidden)
-        return CheckpointedCosts(stored, envelope([*early, *shifted(again, width), *rest]))
-    early, again, rest, _ = _recompute(layer, hidden, settings, fetched=True)
-    return CheckpointedCosts(stored, envelope(early + again + rest))
+    return CheckpointedCosts(layer, hidden, settings, (early, again, rest), saved)
 
 
 def _recompute(

@@ -15,6 +15,7 @@ from planner.layer.events import (
 from planner.layer.program import OpSettings
 from planner.models.spec import LayerSpec, ModelSpec
 from planner.replay.player import Blocks, Player
+from planner.replay.recurring import Recurring
 from planner.replay.units import Units
 from planner.run.recipe import Checkpointing
 from planner.run.resolved import Resolved
@@ -48,13 +49,20 @@ class Layers:
 
     def no_grad(self, x: Chunk) -> Chunk:
         """Play all layers without a graph; `x` is freed."""
-        for layer in self.order:
-            self._gather(layer)
-            events = forward_events(layer, self.model.hidden, self.settings)
+        order, index = self.order, 0
+        recurring = self._recurring(order, len(order))
+        while index < len(order):
+            self._gather(order[index])
+            events = forward_events(order[index], self.model.hidden, self.settings)
             left = self.player.play(events, self.tokens, {events.x: x})
             self.player.give(left.pop(events.x))
             x = left[events.out]
+            index = recurring.after(index, x)
         return x
+
+    def _recurring(self, order: list[LayerSpec], until: int) -> Recurring:
+        """Return what skips layers before `until`, where nothing but their outputs is left of them."""
+        return Recurring(order, self.player, until if self.units is None else 0)
 
     def forward(self, x: Chunk) -> Chunk:
         """Play the forward; what backward needs stays."""
@@ -63,18 +71,23 @@ class Layers:
         offload = self.r.checkpointing is Checkpointing.OFFLOAD
         every = self.r.checkpoint_every if self.r.checkpointing is Checkpointing.EVERY_K else 1
         resident = self.r.keep_layers if offload else self.model.num_layers
-        for index, layer in enumerate(self.order):
-            self._gather(layer)
-            events = forward_events(layer, self.model.hidden, self.settings)
+        away = max(0, self.model.num_layers - resident)
+        order, index = self.order, 0
+        recurring = self._recurring(order, away)
+        while index < len(order):
+            self._gather(order[index])
+            events = forward_events(order[index], self.model.hidden, self.settings)
             left = self.player.play(events, self.tokens, {events.x: x})
-            if index % every:
+            if index % every or index < away:
                 self.player.give(left.pop(events.x))
-            elif index < self.model.num_layers - resident:
-                self.player.give(left.pop(events.x))
-                self.inputs.append(None)
-            else:
-                self.inputs.append(left.pop(events.x))
+            x_before = left.pop(events.x, None)
             x = left[events.out]
+            following = recurring.after(index, x)
+            if index < away:
+                self.inputs += [None] * (following - index)
+            elif not index % every:
+                self.inputs.append(x_before)
+            index = following
         return x
 
     def _gather(self, layer: LayerSpec, *, backward: bool = False) -> None:

@@ -51,6 +51,19 @@ class Player:
         """Allocate blocks, then free them in the same order."""
         self.give(*self.take_all(sizes))
 
+    def stay(self, tensors: Iterable[tuple[tuple[int, ...], int]]) -> None:
+        """Allocate, one tensor after the other, blocks that stay, and beside them one that goes again."""
+        events, number = [], 0
+        for blocks, passing in tensors:
+            if passing:
+                events.append((0, passing))
+            events += [(number := number + 1, size) for size in blocks if size > 0]
+            if passing:
+                events.append((0, 0))
+        failed = self.device.play(events, {})
+        if failed:
+            raise DeviceFullError(failed)
+
     def play(self, layer: LayerEvents, tokens: int, blocks: Blocks) -> Blocks:
         """Play a layer's events; `blocks` are those they may free. Returns what is left."""
         failed = self.device.play(sized(layer, tokens), blocks)

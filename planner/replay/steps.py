@@ -184,14 +184,10 @@ class Run:
     def _load_whole(self) -> None:
         player = self.player
         player.take_all(rope_tables(self.model, self.r))
-        for tensor in loaded(self.model, self.r):
-            temporary = player.take(tensor.passing)
-            player.take_all(tensor.blocks)
-            player.give(temporary)
+        player.stay(loaded(self.model, self.r))
         for companion, _ in resident(self.r):
             other = as_companion(self.r, companion)
-            for tensor in loaded(companion.spec, other):
-                player.take_all(tensor.blocks)
+            player.stay((blocks, 0) for blocks, _ in loaded(companion.spec, other))
 
     def _shard(self) -> None:
         """Make flat units, layers first and the root last, and keep this rank's part of each."""

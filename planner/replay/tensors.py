@@ -39,13 +39,20 @@ def loaded(model: ModelSpec, r: Resolved) -> Iterator[Loaded]:
     full = r.method is Method.FULL and r.trains
     width = trained_width(r) if full else element_bytes(r.dtype)
     upcast = r.switches.kbit_upcast == "all" and r.quantization in BITSANDBYTES
+    alike: dict[
+        tuple[int, Scheme | None], list[Loaded]
+    ] = {}  # layers of a kind share their modules
     for module, scheme in _with_schemes(model, r):
-        for shape, packed in tensors(module, scheme):
-            for _ in range(module.count):
-                if scheme is None or not packed:
-                    yield Loaded((prod(shape) * (4 if upcast else width),))
-                else:
-                    yield _packed(shape, module.kind, scheme, r)
+        key = id(module), scheme
+        if key not in alike:
+            alike[key] = [
+                _packed(shape, module.kind, scheme, r)
+                if scheme is not None and packed
+                else Loaded((prod(shape) * (4 if upcast else width),))
+                for shape, packed in tensors(module, scheme)
+                for _ in range(module.count)
+            ]
+        yield from alike[key]
 
 
 def _with_schemes(model: ModelSpec, r: Resolved) -> Iterator[tuple[ModuleSpec, Scheme | None]]:

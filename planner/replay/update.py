@@ -27,6 +27,8 @@ class Update:
         self.factored = factored
         """Elements of Adafactor's statistics; empty for another optimizer."""
         self.trained = trained
+        self.kinds = {(each.elements, each.width) for each in trained}
+        """What differs between them."""
         self.player = player
         self.started = False
         self.kind = KINDS[r.optimizer]
@@ -40,8 +42,8 @@ class Update:
             self.player.passing(
                 max(
                     (
-                        min(each.elements, longest) * slice_width(self.r, each.width, each.elements)
-                        for each in self.trained
+                        min(elements, longest) * slice_width(self.r, width, elements)
+                        for elements, width in self.kinds
                     ),
                     default=0,
                 )

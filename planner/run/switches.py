@@ -125,6 +125,14 @@ class Switches(Section):
     """Experts can be divided over ranks."""
     vocab_padding: Annotated[int, Field(ge=1, strict=True)] = 1
     """Rows of the vocabulary are padded to a multiple of this on every tensor parallel rank."""
+    gathers_to_experts: Flag = False
+    """Every rank gathers all expert ranks' tokens, into a buffer that stays (Megatron-Core's dispatcher
+    "allgather", its default); otherwise rows travel to their experts (alltoall)."""
+    overlaps_experts: Flag = False
+    """All-to-all runs beside another micro-batch's layers, each part of a layer a graph of its own
+    (--overlap-moe-expert-parallel-comm)."""
+    keeps_batches: Flag = False
+    """A step's micro-batches stay on the GPU of the rank that read them (Megatron-LM 0.18)."""
     kept_scores_buffer: Flag = False
     """One buffer of a layer's attention scores stays for good: what baddbmm takes and does not read."""
     grouped_workspaces: Annotated[int, Field(ge=0, strict=True)] = 0

@@ -12,6 +12,11 @@ def layer_bytes_per_token(layer: LayerSpec, element: float) -> float:
     return mixer_of(layer.mixer).cache.token(layer.mixer, element)
 
 
+def tokens_held(layer: LayerSpec, tokens: int) -> int:
+    """Return how many of a sequence's tokens one layer keeps."""
+    return mixer_of(layer.mixer).cache.tokens_held(layer.mixer, tokens)
+
+
 def _beyond(layer: LayerSpec, element: float) -> float:
     """Return what a token adds to one layer however short its window is."""
     return mixer_of(layer.mixer).cache.beyond(layer.mixer, element)
@@ -48,8 +53,7 @@ def sequence_bytes(
     element = ELEMENT_BYTES[normal_dtype(kv_dtype, field="kv_dtype")]
     total = 0.0
     for layer in model.layers:
-        held = mixer_of(layer.mixer).cache.tokens_held
-        seen = held(layer.mixer, tokens) if capped else tokens
+        seen = tokens_held(layer, tokens) if capped else tokens
         seen = -(-seen // block) * block
         total += layer.count * seen * layer_bytes_per_token(layer, element)
         total += layer.count * tokens * _beyond(layer, element)

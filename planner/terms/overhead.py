@@ -1,9 +1,6 @@
 """overhead: library workspaces inside torch's pool."""
 
-from planner.dtypes import element_bytes
 from planner.machines.machine import GpuSpec, Machine
-from planner.models.spec import ModelSpec
-from planner.run.resolved import Resolved
 from planner.terms.term import Term
 from planner.units import KiB, MiB
 
@@ -67,32 +64,6 @@ def engine_workspace(machine: Machine, count: int) -> Term:
     size = LARGE_BLAS_WORKSPACE_BYTES if large else TRANSFORMER_ENGINE_SMALL_BYTES
     template = "{0} Transformer Engine workspace(s) x {1:,} B"
     return Term("overhead", count * size, template, (count, size), TE_SOURCE)
-
-
-def scores_buffer(model: ModelSpec, r: Resolved) -> Term:
-    """Return the buffer of one layer's scores that stays where a framework keeps one for baddbmm."""
-    if not r.switches.kept_scores_buffer:
-        return Term("overhead", 0)
-    heads = max(layer.mixer.num_heads for layer in model.layers)
-    size = heads * r.tokens * r.seq_tokens * element_bytes(r.compute_dtype)
-    template = "scores of one layer, kept: {0} heads x {1:,} x {2:,}: {3:,} B"
-    source = (
-        "megatron-core 0.20 core/transformer/dot_product_attention.py: get_global_memory_buffer"
-    )
-    return Term("overhead", size, template, (heads, r.tokens, r.seq_tokens, size), source)
-
-
-def gather_buffer(model: ModelSpec, r: Resolved) -> Term:
-    """Return the buffer in which Megatron-Core's own head gathers all tokens, which stays from then on.
-
-    The layers' linears are Transformer Engine's, which gather into tensors of their own.
-    """
-    if r.switches.layers != "megatron" or not r.layout.sequence or model.head is None:
-        return Term("overhead", 0)
-    size = r.tokens * model.hidden * element_bytes(r.compute_dtype)
-    template = "all tokens' hidden states, gathered for the head, kept: {0:,} x {1:,}: {2:,} B"
-    source = "megatron-core 0.20 core/tensor_parallel/layers.py: get_global_memory_buffer"
-    return Term("overhead", size, template, (r.tokens, model.hidden, size), source)
 
 
 def workspace(machine: Machine, *, trains: bool) -> Term:

@@ -47,7 +47,7 @@ def slices(model: ModelSpec, r: Resolved) -> Term:
     longest = r.switches.step_scratch_bytes // MOST
     found = [
         (slice_width(r, width, size) * min(size, longest), min(size, longest))
-        for size, width in _tensors(model, r)
+        for size, width in dict.fromkeys(_tensors(model, r))
     ]
     size, elements = max(found, default=(0, 0))
     return Term(

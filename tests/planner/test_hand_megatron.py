@@ -184,6 +184,50 @@ def test_the_last_stage_keeps_what_its_head_gathers() -> None:
     assert gained == [0, 2048 * 2048 * 2]
 
 
+def test_one_buffer_is_as_large_as_whoever_asks_for_most() -> None:
+    """8 tokens a rank of 2; experts over 2 x 2 ranks get 32 rows of 64, the head 16: 64 x 2 bytes each."""
+    divided = {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 2}
+
+    def kept(law):
+        (one,) = ranks(MIXTRAL, 4, framework=law, parallel=divided)
+        return size(one, "step", "overhead")
+
+    (neither,) = ranks(MIXTRAL, 1, framework="megatron-separate-wgrad")
+    assert kept("megatron-separate-wgrad") - size(neither, "step", "overhead") == 32 * 64 * 2
+    assert kept("megatron-separate-wgrad") - kept("megatron-alltoall") == 16 * 64 * 2
+
+
+def test_overlapped_all_to_all_leaves_each_layer_its_input_and_its_gradient() -> None:
+    both = [
+        ranks(MIXTRAL, 2, framework=law, parallel={"expert": 2})[0]
+        for law in ("megatron-overlapped-experts", "megatron-alltoall")
+    ]
+    layers, stream = MIXTRAL.num_layers, TOKENS * 64 * 2
+    left = [size(one, "step", "activations") for one in both]
+    assert left[0] - left[1] == layers * 2 * stream
+    assert both[0].phase("loss").total_bytes == both[1].phase("loss").total_bytes
+
+
+@pytest.mark.parametrize(
+    ("parallel", "kept"),
+    [
+        ({}, [TOKENS + 28]),  # tokens, positions and labels of 8 bytes, 4 of the loss mask
+        ({"pipeline": 3}, [TOKENS + 16, 0, TOKENS + 12]),
+        ({"context": 2}, [(TOKENS + 28) // 2]),
+    ],
+)
+def test_0_18_keeps_the_masks_of_a_step_on_the_gpu(parallel, kept) -> None:
+    old, new = (
+        ranks(LLAMA, 6, framework=law, gradient_accumulation=4, parallel=parallel)
+        for law in ("megatron==0.18.2", "megatron")
+    )
+    more = [
+        size(one, "loss", "overhead") - size(other, "loss", "overhead")
+        for one, other in zip(old, new, strict=True)
+    ]
+    assert more == [4 * TOKENS * each for each in kept]
+
+
 def test_fused_gradients_leave_no_tensor_of_their_own() -> None:
     (fused,), (apart,) = ranks(LLAMA, 1), ranks(LLAMA, 1, framework="megatron-separate-wgrad")
     rows = 1_024  # of the vocabulary, padded to a multiple of 128

@@ -6,7 +6,12 @@ import pytest
 
 from planner.layer.costs import no_grad_costs
 from planner.layer.tape import largest
+from planner.machines.machine import make_machine
+from planner.models.catalogue import catalogue_model
 from planner.plan import plan
+from planner.replay.player import Player
+from planner.replay.rollout import play_rollout
+from planner.run.resolve import resolve
 from planner.run.runfile import make_recipe
 from planner.terms.activations import activations, masks, op_settings
 from planner.terms.generation import rolling
@@ -48,8 +53,6 @@ def test_our_engine_reads_a_group_s_prompt_once() -> None:
 
 
 def test_a_rollout_of_the_plan_has_it_and_other_engines_do_not() -> None:
-    from planner.machines.machine import make_machine
-
     recipe = make_recipe(
         **GRPO, framework="trl==1.9", context=528, prompt_length=512, completion_length=16
     )
@@ -88,3 +91,15 @@ def test_torch_saves_the_additive_mask_that_attention_is_given() -> None:
     ):
         torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     assert mask.untyped_storage().data_ptr() in seen
+
+
+def test_layers_with_a_window_copy_no_more_than_it() -> None:
+    spec = catalogue_model("gemma-3-1b")
+    recipe = make_recipe(**GRPO, context=32768)
+    r = resolve(spec, recipe, make_machine("h100-sxm"))
+    player = Player()
+    play_rollout(spec, r, player)
+    # the whole cache, and beside it the longest layer's keys once more
+    whole = 8 * sequence_bytes(spec, 32768, "bf16")
+    longest = 8 * 32768 * 256 * 2
+    assert whole < player.device.peak_allocated_bytes <= whole + longest

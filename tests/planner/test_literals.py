@@ -30,7 +30,6 @@ ALLOWED: dict[tuple[str, float], str] = {
     ("answers/recommend.py", 1.15): REPORT,
     ("answers/recommend.py", 1.3): REPORT,
     ("answers/recommend.py", 1.4): REPORT,
-    ("answers/recommend.py", 2.1): REPORT,
     ("machines/machine.py", 0.985e9): "unit: PCIe 3.0 lane, 8 GT/s at 128b/130b = 0.985e9 B/s",
     ("verbs/plan.py", 1e9): UNIT,
     ("doctor/context.py", 1e9): UNIT,

@@ -42,7 +42,9 @@ def test_what_stands_after_a_step_is_counted_to_a_percent() -> None:
     found = errors("allocated_after_step", 1 * GB)
     assert len(found) >= 14
     assert median(map(abs, found.values())) < 0.01
-    assert max(map(abs, found.values())) < 0.045  # overlapped all-to-all keeps 63 MiB of 1.6 GB
+    beyond = {name for name, error in found.items() if abs(error) >= 0.01}
+    assert beyond <= {"bert_mcore_tp4_pp1"}  # 17 MiB of 1.7 GB whose owner is not found
+    assert max(map(abs, found.values())) < 0.011
     small = errors("allocated_after_step", 0)
     assert median(map(abs, small.values())) < 0.01
 

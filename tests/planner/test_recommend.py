@@ -200,6 +200,13 @@ def test_cards_for_a_run_as_it_is() -> None:
     assert [card.gpu for card in cards_for_model(model, limit=1)] != []
 
 
+def test_a_mistake_in_the_run_is_said_where_no_card_is_named(capsys) -> None:
+    line = "plan llama-3.1-8b --framework hf-trainer --method full --gpus 8 --shard fsdp2"
+    assert main([*line.split(), "--reshard-after-forward", "3"]) == 2
+    said = capsys.readouterr()
+    assert "reshard_after_forward: 3 does not divide the 8 ranks" in said.err + said.out
+
+
 def test_a_run_that_cannot_be_helped_is_none() -> None:
     machine = make_machine(vram="8GiB")
     assert settle(catalogue_model("llama-3.1-70b"), make_recipe(method="qlora"), machine) is None
