@@ -12,6 +12,7 @@ import streamlit as st
 from app import finder, jobs, workers
 from app.jobs import Lever, Mended
 from app.runs import Run
+from planner.answers.frontier import Frontier
 from planner.answers.layouts import Tried
 from planner.answers.recommend import Recommendation
 from planner.answers.serving import ServingView
@@ -88,6 +89,12 @@ def layouts(run: Run, *, fitting: int) -> list[Tried]:
 def machines_for(run: Run, context: int) -> list[dict[str, Any]]:
     """Return a cell for every GPU and method: verdict, peak and headroom; the smallest GPU first."""
     found: list[dict[str, Any]] = ask(finder.every_machine, run, context, kind=workers.LONG)
+    return found
+
+
+def ways(run: Run, samples: int, epochs: float) -> Frontier:
+    """Return the ways to do a run that nothing beats, by memory, hours and dollars."""
+    found: Frontier = ask(jobs.ways, run, samples, epochs, kind=workers.LONG)
     return found
 
 

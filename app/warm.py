@@ -11,6 +11,7 @@ from planner.run.recipe import MachineSection
 
 PAGES = (
     "answer",
+    "budgets",
     "details",
     "explaining",
     "finding",

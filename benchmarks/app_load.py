@@ -25,7 +25,7 @@ CHANGES = 3
 LIMIT_S = 240
 WARM_LIMIT_S = 400
 FIT = ""
-PAGES = (FIT, "recommend", "compare", "recording", "explain", "accuracy")
+PAGES = (FIT, "recommend", "budget", "compare", "recording", "explain", "accuracy")
 
 
 async def one_session(address: str, page: str, number: int, pause_s: float) -> dict[str, Any]:

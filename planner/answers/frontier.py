@@ -49,11 +49,13 @@ class Point:
     vram_bytes: int
     """Of a card, as torch sees it: what a limit on memory is about."""
     verdict: str
+    """fits, proved by a replay."""
     spent: Spent
     flags: str
     """The same for `vramwise plan`."""
     recipe: dict[str, Any] = field(repr=False)
-    plan: Plan = field(repr=False, compare=False)
+    plan: Plan | None = field(default=None, repr=False, compare=False)
+    """Until it is proved."""
 
     @property
     def values(self) -> dict[str, float | None]:
@@ -232,9 +234,10 @@ def _proved(found: list[Point]) -> tuple[list[Point], int]:
     """Return the points nothing beats, every one of them replayed: what does not fit makes room for others."""
     while True:
         front = pareto(found)
-        bad = {id(p) for p in front if not (p.plan.has_room or p.plan.fits)}
+        bad = {id(p) for p in front if p.plan is not None and not (p.plan.has_room or p.plan.fits)}
         if not bad:
-            return [replace(p, verdict=p.plan.verdict) for p in front], len(found)
+            proved = [replace(p, verdict=p.plan.verdict) for p in front if p.plan is not None]
+            return [replace(p, plan=None) for p in proved], len(found)
         found = [p for p in found if id(p) not in bad]
 
 

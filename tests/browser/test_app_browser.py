@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.xdist_group("browser"),
     pytest.mark.skipif(chromium() is None, reason="no Chromium is installed"),
 ]
-PAGES = ("", "serve", "recommend", "compare", "recording", "explain", "accuracy")
+PAGES = ("", "serve", "recommend", "budget", "compare", "recording", "explain", "accuracy")
 PHONE = {"width": 390, "height": 844}
 DESKTOP = {"width": 1360, "height": 1000}
 DOES_NOT_FIT = "?model=llama-3.1-8b&framework=trl&method=lora&context=4096&batch=8"
