@@ -100,6 +100,8 @@ def cards_for_model(
     Settings are those that slow the run least; all of them leave the result as it is.
     """
     found: list[Card] = []
+    if model.longest and context > model.longest:
+        return found
     for gpu in known_cards(kinds):
         machine = make_machine(gpu.id, gpus=gpus, nodes=nodes, host_ram=host_ram)
         for method in variants(task):
