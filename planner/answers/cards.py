@@ -106,6 +106,8 @@ def cards_for_model(
     price are all planned, the others as far as `limit` reaches, the smallest first.
     """
     found: list[Card] = []
+    if model.longest and context > model.longest:
+        return found
     priced = priced_cards()
     cards = sorted(known_cards(kinds), key=lambda gpu: gpu.id not in priced)
     for gpu in cards:

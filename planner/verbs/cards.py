@@ -129,7 +129,7 @@ def cards_table(rows: "list[Card]") -> str:
 
 
 def show_cards_for(
-    model: str,
+    model: "ModelSpec",
     rows: "list[Card]",
     *,
     task: str,
@@ -147,7 +147,7 @@ def show_cards_for(
     if as_json:
         document: dict[str, Any] = {
             "schema_version": 1,
-            "model": model,
+            "model": model.name,
             "task": task,
             "least_context": context,
             "rule": RULE,
@@ -157,9 +157,10 @@ def show_cards_for(
         return
     times = f"{gpus} x " if gpus > 1 else ""
     if not rows:
-        show(f"{model} at {context:,} tokens fits {times}no card of the catalogue")
+        said = nothing(model, f"{times}no card of the catalogue", context)
+        show(said.removesuffix(" by no method"))
         return
-    show(f"Cards that take {times}{model} for {task} at {context:,} tokens, {RULE}\n")
+    show(f"Cards that take {model.name} for {task} at {context:,} tokens, {RULE}\n")
     show(cards_table(rows))
     settings = [row.setting for row in rows if row.setting is not None]
     note = "settings are the least slow that fit, and leave the result as it is; --limit shows more"
@@ -168,6 +169,15 @@ def show_cards_for(
         f"\n{note}\n{spent_note([row.spent for row in rows])}"
         + (f"their price: {prices}" if prices else "")
     )
+
+
+def nothing(only: "ModelSpec | None", label: str, least: int) -> str:
+    """Return why there is no row."""
+    if only is None:
+        return f"Nothing of the catalogue fits {label} at {least:,} tokens"
+    if only.longest and least > only.longest:
+        return f"{only.name} reads {only.longest:,} tokens at most; --context asks for {least:,}"
+    return f"{only.name} fits {label} at {least:,} tokens by no method"
 
 
 def lever_lines(rows: "Sequence[Setting]") -> list[str]:

@@ -65,7 +65,7 @@ def _recommend(
     from planner.names import TASK_WORDS, word_of
     from planner.run.recipe import Task
     from planner.units import parse_count
-    from planner.verbs.cards import models_csv, show_cards_for
+    from planner.verbs.cards import models_csv, nothing, show_cards_for
     from planner.verbs.outputs import write_text
 
     tokens = parse_count(context, field="context")
@@ -75,9 +75,7 @@ def _recommend(
         spec = _named(model, offline=offline, token=token)
         cards = cards_for_model(spec, task=task, context=tokens, framework=framework, gpus=gpus,
                                 nodes=nodes, host_ram=host_ram, limit=limit, spending=spending)  # fmt: skip
-        show_cards_for(
-            spec.name, cards, task=task, context=tokens, gpus=gpus, csv=csv, as_json=as_json
-        )
+        show_cards_for(spec, cards, task=task, context=tokens, gpus=gpus, csv=csv, as_json=as_json)
         return
     from planner.answers.ranking import RULE
     from planner.answers.recommend import recommend
@@ -102,6 +100,9 @@ def _recommend(
             }
         )
         return
+    if not rows:
+        show(nothing(only, machine.label, tokens))
+        return
     _print_models(rows, machine.label, machine.num_gpus > 1, tokens, limit)
 
 
@@ -113,9 +114,6 @@ def _print_models(
     from planner.units import format_bytes
     from planner.verbs.cards import lever_lines, spent_cells, spent_headers, spent_note
 
-    if not rows:
-        show(f"Nothing of the catalogue fits {label} at {least:,} tokens")
-        return
     layout = ["layout"] if several else []
     cells = []
     for row in rows:

@@ -229,6 +229,20 @@ def test_a_mistake_in_the_run_is_said_where_no_card_is_named(capsys) -> None:
     assert "reshard_after_forward: 3 does not divide the 8 ranks" in said.err + said.out
 
 
+@pytest.mark.parametrize("card", [["--gpu", "rtx-4090"], []])
+def test_a_context_beyond_the_model_s_own_is_said(
+    card: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["recommend", "phi-3-medium-4k", *card, "--context", "64k"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("phi-3-medium-4k reads 4,096 tokens at most; --context asks for 65,536")
+
+
+def test_a_model_too_large_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recommend", "llama-3.1-405b", "--gpu", "rtx-4090"]) == 0
+    assert "llama-3.1-405b fits NVIDIA GeForce RTX 4090" in capsys.readouterr().out
+
+
 def test_a_run_that_cannot_be_helped_is_none() -> None:
     machine = make_machine(vram="8GiB")
     assert settle(catalogue_model("llama-3.1-70b"), make_recipe(method="qlora"), machine) is None
