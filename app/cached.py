@@ -12,6 +12,7 @@ import streamlit as st
 from app import finder, jobs, workers
 from app.jobs import Lever, Mended
 from app.runs import Run
+from planner.answers.cards import Card
 from planner.answers.layouts import Tried
 from planner.answers.recommend import Recommendation
 from planner.answers.serving import ServingView
@@ -85,9 +86,9 @@ def layouts(run: Run, *, fitting: int) -> list[Tried]:
     return found
 
 
-def machines_for(run: Run, context: int) -> list[dict[str, Any]]:
-    """Return a cell for every GPU and method: verdict, peak and headroom; the smallest GPU first."""
-    found: list[dict[str, Any]] = ask(finder.every_machine, run, context, kind=workers.LONG)
+def cards(run: Run, context: int, kinds: tuple[str, ...]) -> list[Card]:
+    """Return the GPUs of some kinds that take a run's model, the smallest first."""
+    found: list[Card] = ask(finder.cards, run, context, kinds, kind=workers.LONG)
     return found
 
 

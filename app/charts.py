@@ -113,17 +113,9 @@ def phase_bars(plan: Plan) -> Spec:
     }
 
 
-def rank_bars(plan: Plan) -> Spec:
-    """Return one stacked bar per distinct rank at its own peak, with the capacity line."""
-    names = [kind.role for kind in plan.ranks]
-    y = {
-        "field": "rank",
-        "type": "nominal",
-        "sort": names,
-        "title": None,
-        "axis": {"labelLimit": 240},
-    }
-    rows = [
+def rank_rows(plan: Plan) -> list[Spec]:
+    """Return one row for every term of every distinct rank at its own peak."""
+    return [
         {
             "rank": kind.role,
             "term": name,
@@ -135,6 +127,19 @@ def rank_bars(plan: Plan) -> Spec:
         for kind in plan.ranks
         for name, size in kind.terms.items()
     ]
+
+
+def rank_bars(plan: Plan) -> Spec:
+    """Return one stacked bar per distinct rank at its own peak, with the capacity line."""
+    names = [kind.role for kind in plan.ranks]
+    y = {
+        "field": "rank",
+        "type": "nominal",
+        "sort": names,
+        "title": None,
+        "axis": {"labelLimit": 240},
+    }
+    rows = rank_rows(plan)
     terms = {name for kind in plan.ranks for name in kind.terms}
     longest = 1.15 * to_gib(max(plan.peak_bytes, plan.capacity_bytes))
     gib = {"field": "gib", "type": "quantitative", "stack": "zero", "axis": GIB_AXIS}

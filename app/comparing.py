@@ -49,6 +49,7 @@ STEPS: tuple[tuple[str, dict[str, Any]], ...] = (
 """What Unsloth changes, one after the other."""
 FRAMEWORKS, MY_RUNS, PUBLISHED = "frameworks", "my runs", "510.8 GB to 54.3 GB"
 MODEL, GPU = "llama-3.1-8b", "h100-sxm"
+STEP_COLUMNS = ("step", "change", "why")
 
 
 def mode() -> str:
@@ -86,6 +87,8 @@ def bars(plans: dict[str, Plan], *, key: str) -> None:
         charts.side_by_side(rows, shared, order=list(plans)),
         key=key,
         alt=f"Peak memory by term: {peaks}.",
+        figures=rows,
+        columns=("run", "term", "size", "formula"),
     )
 
 
@@ -224,13 +227,21 @@ def waterfalls() -> None:
             charts.waterfall(steps, unit="GB as printed"),
             key="as_published",
             alt=f"Waterfall: {said}.",
+            figures=steps,
+            columns=STEP_COLUMNS,
         )
     with right:
         section("As it really is")
         st.caption("GiB, op by op: the largest phase, not a sum. All 8 sequences in one pass.")
         steps, reasons = real_steps()
         said = ", ".join(f"{step['step']} {step['change']}" for step in steps)
-        draw(charts.waterfall(steps), key="as_it_is", alt=f"Waterfall: {said}.")
+        draw(
+            charts.waterfall(steps),
+            key="as_it_is",
+            alt=f"Waterfall: {said}.",
+            figures=steps,
+            columns=STEP_COLUMNS,
+        )
     for reason in reasons:
         st.caption(escape(f"{reason['after']}: {reason['why']}"))
     section("Line by line")

@@ -36,7 +36,8 @@ def draw(
 ) -> Any:
     """Show a Vega-Lite spec at full width; `alt` says it in words.
 
-    `figures`: the rows behind it, as a table for who cannot point at a bar; made when it is opened.
+    `figures`: the rows behind it, as a table for who cannot point at a bar; made when it is opened. A
+    chart goes without where the page has the same rows as a table anyway.
     """
     shown = st.vega_lite_chart(themed(spec), width="stretch", key=key, alt=alt, **options)
     if figures:

@@ -1,23 +1,31 @@
 """The parts of "Explain an error": what failed, how sure the cause is, what to change."""
 
+import re
+from typing import Any
+
 import pandas as pd
 import streamlit as st
 
+from app.runs import known_name
 from app.words import escape, section
 from planner.doctor.diagnose import Diagnosis, Failure, diagnose
 from planner.doctor.report import diagnosis_text
 from planner.doctor.serving import serving_report
 from planner.errors import UsageError
-from planner.importers import Imported, import_config, resolve_model
+from planner.importers import Imported, import_config
 from planner.importers.pasted import decode
 from planner.importers.report import report_text
 from planner.units import format_bytes
 
+KEPT = "diagnosis"
+"""Session key: (what the log was read with, what was found)."""
 MAX_PASTED = 400_000
 MAX_LOG_MIB = 200
 MAX_CONFIG_MIB = 4
 LOG_TYPES = ("log", "txt", "out", "err", "json", "jsonl")
 CERTAINTY = {"proven by arithmetic": "green", "consistent": "orange", "unknown": "gray"}
+_OURS = re.compile(r"(?<![\w-])--(config|model|gpu)\b")
+"""Flags of `vramwise explain`, which are boxes here; those of the reader's own tool stay."""
 EXAMPLE = """\
 python sft.py --model_name_or_path meta-llama/Llama-3.1-8B --per_device_train_batch_size 8 --max_length 4096 --use_peft --bf16
   File "site-packages/transformers/trainer.py", line 3745, in compute_loss
@@ -41,9 +49,12 @@ def config_of(file: object) -> Imported | None:
 
 
 def read(
-    text: str, log: object, imported: Imported | None, *, model: str | None, gpu: str | None
+    text: str, log: Any, imported: Imported | None, *, model: str | None, gpu: str | None
 ) -> Diagnosis | None:
-    """Return the diagnosis of what was pasted or uploaded, or None when there is nothing."""
+    """Return the diagnosis of what was pasted or uploaded, or None when there is nothing.
+
+    An uploaded log is read once for as long as it is there.
+    """
     run = imported.run if imported else None
     options = {
         "model": model,
@@ -53,7 +64,14 @@ def read(
         "gpus": run.machine.gpus if run else None,
     }
     if log is not None:
-        return diagnose(log, **options)  # type: ignore[arg-type]
+        key = (log.file_id, repr(options))
+        known = st.session_state.get(KEPT)
+        if known is None or known[0] != key:
+            known = (key, diagnose(log, **options))  # type: ignore[arg-type]
+            st.session_state[KEPT] = known
+        found: Diagnosis = known[1]
+        return found
+    st.session_state.pop(KEPT, None)
     if not text.strip():
         return None
     if len(text) > MAX_PASTED:
@@ -64,12 +82,13 @@ def read(
 
 
 def known_model(name: str) -> str | None:
-    """Return a model's name if the catalogue knows it; nothing is fetched for an explanation."""
+    """Return the catalogue model that was typed; nothing is fetched for an explanation."""
     if not name.strip():
         return None
-    if resolve_model(name.strip()) is None:
+    known = known_name(name)
+    if known is None:
         raise UsageError(f"model: {name[:60]!r} is not in the catalogue", hint="leave it out")
-    return name.strip()
+    return known
 
 
 def show(found: Diagnosis) -> None:
@@ -95,7 +114,8 @@ def _failure(number: int, failure: Failure, *, many: bool) -> None:
         colour = CERTAINTY.get(lead.certainty.value, "gray")
         section(lead.title)
         st.badge(lead.certainty.value, color=colour)  # type: ignore[arg-type]
-        st.markdown(escape(lead.explanation[:1].upper() + lead.explanation[1:]))
+        said = _OURS.sub(r"\1", lead.explanation)
+        st.markdown(escape(said[:1].upper() + said[1:]))
         if lead.formula:
             st.code(lead.formula, language=None, wrap_lines=True)
         for cause in [other for other in others if other.certainty != "unknown"][:2]:

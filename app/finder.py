@@ -3,19 +3,17 @@
 from typing import Any
 
 from app.runs import Sent, received
+from planner.answers.cards import BROAD_KINDS, Card, cards_for_model
 from planner.answers.recommend import Recommendation, recommend
-from planner.errors import VramwiseError
-from planner.machines.machine import GpuSpec, gpu_catalogue, make_machine
 from planner.models.spec import ModelSpec
-from planner.plan import plan
 from planner.run.recipe import MachineSection
-from planner.run.runfile import machine_of, make_recipe
+from planner.run.runfile import machine_of
 from planner.units import format_bytes
 
 METHODS = ("qlora", "lora", "full")
 SIZES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 4096.0)
 """Steps of the slider of sizes, each twice the one before: most models are small."""
-KINDS = ("consumer", "workstation", "datacenter", "unified", "embedded", "mig")
+KINDS = (*BROAD_KINDS, "mig")
 
 
 def recommended(
@@ -68,51 +66,33 @@ def tokens_label(tokens: int) -> str:
     return f"{tokens // 1024}K" if tokens >= 1024 else str(tokens)
 
 
-def every_machine(sent: Sent, context: int) -> list[dict[str, Any]]:
-    """Return the cells of a run's model, task and framework; the job of a worker."""
+def cards(sent: Sent, context: int, kinds: tuple[str, ...]) -> list[Card]:
+    """Return the GPUs that take a run's model for its task, with settings that fit; the job of a worker."""
     run = received(sent)
-    task, framework, gpus = run.recipe.task.value, run.recipe.framework, run.section.gpus
-    methods = METHODS if task != "serve" else ("lora",)
-    cells = []
-    cards = [gpu for gpu in gpu_catalogue().values() if gpu.torch_total_bytes]
-    for gpu in sorted(cards, key=lambda card: (card.torch_total_bytes or 0, card.id)):
-        for method in methods:
-            cell = _cell(run.model, gpu, gpus, task, method, context, framework)
-            if cell is not None:
-                cells.append(cell)
-    return cells
+    return cards_for_model(
+        run.model,
+        task=run.recipe.task.value,
+        context=context,
+        framework=run.recipe.framework,
+        gpus=run.section.gpus,
+        nodes=run.section.nodes,
+        host_ram=run.section.host_ram,
+        kinds=kinds,
+    )
 
 
-def _cell(
-    model: ModelSpec,
-    gpu: GpuSpec,
-    gpus: int,
-    task: str,
-    method: str,
-    context: int,
-    framework: str,
-) -> dict[str, Any] | None:
-    sharding = "fsdp" if gpus > 1 and task != "serve" else "none"
-    try:
-        recipe = make_recipe(
-            task=task, method=method, framework=framework, context=context, sharding=sharding
-        )
-        result = plan(model, recipe, make_machine(gpu.id, gpus=gpus))
-    except VramwiseError:
-        return None
-    return {
-        "gpu": gpu.id,
-        "kind": gpu.kind,
-        "method": method if task != "serve" else "serve",
-        "verdict": result.verdict,
-        "peak": format_bytes(result.peak_bytes, digits=1),
-        "headroom": format_bytes(result.headroom_bytes, digits=1),
-        "said": _signed(result.headroom_bytes),
-        "memory": format_bytes(gpu.torch_total_bytes or 0, digits=1),
-        "name": gpu.name,
-    }
-
-
-def _signed(num_bytes: int) -> str:
-    """Return headroom with its sign: what is left, or what is missing."""
-    return ("+" if num_bytes >= 0 else "") + format_bytes(num_bytes, digits=1)
+def card_rows(found: list[Card]) -> list[dict[str, Any]]:
+    """Return the rows of the map and the table of GPUs."""
+    return [
+        {
+            "gpu": card.gpu,
+            "memory": format_bytes(card.vram_bytes, digits=1),
+            "method": card.method,
+            "peak": format_bytes(card.peak_bytes, digits=1),
+            "left": format_bytes(card.headroom_bytes, digits=1),
+            "settings": card.setting.settings if card.setting else "",
+            "name": card.name,
+            "share": card.headroom_bytes / card.capacity_bytes,
+        }
+        for card in found
+    ]

@@ -11,6 +11,8 @@ from app.draw import draw
 from app.inputs import state
 from app.knobs import BY_KEY
 from app.words import escape
+from planner.answers.cards import RULE as RULE_OF_CARDS
+from planner.answers.cards import Card
 from planner.answers.ranking import RULE
 from planner.answers.recommend import Recommendation
 from planner.run.recipe import Recipe
@@ -20,6 +22,8 @@ from planner.units import format_bytes
 MODELS, GPUS = "models for my GPU", "GPUs for my model"
 FEW, MANY = 16, 80
 """Rows shown first, and at most."""
+FEW_CARDS = 24
+"""GPUs drawn first: the table has all of them."""
 LEAST = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
@@ -82,7 +86,7 @@ def models() -> None:
     st.markdown(
         f"The best **{len(names)} models** that fit {escape(machine.label)} for **{state('task')}**, "
         "the best first. Colour and number: the longest context. "
-        "Click a cell, or a row of the table, to open it in *Will it fit?*"
+        f"Click a cell, or a row of the table, to open it in *{_opens()}*."
     )
     st.caption(RULE[0].upper() + RULE[1:])
     if len(shown) == most or most == MANY:
@@ -136,7 +140,7 @@ def _named(labels: list[str], opened: Callable[[int], None]) -> None:
             placeholder="by name", width=420,
         )  # fmt: skip
         st.button(
-            "Open in Will it fit?", key="open_named", disabled=chosen is None,
+            f"Open in {_opens()}", key="open_named", disabled=chosen is None,
             on_click=opened, args=(chosen or 0,),
         )  # fmt: skip
 
@@ -162,13 +166,18 @@ def _open_model(row: int) -> None:
     open_run(make_recipe(**recipe), model=model)
 
 
+def _opens() -> str:
+    """Return the page that shows a row."""
+    return "Serve" if state("task") == "serve" else "Will it fit?"
+
+
 def open_run(recipe: Recipe | None = None, **chosen: Any) -> None:
     """Fill in page 1, with a whole recipe or single choices, and ask the page to switch to it."""
-    kept = {key: state(key) for key in ("gpu", "gpus", "nodes", "vram", "ram", "framework", "task")}
+    kept = {key: state(key) for key in ("gpu", "gpus", "nodes", "vram", "ram")}
+    if recipe is None:
+        kept |= {key: state(key) for key in ("framework", "task")}
     for knob in BY_KEY.values():  # what was set for another run does not belong to this one
         st.session_state[knob.key] = knob.default
-    if chosen.get("method") not in BY_KEY["method"].options:  # serving has no method
-        chosen.pop("method", None)
     if recipe is not None:
         inputs.set_recipe(recipe)
     for key, value in {**kept, **chosen}.items():
@@ -187,29 +196,43 @@ def _model_filters() -> None:
 
 
 def gpus() -> None:
-    """Show which GPUs take a model, by method."""
+    """Show which GPUs take a model, by method, with settings that fit."""
     run = inputs.run_from_state()
-    model = run.model
+    tokens, kinds = int(state("context") or 2048), tuple(st.session_state["kinds"])
     with st.spinner("Planning for every GPU ..."):
-        cells = cached.machines_for(run, int(state("context") or 2048))
-    kept = [cell for cell in cells if cell["kind"] in st.session_state["kinds"]]
-    fit = sum(cell["verdict"] == "fits" for cell in kept)
-    st.markdown(
-        f"**{escape(model.name)}** at {int(state('context') or 2048):,} tokens for **{state('task')}**: "
-        f"{fit} of {len(kept)} GPU and method pairs fit, the smallest GPU first. The number: headroom. "
-        "Click a cell, or a row of the table, to open it in *Will it fit?*"
-    )
-    if not kept:
-        st.info("No GPU of these kinds can be planned for this run.")
+        found = cached.cards(run, tokens, kinds) if kinds else []
+    times = f"{run.machine.num_gpus} x " if run.machine.num_gpus > 1 else ""
+    if not found:
+        st.info(
+            f"{run.model.name} at {tokens:,} tokens fits {times}no card of these kinds. "
+            "Try a shorter context, more GPUs or other kinds."
+        )
         return
-    st.session_state["gpu_rows"] = [(cell["gpu"], cell["method"]) for cell in kept]
+    cards = list(dict.fromkeys(card.gpu for card in found))
+    each = f", {run.machine.num_gpus} of each," if times else ""
+    st.markdown(
+        f"**{len(cards)} kinds of GPU**{each} take **{escape(run.model.name)}** at {tokens:,} tokens "
+        f"for **{state('task')}**. Colour and number: the memory that is left. "
+        f"Click a cell, or a row of the table, to open it in *{_opens()}*."
+    )
+    st.caption(
+        f"{RULE_OF_CARDS[0].upper()}{RULE_OF_CARDS[1:]}. Settings are the least slow that fit, and leave the result as it is."
+    )
+    rows = finder.card_rows(found)
+    st.session_state["gpu_rows"] = found
+    shown = cards if st.session_state.get("all_cards") else cards[:FEW_CARDS]
+    if len(cards) > FEW_CARDS:
+        st.toggle(f"Draw all {len(cards)} GPUs", key="all_cards")
+    drawn = [row for row in rows if row["gpu"] in set(shown)]
     draw(
-        maps.verdict_map(kept),
+        maps.card_map(
+            drawn, gpus=shown, columns=list(dict.fromkeys(row["method"] for row in rows))
+        ),
         key="gpu_heat",
         on_select=_open_gpu_cell,
-        alt=f"Which GPUs take {model.name}; the table below has the same.",
+        alt=f"Which GPUs take {run.model.name}; the table below has the same.",
     )
-    frame = pd.DataFrame(kept)[["gpu", "memory", "method", "verdict", "peak", "headroom"]]
+    frame = pd.DataFrame(rows)[["gpu", "memory", "method", "peak", "left", "settings"]]
     st.dataframe(
         frame,
         hide_index=True,
@@ -217,11 +240,11 @@ def gpus() -> None:
         key="gpu_table",
         on_select=_open_gpu_row,
         selection_mode="single-row",
-        alt="GPUs with memory, method, verdict, peak and headroom.",
+        alt="GPUs with memory, method, peak, memory left and settings.",
     )
     _named(
-        [f"{runs.gpu_label(cell['gpu'])}, {cell['method']}: {cell['verdict']}" for cell in kept],
-        lambda row: _open_gpu(*st.session_state["gpu_rows"][row]),
+        [f"{runs.gpu_label(card.gpu)}, {card.method}" for card in found],
+        lambda row: _open_gpu(st.session_state["gpu_rows"][row]),
     )
 
 
@@ -233,20 +256,19 @@ def layouts() -> None:
 
 def _open_gpu_cell() -> None:
     chosen = st.session_state["gpu_heat"].selection.get("cell") or []
-    if chosen:
-        _open_gpu(chosen[0]["gpu"], chosen[0]["method"])
+    wanted = (chosen[0]["gpu"], chosen[0]["method"]) if chosen else None
+    for card in st.session_state.get("gpu_rows", []):
+        if (card.gpu, card.method) == wanted:
+            _open_gpu(card)
 
 
 def _open_gpu_row() -> None:
     rows = st.session_state["gpu_table"].selection.rows
     known = st.session_state.get("gpu_rows", [])
     if rows and rows[0] < len(known):
-        _open_gpu(*known[rows[0]])
+        _open_gpu(known[rows[0]])
 
 
-def _open_gpu(gpu: str, method: str) -> None:
-    if (gpu, method) in st.session_state.get("gpu_rows", []):
-        sharding: dict[str, Any] = (
-            {"sharding": "fsdp"} if int(state("gpus") or 1) > 1 and method != "serve" else {}
-        )
-        open_run(model=state("model"), gpu=gpu, method=method, context=state("context"), **sharding)
+def _open_gpu(card: Card) -> None:
+    recipe = make_recipe(**card.setting.recipe) if card.setting else None
+    open_run(recipe, model=state("model"), gpu=card.gpu)

@@ -26,6 +26,8 @@ UPLOADED = "uploaded_model"
 """Session key of a ModelSpec made of an uploaded config.json."""
 FOUND = "hub_models"
 """Session key of the ModelSpecs that this person had looked up."""
+SAID = "hub_said"
+"""Session key of what the last look-up said, by the name that was looked up."""
 MAX_FOUND = 8
 
 
@@ -36,7 +38,8 @@ def state(key: str) -> Any:
 
 def values() -> dict[str, Any]:
     """Return every setting."""
-    return {key: state(key) for key in DEFAULTS}
+    said = st.session_state.to_dict()  # one by one, fifty look-ups would cost every answer
+    return {key: said.get(key, default) for key, default in DEFAULTS.items()}
 
 
 def from_link(parameters: Mapping[str, str]) -> None:
@@ -75,17 +78,22 @@ def named(name: str) -> tuple[str, ModelSpec]:
 
 
 def look_up(name: str) -> None:
-    """Fetch a hub model's config because a person asked; keep it for this session."""
-    from planner.models.hub_remote import fetch_model
+    """Ask the hub about a model because a person asked; keep the answer for this session.
+
+    A repository of GGUF files is planned as the model they were made of.
+    """
+    from planner.importers.typed import typed_model
 
     found = dict(st.session_state.get(FOUND, {}))
+    st.session_state.pop("look_up_error", None)
     try:
-        found[name] = fetch_model(name)
+        typed = typed_model(name)
     except VramwiseError as error:
         st.session_state["look_up_error"] = error
         return
+    found[name] = typed.model
     st.session_state[FOUND] = dict(list(found.items())[-MAX_FOUND:])
-    st.session_state.pop("look_up_error", None)
+    st.session_state[SAID] = {name: typed.said}
 
 
 def run_from_state(recipe: Recipe | None = None) -> Run:

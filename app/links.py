@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 
 from app import knobs
 from app.knobs import BY_KEY
-from app.runs import DEFAULTS, HUB_ID, OWN_SIZE, Values, gpu_options, spellings
+from app.runs import DEFAULTS, OWN_SIZE, Values, gpu_options, is_hub_id, known_name
 from planner.machines.machine import MAX_GPUS
 from planner.run.framework import frameworks
 
@@ -53,7 +53,7 @@ _CHECKS: dict[str, tuple[Callable[[str], bool], str]] = {
     "vram": (lambda text: _is_size(text), "GiB, more than 0"),
     "ram": (lambda text: _is_size(text), "GiB, more than 0"),
     "model": (
-        lambda text: text.lower() in spellings() or bool(HUB_ID.fullmatch(text)),
+        lambda text: is_hub_id(text) or known_name(text) is not None,
         "a model of the list or a Hugging Face id",
     ),
 }

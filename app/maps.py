@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from app.charts import Spec, tall, tips
-from app.palette import SEQUENTIAL, TERM_COLOURS
+from app.palette import SEQUENTIAL
 
 
 def heat_map(rows: Sequence[Spec], *, columns: Sequence[str], models: Sequence[str]) -> Spec:
@@ -47,43 +47,40 @@ def heat_map(rows: Sequence[Spec], *, columns: Sequence[str], models: Sequence[s
     }  # fmt: skip
 
 
-def verdict_map(cells: Sequence[Spec]) -> Spec:
-    """Return GPUs x methods coloured by verdict: cells of gpu, method, verdict, peak, headroom."""
-    gpus = list(dict.fromkeys(cell["gpu"] for cell in cells))
-    verdicts = {
-        "fits": TERM_COLOURS["activations"],
-        "tight": TERM_COLOURS["gradients"],
-        "does not fit": TERM_COLOURS["overhead"],
-    }
+def card_map(rows: Sequence[Spec], *, gpus: Sequence[str], columns: Sequence[str]) -> Spec:
+    """Return GPUs x methods coloured by the share of the memory that is left: rows of finder.card_rows."""
     place = {
-        "y": {"field": "gpu", "type": "nominal", "sort": gpus, "title": None,
+        "y": {"field": "gpu", "type": "nominal", "sort": list(gpus), "title": None,
               "axis": {"labelLimit": 200}},
-        "x": {"field": "method", "type": "nominal", "sort": ["qlora", "lora", "full"],
-              "title": None, "axis": {"orient": "top", "labelAngle": 0}},
+        "x": {"field": "method", "type": "nominal", "title": None,
+              "scale": {"domain": list(columns)}, "axis": {"orient": "top", "labelAngle": 0}},
     }  # fmt: skip
     rect = {
         "mark": {"type": "rect", "cursor": "pointer"},
         "params": [{"name": "cell", "select": {"type": "point", "fields": ["gpu", "method"]}}],
         "encoding": {
-            **place,
             "color": {
-                "field": "verdict",
-                "type": "nominal",
-                "scale": {"domain": list(verdicts), "range": list(verdicts.values())},
-                "legend": {"title": None, "orient": "top"},
+                "field": "share",
+                "type": "quantitative",
+                "scale": {"scheme": SEQUENTIAL, "domain": [0, 1]},
+                "legend": None,
             },
-            "tooltip": tips("name", "memory", "method", "verdict", "peak", "headroom"),
+            "tooltip": tips("name", "memory", "method", "peak", "left", "settings"),
         },
     }
     text = {
         "mark": {"type": "text", "fontSize": 11, "fontWeight": 600},
         "encoding": {
-            **place,
-            "text": {"field": "said"},
+            "text": {"field": "left"},
             "color": {
-                "condition": {"test": "datum.verdict === 'fits'", "value": "#FFFFFF"},
-                "value": "#10141B",
+                "condition": {"test": "datum.share >= 0.5", "value": "#10141B"},
+                "value": "#FFFFFF",
             },
         },
     }
-    return {"height": tall(len(gpus), 24), "data": {"values": list(cells)}, "layer": [rect, text]}
+    return {
+        "height": tall(len(gpus), 24),
+        "data": {"values": list(rows)},
+        "encoding": place,
+        "layer": [rect, text],
+    }

@@ -86,6 +86,8 @@ def timeline(recording: Recording) -> None:
         time_charts.timeline(rows, shades, axis=axis),
         key="timeline_chart",
         alt=f"{title}; the highest point is {format_bytes(max(row['bytes'] for row in points))}.",
+        figures=rows,
+        columns=("t_s", "series", "size", "phase"),
     )
 
 
@@ -103,6 +105,8 @@ def phase_bars(recording: Recording) -> None:
         charts.side_by_side(rows, None, order=[phase.name for phase in recording.phases]),
         key="recorded_phases",
         alt=f"Measured memory by phase and term: {sizes}.",
+        figures=[{**row, "phase": row["run"]} for row in rows],
+        columns=("phase", "term", "size"),
     )
 
 
@@ -230,6 +234,8 @@ def steps(found: Measured) -> None:
             time_charts.step_memory(rows),
             key="step_memory",
             alt=f"Memory by phase over the steps: {', '.join(kinds)}.",
+            figures=rows,
+            columns=("step", "phase", "kind", "size"),
         )
     names = [name for name in PLOTTED if name in last]
     for first in range(0, len(names), 2):
@@ -240,4 +246,6 @@ def steps(found: Measured) -> None:
                     time_charts.line(values, title=name.replace("_", " ")),
                     key=f"step_{name}",
                     alt=f"{name} over {len(values)} steps.",
+                    figures=values,
+                    columns=("step", "value"),
                 )

@@ -1,5 +1,6 @@
 """Uploaded measurements: a Recording, a run's metrics, a vLLM log or a torch snapshot, read safely."""
 
+import io
 import json
 import math
 import tempfile
@@ -51,8 +52,7 @@ def read(name: str, content: bytes) -> Measured:
     if name.lower().endswith((".log", ".txt")):
         from profiler.vllm_log import read_vllm_log
 
-        text = decode(content)
-        return Measured(name=shown, recording=read_vllm_log(text + "\n"))
+        return Measured(name=shown, recording=read_vllm_log(io.BytesIO(content)))
     raise UsageError(
         f"{shown}: not a recording, metrics, vLLM log or torch snapshot",
         hint="recording.json, metrics.jsonl, a start-up log, or a file of torch.cuda.memory._dump_snapshot()",

@@ -4,17 +4,22 @@ Values are a mapping of the keys in RUN_DEFAULTS and `app.knobs` to what their w
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 from app import knobs
 from app.knobs import KNOBS
-from planner.errors import UsageError
+from planner.errors import UsageError, near_names
 from planner.machines.machine import Machine, gpu_catalogue
-from planner.models.catalogue import catalogue_names, load_catalogue
-from planner.models.hub import find_model
+from planner.models.catalogue import (
+    catalogue_model,
+    catalogue_names,
+    model_named,
+    model_names,
+    models_like,
+)
 from planner.models.spec import ModelSpec
 from planner.run.framework import frameworks
 from planner.run.recipe import MachineSection, Recipe, RunFile
@@ -35,6 +40,7 @@ RUN_DEFAULTS: dict[str, Any] = {
     "framework": "vramwise",
 }
 DEFAULTS: dict[str, Any] = RUN_DEFAULTS | {knob.key: knob.default for knob in KNOBS}
+MOST_NEAR = 6
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 
 
@@ -161,29 +167,54 @@ def machine_section(values: Values) -> MachineSection:
 
 
 def named_model(name: str, found: Mapping[str, ModelSpec]) -> tuple[str, ModelSpec]:
-    """Return a catalogue model, or one of `found`; touches neither a path nor the network."""
+    """Return a model however its name is typed, or one of `found`; touches neither a path nor the network.
+
+    The name that comes back is what a run file says: the hub id of what was typed, where it has weights
+    to train.
+    """
     if name in found:
         return name, found[name]
-    known = spellings().get(name.strip().lower())
+    typed = name.strip()
+    known = known_name(typed)
     if known is not None:
-        model = find_model(known)
-        return model.hub_id or known, model
-    if HUB_ID.fullmatch(name):
-        raise NeedsLookUp(f"model: {name} is not in the catalogue")
+        model = catalogue_model(known)
+        own = (
+            is_hub_id(typed) and typed.lower() not in model_names() and "gguf" not in typed.lower()
+        )
+        return (typed if own else model.hub_id or known), model
+    if is_hub_id(typed):
+        raise NeedsLookUp(f"model: {typed} is not in the catalogue")
+    if several := models_like(typed):
+        raise UsageError(
+            f"model: {typed[:60]!r} could be several models", hint=f"say which: {_listed(several)}"
+        )
+    near = near_names(typed[:60], catalogue_names())
     raise UsageError(
-        f"model: {name[:60]!r} is not in the catalogue",
-        hint="pick one, write a Hugging Face id such as Qwen/Qwen2.5-0.5B, or upload its config.json",
+        f"model: {typed[:60]!r} is not in the catalogue",
+        hint=(f"near: {_listed(near)}; " if near else "")
+        + "pick one, write a Hugging Face id such as Qwen/Qwen2.5-0.5B, or upload its config.json",
     )
 
 
-@cache
-def spellings() -> dict[str, str]:
-    """Return every spelling of a catalogue model, in lower case, with its short name."""
-    names: dict[str, str] = {}
-    for name, entry in load_catalogue().items():
-        for spelling in (*entry["aliases"], entry["hub_id"]):
-            names[str(spelling).lower()] = name
-    return names | {name: name for name in load_catalogue()}
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(list(names)[:MOST_NEAR])
+
+
+@lru_cache(maxsize=1024)
+def known_name(typed: str) -> str | None:
+    """Return the catalogue model that somebody means: by any spelling, in words, or a derivative of its shapes."""
+    text = typed.strip()[:200]
+    same = model_named(text)
+    if same is None:
+        from planner.importers.names import resolve_name  # which workers need for few runs only
+
+        same = resolve_name(text)
+    return model_names().get(same.lower()) if same else None
+
+
+def is_hub_id(text: str) -> bool:
+    """Return whether a text has the form of a Hugging Face id."""
+    return bool(HUB_ID.fullmatch(text))
 
 
 def run_of(values: Values, *, recipe: Recipe | None = None, model: ModelSpec | None = None,

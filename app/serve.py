@@ -35,6 +35,8 @@ OPTIONS: dict[str, str | int] = {
     **{f"theme.dark.{name}": value for name, value in DARK.items()},
 }
 """Streamlit settings of the app. `config_toml` is the same for who starts Streamlit without us."""
+SELDOM = (20_000, 50, 100)
+"""Collections of garbage: an answer makes thousands of objects that go by themselves."""
 EVERYWHERE = ("0.0.0.0", "::")
 """Addresses for which Streamlit would ask another host what ours is called, unless somebody says."""
 
@@ -82,6 +84,7 @@ def main() -> None:
     warm.first()
     gc.collect()
     gc.freeze()  # what is imported stays: no collection needs to look at it again
+    gc.set_threshold(*SELDOM)
     threading.Thread(target=warm.others, daemon=True).start()
     cli.main(prog_name="streamlit")
 

@@ -67,6 +67,8 @@ def embedded() -> None:
         charts.phase_bars(result),
         alt=f"GPU memory by phase against {format_bytes(result.capacity_bytes)}: {sizes}.",
         key="embedded_chart",
+        figures=charts.term_rows(result),
+        columns=("phase", "term", "size", "formula"),
     )
     base = (st.context.url or HERE).split("?")[0]
     st.markdown(f"[Open in vramwise]({base}?{urlencode(key)})")

@@ -10,21 +10,43 @@ from app.inputs import state
 from app.knobs import KNOBS, MORE, Group
 from app.links import MAX_GIB
 from app.runs import OWN_SIZE
+from app.words import escape, problem
 from planner.machines.machine import MAX_GPUS
+from planner.models.catalogue import model_names
 from planner.run.framework import pick
 
 
 def model_widget() -> None:
     """Show the catalogue; a hub id can be written instead."""
     options, chosen = runs.model_options(), str(state("model") or "")
-    st.selectbox(
+    typed = st.selectbox(
         "Model",
         options if not chosen or chosen in options else [*options, chosen],
         key="model",
         bind="query-params",
         accept_new_options=True,
-        help="Search the catalogue, or write a Hugging Face id: owner/name.",
+        help="Search the catalogue, write a name in your own words, or a Hugging Face id: owner/name.",
     )
+    _meant(str(typed or "").strip())
+
+
+def _meant(typed: str) -> None:
+    """Say which model a name in other words is taken for; a hub id's own config is one click away."""
+    if said := st.session_state.get(inputs.SAID, {}).get(typed):
+        st.caption(escape(said))
+    known = runs.known_name(typed)
+    if known in (None, typed) or typed in st.session_state.get(inputs.FOUND, {}):
+        return
+    if not runs.is_hub_id(typed) or typed.lower() in model_names():
+        st.caption(f"That is {escape(str(known))}.")
+        return
+    st.caption(f"Planned by the shapes of {escape(str(known))}.")
+    st.button(
+        "Read its own config from the Hugging Face hub", key="look_up_own", type="tertiary",
+        icon=":material/search:", on_click=inputs.look_up, args=(typed,),
+    )  # fmt: skip
+    if error := st.session_state.pop("look_up_error", None):
+        problem(error)
 
 
 def machine_widgets() -> None:
@@ -92,8 +114,9 @@ def show() -> None:
 
 
 def _more_is_set() -> bool:
+    said, linked = inputs.values(), set(st.query_params)
     keys = [k.key for k in KNOBS if k.group in MORE]
-    return any(state(key) is not None or key in st.query_params for key in keys)
+    return any(said[key] is not None or key in linked for key in keys)
 
 
 def _more(defaults: Mapping[str, Any]) -> None:

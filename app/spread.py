@@ -39,6 +39,8 @@ def ranks(result: Plan) -> None:
         key="rank_chart",
         alt=f"Peak of every kind of GPU against {format_bytes(result.capacity_bytes)}: "
         + ", ".join(f"{kind.role} {format_bytes(kind.peak_bytes)}" for kind in result.ranks),
+        figures=charts.rank_rows(result),
+        columns=("rank", "phase", "term", "size"),
     )
 
 

@@ -146,14 +146,8 @@ def _take_foreign(text: str) -> Report:
 
 def _apply_run(run: RunFile) -> None:
     """Write a run file into the widgets."""
-    from planner.importers import resolve_model
-
-    model = run.model
-    if model.strip().lower() not in runs.spellings() and runs.HUB_ID.fullmatch(model):
-        known = resolve_model(model)
-        model = known.name if known and known.name in runs.model_options() else model
     st.session_state.pop(inputs.UPLOADED, None)
-    st.session_state["model"] = runs.spellings().get(model.strip().lower(), model)
+    st.session_state["model"] = runs.known_name(run.model) or run.model
     if run.machine.gpu or run.machine.vram:
         inputs.set_machine(run.machine)
     else:

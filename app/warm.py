@@ -4,8 +4,9 @@ import importlib
 import logging
 import os
 
-from app import cached, comparing, finder, finding, jobs, runs
+from app import cached, comparing, finder, finding, jobs, runs, serving
 from app.runs import DEFAULTS
+from planner.answers.serving import PREFIX
 from planner.errors import VramwiseError
 from planner.run.recipe import MachineSection
 
@@ -45,6 +46,9 @@ def others() -> None:
         for framework in jobs.side_by_side(DEFAULTS["task"]):
             recipe = run.recipe.model_copy(update={"framework": framework})
             cached.plan_of(runs.run_of(DEFAULTS, recipe=recipe))
+        server = runs.run_of(DEFAULTS | serving.FIXED)
+        cached.plan_of(server)
+        cached.served(server, PREFIX)
         comparing.real_steps()
         section = MachineSection(gpu=DEFAULTS["gpu"]).model_dump_json()
         task, framework = DEFAULTS["task"], DEFAULTS["framework"]

@@ -16,9 +16,12 @@ MARKS = {
 }
 
 
+_ESCAPED = str.maketrans({char: "\\" + char for char in "\\`*_{}[]<>()#+!|$~:"})
+
+
 def escape(text: str) -> str:
     """Return text whose markdown means nothing: errors quote what people typed."""
-    return "".join("\\" + char if char in "\\`*_{}[]<>()#+!|$~:" else char for char in text)
+    return text.translate(_ESCAPED)
 
 
 _FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]+)")

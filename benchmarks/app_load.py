@@ -8,6 +8,7 @@ times, to lengths that nobody else asks for. Bounded in number and time.
 import argparse
 import asyncio
 import json
+import os
 import random
 import sys
 import time
@@ -17,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.browser.driving import running_app  # noqa: E402
+from tests.browser.driving import PAGES, running_app  # noqa: E402
 
 SESSIONS = 50
 MAX_SESSIONS = 200
@@ -25,7 +26,6 @@ CHANGES = 3
 LIMIT_S = 240
 WARM_LIMIT_S = 400
 FIT = ""
-PAGES = (FIT, "recommend", "compare", "recording", "explain", "accuracy")
 
 
 async def one_session(address: str, page: str, number: int, pause_s: float) -> dict[str, Any]:
@@ -169,8 +169,9 @@ class Server:
 
 
 def measure(sessions: int, pause_s: float) -> dict[str, Any]:
-    """Start the app and return all figures."""
+    """Start the app and return all figures, with what else the machine did (its load before)."""
     seen: list[int] = []
+    load_before = os.getloadavg()[0]
     with running_app(warm="1", seen=seen) as address:
         server = Server(seen[0])
         cold = summary(asyncio.run(load(address, 1, 0.2, pages=(FIT,))))
@@ -184,6 +185,7 @@ def measure(sessions: int, pause_s: float) -> dict[str, Any]:
         views = sessions * (1 + CHANGES) + sum(1 for n in range(sessions) if PAGES[n % len(PAGES)])
         found["cpu_ms_per_view"] = round(1000 * (server.cpu_s() - before) / views, 1)
         found["memory_mib"] = server.memory_mib()
+    found["load_average_before"] = round(load_before, 2)
     found["cold_first_page_s"] = cold["first_page_p50_s"]
     found["alone_p50_s"], found["alone_first_page_s"] = alone["p50_s"], alone["first_page_p50_s"]
     found["alone_cpu_ms_per_view"] = round(1000 * alone_cpu / (1 + CHANGES), 1)

@@ -59,6 +59,8 @@ chosen = draw(
     key="scatter",
     on_select="rerun",
     alt=f"{len(drawn)} figures, predicted against measured; the dashed line is a perfect prediction.",
+    figures=drawn,
+    columns=("id", "quantity", "said", "miss", "source"),
 )
 point = chosen.selection.get("row") or []
 name = point[0]["id"] if point else ""

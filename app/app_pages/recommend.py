@@ -6,7 +6,8 @@ from app import answer, finding, inputs, runs, words
 from planner.errors import VramwiseError
 
 if "go" in st.session_state:
-    st.switch_page("app_pages/will_it_fit.py", query_params=st.session_state.pop("go"))
+    wanted = "serve" if inputs.state("task") == "serve" else "will_it_fit"
+    st.switch_page(f"app_pages/{wanted}.py", query_params=st.session_state.pop("go"))
 
 try:
     if st.session_state["look_for"] == finding.GPUS:

@@ -60,19 +60,26 @@ def cards_for_run(
     nodes: int | None = None,
     host_ram: str | None = None,
 ) -> list[Card]:
-    """Return every card with the verdict of this very run, the smallest first; cards that refuse it are left out."""
-    found = []
+    """Return every card with the verdict of this very run, the smallest first; cards that refuse it are left out.
+
+    Raises what the last card says where none takes the run: a mistake in the run itself.
+    """
+    found: list[Card] = []
+    refused: VramwiseError | None = None
     for gpu in known_cards():
         machine = make_machine(gpu.id, gpus=gpus, nodes=nodes, host_ram=host_ram)
         try:
             made = plan(model, recipe, machine)
-        except VramwiseError:
+        except VramwiseError as error:
+            refused = error
             continue
         method = recipe.method.value if made.resolved.trains else recipe.task.value
         found.append(
             Card(gpu.id, gpu.name, gpu.kind, gpus, machine.vram_bytes, method, made.verdict, made.fits,
                  made.peak_bytes, made.capacity_bytes)
         )  # fmt: skip
+    if refused is not None and not found:
+        raise refused
     return found
 
 
@@ -93,6 +100,8 @@ def cards_for_model(
     Settings are those that slow the run least; all of them leave the result as it is.
     """
     found: list[Card] = []
+    if model.longest and context > model.longest:
+        return found
     for gpu in known_cards(kinds):
         machine = make_machine(gpu.id, gpus=gpus, nodes=nodes, host_ram=host_ram)
         for method in variants(task):

@@ -124,6 +124,24 @@ NOTICES: tuple[bytes, ...] = (
     b"memory pool end",
     b"cpu virtual memory",
     b"ray::",
+    # an engine's start, which a server that is restarted says again and again
+    b"model loading took",
+    b"loading model weights took",
+    b"model weights take",
+    b"total_gpu_memory",
+    b"non kv cache memory",
+    b"kv cache size",
+    b"available kv",
+    b"gpu blocks",
+    b"cuda blocks",
+    b"graph capturing",
+    b"cuda graph memory",
+    b"maximum concurrency",
+    b"llm engine",
+    b"vllm api server",
+    b"vllm (",
+    b"vllm v",
+    b"non-default args",
 )
 """What a log may print at every step: of these the last one of a block is enough."""
 ANCHORS: tuple[bytes, ...] = (

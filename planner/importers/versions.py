@@ -53,7 +53,10 @@ def stated(text: str, *packages: str) -> str | None:
     comments and printed banners (# TRL 1.9, Unsloth 2025.3.19:, vLLM API server version 0.9.1).
     A lower bound (trl>=0.14) pins nothing.
     """
+    plain = text.lower().replace("_", "-")
     for package in packages:
+        if package.lower() not in plain:  # ten patterns over a whole log would take seconds
+            continue
         name = re.escape(package).replace(r"\-", "[-_]")
         for pattern in (
             rf"(?<![\w-]){name}(?:\[[\w,-]+\])?\s*(?:===?|~=)\s*{_NUMBER}",

@@ -80,6 +80,9 @@ def _recommend(
             }
         )
         return
+    if not rows:
+        show(_nothing(only, machine.label, tokens))
+        return
     _print_models(rows, machine.label, machine.num_gpus > 1, tokens, limit)
 
 
@@ -90,9 +93,6 @@ def _print_models(
     from planner.report import table
     from planner.units import format_bytes
 
-    if not rows:
-        show(f"Nothing of the catalogue fits {label} at {least:,} tokens")
-        return
     layout = ["layout"] if several else []
     cells = []
     for row in rows:
@@ -117,6 +117,15 @@ def _print_models(
         show("what was changed leaves the result as it is; its price: " + "; ".join(prices))
     first = rows[0].at_least or rows[0]
     show(f"the first: vramwise plan {rows[0].model} {first.flags}")
+
+
+def _nothing(only: "ModelSpec | None", label: str, least: int) -> str:
+    """Return why there is no row."""
+    if only is None:
+        return f"Nothing of the catalogue fits {label} at {least:,} tokens"
+    if only.longest and least > only.longest:
+        return f"{only.name} reads {only.longest:,} tokens at most; --context asks for {least:,}"
+    return f"{only.name} fits {label} at {least:,} tokens by no method"
 
 
 def _gpus_for(
@@ -153,7 +162,11 @@ def _gpus_for(
         return
     times = f"{gpus} x " if gpus > 1 else ""
     if not rows:
-        show(f"{spec.name} at {context:,} tokens fits {times}no card of the catalogue")
+        show(
+            _nothing(spec, f"{times}no card of the catalogue", context).removesuffix(
+                " by no method"
+            )
+        )
         return
     show(f"Cards that take {spec.name} for {task} at {context:,} tokens, {RULE}\n")
     show(cards_table(rows))

@@ -8,7 +8,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 import app.runs
-import planner.models.hub_remote
+import planner.models.hub
 from app import details
 from app.knobs import KNOBS, Kind, Knob, applies
 from app.runs import DEFAULTS, run_of
@@ -174,6 +174,23 @@ def test_a_model_that_is_not_there() -> None:
     assert "not in the catalogue" in at.error[0].value
 
 
+@pytest.mark.parametrize(
+    "typed", ["llama 3.1 8b", "LLAMA-3.1-8B-Instruct", "unsloth/Meta-Llama-3.1-8B-bnb-4bit"]
+)
+def test_a_model_is_found_however_it_is_typed(typed: str) -> None:
+    at = start(model=typed)  # a link may say it so, too
+    assert not at.warning
+    assert metric(at, "Peak") == format_bytes(planned(model="llama-3.1-8b").peak_bytes)
+    assert any("llama-3.1-8b" in said.value for said in at.sidebar.caption)
+    assert bool([b for b in at.button if b.key == "look_up_own"]) == ("/" in typed)
+
+
+def test_a_name_of_several_models_names_them() -> None:
+    at = start_with_model("qwen 7b")
+    assert "several models" in at.error[0].value
+    assert any("qwen2.5-7b" in said.value for said in at.caption)
+
+
 def test_the_hub_is_asked_only_on_a_click(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
@@ -181,7 +198,7 @@ def test_the_hub_is_asked_only_on_a_click(monkeypatch: pytest.MonkeyPatch) -> No
         asked.append(name)
         return find_model("qwen2.5-0.5b")
 
-    monkeypatch.setattr(planner.models.hub_remote, "fetch_model", fetch)
+    monkeypatch.setattr(planner.models.hub, "fetch_model", fetch)
     at = start_with_model("someone/some-model")
     assert asked == []
     assert not at.metric
@@ -194,7 +211,7 @@ def test_a_hub_that_does_not_answer_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     def fetch(name: str, **_: Any) -> Any:
         raise VramwiseError(f"{name}: the hub does not answer")
 
-    monkeypatch.setattr(planner.models.hub_remote, "fetch_model", fetch)
+    monkeypatch.setattr(planner.models.hub, "fetch_model", fetch)
     at = start_with_model("someone/some-model")
     at.button(key="look_up").click().run()
     assert "does not answer" in at.error[0].value

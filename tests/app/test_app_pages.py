@@ -1,5 +1,6 @@
 """Every page: it runs, its controls do what they say, and its figures are the library's."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,11 @@ from streamlit.testing.v1 import AppTest
 import app.runs
 from app import finder, finding, jobs, pins, scoring
 from planner.accuracy.score import Accuracy
+from planner.answers.cards import cards_for_model
 from planner.answers.published import published
 from planner.answers.recommend import recommend
 from planner.machines.machine import make_machine
+from planner.models.hub import find_model
 from planner.plan import plan
 from planner.units import format_bytes
 
@@ -42,6 +45,34 @@ def test_every_chart_and_table_has_a_text_alternative(name: str) -> None:
     at = open_page(name)
     for kind in ("vega_lite_chart", "dataframe", "table"):
         assert all(element.proto.alt for element in at.get(kind))
+
+
+def test_every_chart_has_its_figures_as_a_table() -> None:
+    with_a_table_below = {"heat", "gpu_heat"}
+    bare = set()
+    for path in [*APP.glob("*.py"), *(APP / "app_pages").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "draw":
+                said = {keyword.arg: keyword.value for keyword in node.keywords}
+                if "figures" not in said:
+                    bare.add(ast.literal_eval(said["key"]))
+    assert bare == with_a_table_below
+
+
+def test_the_figures_of_a_chart_are_the_planners() -> None:
+    at = open_page("compare", model="llama-3.2-1b")
+    opener = next(item for item in at.expander if item.label == "The figures of this chart")
+    assert not opener.dataframe
+    at.session_state["compare_chart_figures"] = True
+    at.run()
+    frame = at.dataframe[0].value
+    run = app.runs.run_of({**app.runs.DEFAULTS, "model": "llama-3.2-1b"})
+    result = plan(run.model, run.recipe, run.machine)
+    terms = result.phase(result.peak_phase).terms
+    own = frame[frame["run"] == "vramwise"]
+    assert dict(zip(own["term"], own["size"], strict=True)) == {
+        term.name: format_bytes(term.bytes) for term in terms
+    }
 
 
 def test_the_app_needs_no_torch() -> None:
@@ -106,7 +137,9 @@ def test_one_click_opens_page_one_filled_in() -> None:
         from planner.run.runfile import make_recipe
 
         waves = {"max_num_seqs": 2}
-        recipe = make_recipe(task="grpo", method="lora", context=4096, engine=waves)
+        recipe = make_recipe(
+            task="grpo", method="lora", framework="unsloth", context=4096, engine=waves
+        )
         finding.open_run(recipe, model="qwen2.5-3b")
 
     app_script = AppTest.from_function(click)
@@ -122,17 +155,28 @@ def test_one_click_opens_page_one_filled_in() -> None:
     assert at.title[0].value == "Will it fit?"
 
 
-def test_the_reverse_lists_gpus_with_the_planners_verdicts() -> None:
-    at = open_page("recommend", look_for="GPUs for my model", model="llama-3.1-8b", context="4096")
+def test_the_reverse_lists_the_planners_cards_and_opens_one_with_its_settings() -> None:
+    at = open_page(
+        "recommend", look_for="GPUs for my model", model="llama-3.1-8b", context="4096", task="sft"
+    )
+    at.multiselect(key="kinds").set_value(["workstation"]).run()
+    expected = cards_for_model(find_model("llama-3.1-8b"), context=4096, kinds=("workstation",))
     frame = at.dataframe[0].value
-    for gpu, method in (("rtx-4090", "qlora"), ("rtx-4090", "full"), ("h100-sxm", "lora")):
-        row = frame[(frame["gpu"] == gpu) & (frame["method"] == method)].iloc[0]
-        recipe = app.runs.recipe_of({**app.runs.DEFAULTS, "method": method, "context": 4096})
-        result = plan(app.runs.find_model("llama-3.1-8b"), recipe, make_machine(gpu))
-        assert row["verdict"] == result.verdict
-        assert row["peak"] == format_bytes(result.peak_bytes, digits=1)
-    at.multiselect(key="kinds").set_value([]).run()
-    assert at.info
+    shown = list(frame[["gpu", "method", "settings"]].itertuples(index=False, name=None))
+    assert shown == [(c.gpu, c.method, c.setting.settings) for c in expected if c.setting]
+    at.selectbox(key="named_row").set_value(0).run()
+    at.button(key="open_named").click().run()
+    assert at.title[0].value == "Will it fit?"
+    assert next(m.value for m in at.metric if m.label == "Peak") == format_bytes(
+        expected[0].peak_bytes
+    )
+    assert at.session_state["gpu"] == expected[0].gpu
+
+
+def test_kinds_of_gpu_that_hold_nothing_are_said() -> None:
+    at = open_page("recommend", look_for="GPUs for my model", model="llama-3.1-405b")
+    at.multiselect(key="kinds").set_value(["embedded"]).run()
+    assert "no card of these kinds" in at.info[0].value
 
 
 def test_serving_has_its_own_recommendations() -> None:
@@ -223,6 +267,7 @@ def test_explain_survives_any_text(text: str) -> None:
     at = open_page("explain")
     at.text_area(key="pasted").set_value(text).run()
     assert not at.exception
+    assert not any("--" in said.value for said in at.markdown)  # boxes here are no flags
 
 
 def test_explain_refuses_a_bad_config_and_an_unknown_model() -> None:

@@ -77,3 +77,15 @@ def test_a_framework_keeps_its_line_whatever_stands_beside_it() -> None:
     styles = [palette.framework_style(name) for name in palette.FRAMEWORKS]
     assert len(set(styles)) == len(styles)
     assert palette.framework_style("trl") == palette.framework_style("trl")
+
+
+def test_a_session_that_lasts_a_day_keeps_no_more_than_a_new_one() -> None:
+    at = AppTest.from_file(str(MAIN), default_timeout=60)
+    at.query_params["model"] = "qwen2.5-0.5b"
+    kept = []
+    for context in (1024, 1100, 1200, 1300):
+        at.session_state["context"] = context
+        at.run()
+        assert not at.exception
+        kept.append(set(at.session_state.filtered_state))
+    assert kept[1] == kept[-1]

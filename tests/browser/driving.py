@@ -22,6 +22,8 @@ ARGUMENTS = (
     "--disable-component-update",
     "--disable-sync",
 )
+PAGES = ("", "serve", "recommend", "compare", "recording", "explain", "accuracy")
+"""Every page's address: axe, the phone, the load and the pictures go through this list."""
 START_S = 60
 WORKERS = "1"
 """Beside the one for long jobs: what a machine of two cores gets."""

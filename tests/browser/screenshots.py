@@ -21,8 +21,9 @@ SIZES = {
     "dark": ({"width": 1280, "height": 1000}, "dark"),
     "phone": ({"width": 390, "height": 844}, "light"),
 }
-PAGES = {
+PICTURES = {
     "will-it-fit": "?model=llama-3.1-8b&framework=trl&method=lora&context=8192&batch=4",
+    "serve": "serve?model=llama-3.1-8b&gpu=rtx-4090&context=32768",
     "recommend": "recommend?gpu=rtx-4090-laptop",
     "gpus": "recommend?look_for=GPUs+for+my+model&model=llama-3.1-8b&context=8192",
     "compare": "compare?model=llama-3.1-8b&context=4096",
@@ -77,7 +78,7 @@ def take(out: Path) -> None:
         recording = example_recording(Path(folder))
         for size, (viewport, scheme) in SIZES.items():
             context = browser.new_context(viewport=viewport, color_scheme=scheme)
-            for name, path in PAGES.items():
+            for name, path in PICTURES.items():
                 page = context.new_page()
                 go(page, f"{address}/{path}")
                 prepare(page, name, recording)
@@ -92,4 +93,4 @@ if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python tests/browser/screenshots.py OUT_DIR")
     take(Path(sys.argv[1]))
-    print(json.dumps({"pictures": len(SIZES) * len(PAGES)}))
+    print(json.dumps({"pictures": len(SIZES) * len(PICTURES)}))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.browser.axe import violations
-from tests.browser.driving import chromium, go, open_browser, running_app, settle
+from tests.browser.driving import PAGES, chromium, go, open_browser, running_app, settle
 from trainer.config import read_run
 
 pytestmark = [
@@ -17,8 +17,9 @@ pytestmark = [
     pytest.mark.xdist_group("browser"),
     pytest.mark.skipif(chromium() is None, reason="no Chromium is installed"),
 ]
-PAGES = ("", "serve", "recommend", "compare", "recording", "explain", "accuracy")
 PHONE = {"width": 390, "height": 844}
+SCREENS = {"accuracy": 5, "compare": 4, "recommend": 5}
+"""Phone screens that a page of tables and maps may take; the others three."""
 DESKTOP = {"width": 1360, "height": 1000}
 DOES_NOT_FIT = "?model=llama-3.1-8b&framework=trl&method=lora&context=4096&batch=8"
 AXOLOTL = b"""base_model: Qwen/Qwen2.5-3B
@@ -57,6 +58,7 @@ def peak(page: Any) -> str:
     return page.locator('.st-key-verdict [data-testid="stMetricValue"]').first.inner_text()
 
 
+@pytest.mark.slow
 def test_levers_until_it_fits_then_the_link_restores_it(
     page: Any, browser: Any, address: str
 ) -> None:
@@ -86,6 +88,7 @@ def test_levers_until_it_fits_then_the_link_restores_it(
     other.context.close()
 
 
+@pytest.mark.slow
 def test_a_laptop_owner_leaves_with_a_run_file_the_trainer_takes(
     page: Any, address: str, tmp_path: Path
 ) -> None:
@@ -114,6 +117,17 @@ def test_a_laptop_owner_leaves_with_a_run_file_the_trainer_takes(
     assert train.rewards
 
 
+@pytest.mark.slow
+def test_a_model_is_typed_in_ones_own_words(page: Any, address: str) -> None:
+    go(page, f"{address}/")
+    box = page.get_by_role("combobox", name=re.compile("Model"))
+    box.first.click()
+    box.first.press_sequentially("llama 3.1 8b")
+    page.keyboard.press("Enter")
+    page.locator(".st-key-verdict", has_text="llama-3.1-8b").wait_for()
+
+
+@pytest.mark.slow
 def test_a_foreign_config_is_uploaded(page: Any, address: str) -> None:
     go(page, f"{address}/")
     page.get_by_text("Start from a file").click()
@@ -126,6 +140,7 @@ def test_a_foreign_config_is_uploaded(page: Any, address: str) -> None:
     assert "rank=32" in page.url
 
 
+@pytest.mark.slow
 def test_a_point_of_the_scatter_shows_its_row(page: Any, address: str) -> None:
     go(page, f"{address}/accuracy")
     page.locator(".st-key-scatter .mark-symbol.role-mark path").last.click(force=True)
@@ -133,6 +148,7 @@ def test_a_point_of_the_scatter_shows_its_row(page: Any, address: str) -> None:
     assert "measured" in page.locator(".st-key-chosen_row").inner_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "paper"), [("light", "rgb(255, 255, 255)"), ("dark", "rgb(16, 20, 27)")]
 )
@@ -164,6 +180,7 @@ def test_every_page_is_for_every_reader_and_asks_no_other_host(
     context.close()
 
 
+@pytest.mark.slow
 def test_a_phone_scrolls_down_less_than_three_screens_and_never_sideways(
     browser: Any, address: str
 ) -> None:
@@ -172,9 +189,17 @@ def test_a_phone_scrolls_down_less_than_three_screens_and_never_sideways(
     for name in PAGES:
         go(phone, f"{address}/{name}")
         assert phone.evaluate("document.documentElement.scrollWidth") <= PHONE["width"], name
-        if name == "":
-            tall = phone.evaluate("document.querySelector('[data-testid=stMain]').scrollHeight")
-            assert tall <= 3 * PHONE["height"]
+        tall = phone.evaluate("document.querySelector('[data-testid=stMain]').scrollHeight")
+        assert tall <= SCREENS.get(name, 3) * PHONE["height"], name
+    context.close()
+
+
+def test_the_first_page_is_for_every_reader(browser: Any, address: str) -> None:
+    context = browser.new_context(viewport=DESKTOP, color_scheme="dark")
+    shown = context.new_page()
+    go(shown, f"{address}/{DOES_NOT_FIT}")
+    assert violations(shown) == []
+    assert shown.title() == "Will it fit · vramwise"
     context.close()
 
 
@@ -202,6 +227,7 @@ def test_a_reader_without_a_mouse_hears_the_verdict_and_reaches_the_figures(
     page.locator('.st-key-phase_chart_figures [data-testid="stDataFrame"]').wait_for()
 
 
+@pytest.mark.slow
 def test_eight_gpus_and_no_layout_are_divided_by_one_click(page: Any, address: str) -> None:
     go(page, f"{address}/?model=llama-3.1-8b&gpu=h100-sxm&gpus=8&task=sft&method=full&context=4096")
     page.get_by_text("a whole copy on each of them").wait_for()
@@ -213,6 +239,29 @@ def test_eight_gpus_and_no_layout_are_divided_by_one_click(page: Any, address: s
     assert "gpus=8" in page.url
 
 
+@pytest.mark.slow
+def test_every_stage_of_a_pipeline_has_its_bar_and_recommend_its_layouts(
+    page: Any, address: str
+) -> None:
+    run = "model=llama-3.2-1b&gpu=h100-sxm&gpus=4&task=sft&method=full&framework=megatron"
+    go(page, f"{address}/?{run}&context=512&sharding=megatron&stages=4&accumulation=4")
+    assert "Fits" in verdict(page)
+    page.get_by_text("the fullest, GPU ").first.wait_for()
+    chart = page.locator('[data-testid="stVegaLiteChart"]').first
+    marks = chart.locator(".mark-rect.role-mark path")
+    marks.first.wait_for()
+    heights = {round(mark.bounding_box()["y"]) for mark in marks.all()}
+    assert len(heights) == 4  # a bar each: all stages differ by embeddings, layers or head
+    page.get_by_role("link", name="Recommend").click()
+    page.wait_for_url("**/recommend**")
+    settle(page)
+    page.get_by_text("GPUs for my model").first.click()
+    page.get_by_text("the least traffic over slow links").wait_for()
+    settle(page)
+    page.locator('[data-testid="stDataFrame"]').last.wait_for()
+
+
+@pytest.mark.slow
 def test_a_powershell_log_is_explained_beside_a_config_that_cannot_be_read(
     page: Any, address: str
 ) -> None:
@@ -229,6 +278,7 @@ def test_a_powershell_log_is_explained_beside_a_config_that_cannot_be_read(
     page.locator('[data-testid="stCode"]', has_text="15.66 GiB").first.wait_for()
 
 
+@pytest.mark.slow
 def test_two_tabs_are_two_runs_and_a_reload_keeps_each(page: Any, address: str) -> None:
     other = page.context.new_page()
     go(page, f"{address}/?context=4096&gpu=rtx-3090")

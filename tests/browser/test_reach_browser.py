@@ -13,6 +13,7 @@ from app.cli import main
 from tests.browser.driving import chromium, open_browser, running_app
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.browser,
     pytest.mark.xdist_group("browser"),
     pytest.mark.skipif(chromium() is None, reason="no Chromium is installed"),

@@ -13,6 +13,7 @@ from planner.doctor.anchors import WORDS, speaks, spoken
 from planner.doctor.cause import Certainty
 from planner.doctor.diagnose import Diagnosis, diagnose
 from planner.doctor.fix_table import MAKERS
+from planner.doctor.reading import read_lines
 from planner.doctor.report import diagnosis_text
 from planner.doctor.scan import scan
 from planner.doctor.series import Growth
@@ -394,3 +395,18 @@ def test_the_cheap_test_of_blocks_agrees_with_that_of_lines() -> None:
         assert speaks(f"x {word.upper()} 12 y")
         assert word.encode() in spoken(f"a 1\na 2\nx {word} 12 y".encode())
     assert not spoken(b"{'loss': 0.5, 'epoch': 1.0}\n" * 9)
+
+
+def test_a_server_that_starts_again_and_again_is_read_sparsely_up_to_its_last_start() -> None:
+    start = (
+        "(EngineCore_0 pid={0}) INFO 11-30 12:00:00 [core.py:65] Initializing a V1 LLM engine (v0.11.0) with config: model='m'\n"
+        "(EngineCore_0 pid={0}) INFO 11-30 12:00:13 [r.py:2414] Model loading took 14.9889 GiB and 6.1 seconds\n"
+        "(EngineCore_0 pid={0}) INFO 11-30 12:00:23 [w.py:298] Available KV cache memory: 50.07 GiB\n"
+        "(EngineCore_0 pid={0}) INFO 11-30 12:00:24 [k.py:864] GPU KV cache size: {0} tokens\n"
+    )
+    log = "".join(start.format(number) for number in range(100_000, 106_000)).encode()
+    assert len(log) > 2 << 20
+    read = list(read_lines(io.BytesIO(log)))
+    whole = log[: 5 << 18].count(b"\n")  # the beginning is read whole
+    assert len(read) < whole + 100
+    assert scan(io.BytesIO(log)).vllm.kv_tokens == 105_999
