@@ -51,10 +51,12 @@ def _recommend(
     """
     from planner.machines.machine import make_machine
     from planner.names import TASK_WORDS, word_of
+    from planner.run.framework import pick
     from planner.run.recipe import Task
     from planner.units import parse_count
 
     tokens = parse_count(context, field="context")
+    pick(framework)  # an unknown one is refused here, not model by model
     task = word_of("task", task, [each.value for each in Task], TASK_WORDS)
     if model is not None and gpu is None and vram is None:
         _gpus_for(model, task=task, context=tokens, framework=framework, gpus=gpus, nodes=nodes,
