@@ -201,15 +201,15 @@ def test_gpus_for_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recommend", "llama-3.1-8b", "--context", "8k", "--limit", "9", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert len(rows) == 9
-    memory = [row["vram_bytes"] for row in rows]
-    assert memory == sorted(memory)
+    usd = [row["spent"]["usd_middle"] for row in rows]
+    assert usd == sorted(usd)
     for row in rows:
         recipe = make_recipe(**row["setting"]["recipe"])
         made = plan(catalogue_model("llama-3.1-8b"), recipe, make_machine(row["gpu"]))
         assert made.fits
         assert made.peak_bytes == row["peak_bytes"]
     assert main(["recommend", "llama-3.1-8b", "--limit", "3"]) == 0
-    assert "the smallest memory first" in capsys.readouterr().out
+    assert "the cheapest first" in capsys.readouterr().out
 
 
 @pytest.mark.slow
