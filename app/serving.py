@@ -9,7 +9,7 @@ from app import inputs, knobs, live, runs, sidebar
 from app.inputs import state
 from app.runs import Run
 from app.words import escape, section
-from planner.answers.serving import PREFIX, ServingView
+from planner.answers.serving import DEFAULT_LORA_RANK, PREFIX, ServingView
 from planner.answers.serving_changes import Rescue
 from planner.exporters import export_run
 from planner.plan import Plan
@@ -57,12 +57,13 @@ def defaults() -> dict[str, Any]:
     law = pick(FIXED["framework"]).engine
     return {
         "engine.gpu_memory_utilization": f"{law.utilization:g}",
-        "engine.kv_dtype": "as the weights",
-        "quantization": "the checkpoint's",
+        "engine.kv_dtype": "auto",
+        "quantization": "as stored",
         "engine.cuda_graphs": True,
         "engine.max_num_seqs": "by the card",
         "engine.max_num_batched_tokens": "by the card",
         "engine.max_loras": "none",
+        "engine.max_lora_rank": DEFAULT_LORA_RANK,
         "prompt_length": "all of it",
         "completion_length": "none",
     }
