@@ -8,6 +8,8 @@ from app import draw, inputs, links, shared, sharing
 
 PAGES = Path(__file__).parent / "app_pages"
 
+# Before the pages are named: without an icon by then a browser fetches the page's from a font's host.
+st.set_page_config(page_icon=str(PAGES.with_name("favicon.png")), layout="wide")
 page = st.navigation(
     [
         st.Page(
@@ -56,11 +58,7 @@ page = st.navigation(
     ],
     position="hidden" if st.context.is_embedded else "top",
 )
-st.set_page_config(
-    page_title=f"{page.title.rstrip('?')} · vramwise",
-    page_icon=str(PAGES.with_name("favicon.png")),
-    layout="wide",
-)
+st.set_page_config(page_title=f"{page.title.rstrip('?')} · vramwise")
 if st.context.is_embedded:  # a frame in another page: the answer alone, without settings
     sharing.embedded()
     st.stop()

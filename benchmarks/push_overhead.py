@@ -1,15 +1,20 @@
 """What it costs to hand trained weights to vLLM: a push of a 135M model beside a plain copy of its weights.
 
-`python benchmarks/push_overhead.py [--json]`. Two gloo ranks of this machine, one thread each, hold a model of
-SmolLM2-135M's shape (random weights, fp32) in FSDP2 parts, and a vLLM engine each. Seconds, the least of a few turns
-taken in alternation: `copy_s` every whole weight copied once into memory that is there; `gather_s` every weight made
-whole from its parts, one after the other; `load_s` vLLM takes whole weights that are here already; `push_s` the
-engine's update_weights, which is both. `push_over_copy` and `push_over_load` are the ratios.
+`python benchmarks/push_overhead.py [--ranks N] [--json]`. Gloo ranks of this machine, one thread each, hold a model of
+SmolLM2-135M's shape (random weights, fp32) in FSDP2 parts, and a vLLM engine each; a single rank holds all of it.
+Seconds, the least of a few turns taken in alternation:
+
+`copy_s`: every whole weight copied once into memory that is there, which is all a push of one rank has to do.
+`plain_s`: what a push of several has to do, without a model: the same bytes, gathered from the ranks' parts into memory
+that is there, a decoder layer's in a collective. Of one rank it is copy_s.
+`load_s`: vLLM's own reload_weights takes whole weights that are here already.
+`push_s`: the engine's update_weights. `push_over_plain` is the ratio that counts.
 """
 
 import argparse
 import json
 import os
+import re
 import socket
 import sys
 import tempfile
@@ -19,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -28,11 +34,11 @@ from planner.run.parallel import layout_of
 from planner.run.recipe import Recipe
 from planner.units import MiB
 from trainer.engines.vllm_adapters import merged_weights
+from trainer.engines.vllm_cpu_build import unpacked_cpu_linears
 from trainer.engines.vllm_push import VllmPushEngine
 from trainer.model import load_policy
 from trainer.parallel.ranks import Ranks, join, leave
 from trainer.parallel.sharding import over_ranks, shard_policy
-from trainer.parallel.whole import whole
 from trainer.small_model import make_small_model
 
 SCHEMA_VERSION = 1
@@ -70,29 +76,47 @@ def measure(ranks: Ranks, folder: str, options: argparse.Namespace) -> dict[str,
     engine = VllmPushEngine(policy, recipe=over_ranks(recipe, ranks.size))
     for _ in range(2):  # engine and policy are compared behind the third
         engine.update_weights()
-    held = [(name, tensor.clone()) for name, tensor in merged_weights(policy.model)]
+    held = [(name, tensor.clone()) for name, tensor in merged_weights(policy)]
     targets = [torch.zeros_like(tensor) for _, tensor in held]
 
     def copy() -> None:
         for target, (_, tensor) in zip(targets, held, strict=True):
             target.copy_(tensor)
 
-    def gather() -> None:
-        for parameter in policy.model.parameters():
-            whole(parameter)
+    parts = [torch.ones(count // ranks.size) for count in unit_sizes(held)]
+    wholes = [torch.zeros(len(part) * ranks.size) for part in parts]
+
+    def plain() -> None:
+        for part, target in zip(parts, wholes, strict=True):
+            dist.all_gather_into_tensor(target, part)
 
     def load() -> None:
-        engine.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(held)})
+        with unpacked_cpu_linears():
+            engine.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(held)})
 
-    figures = least(
-        policy.ranks, options.turns, copy_s=copy, gather_s=gather, load_s=load, push_s=engine.update_weights
-    )  # fmt: skip
+    works: dict[str, Callable[[], Any]] = {"copy_s": copy}
+    works |= {"plain_s": plain} if ranks.several else {}
+    works |= {"load_s": load, "push_s": engine.update_weights}
+    figures = least(policy.ranks, options.turns, **works)
+    figures.setdefault("plain_s", figures["copy_s"])
+    assert engine.check("after all pushes") < 1e-3
     engine.close()
     return figures | {
         "model_bytes": sum(tensor.nbytes for tensor in targets),
         "push_over_copy": figures["push_s"] / figures["copy_s"],
+        "push_over_plain": figures["push_s"] / figures["plain_s"],
         "push_over_load": figures["push_s"] / figures["load_s"],
     }
+
+
+def unit_sizes(held: list[tuple[str, torch.Tensor]]) -> list[int]:
+    """Return the elements of each decoder layer, and of each tensor outside them."""
+    sizes: dict[str, int] = {}
+    for name, tensor in held:
+        layer = re.search(r"\.layers\.\d+\.", name)
+        unit = layer.group() if layer else name
+        sizes[unit] = sizes.get(unit, 0) + tensor.numel()
+    return list(sizes.values())
 
 
 def worker(rank: int, port: int, folder: str, options: argparse.Namespace) -> None:

@@ -36,20 +36,26 @@ from trainer.preflight import (
 )
 from trainer.prompt_data import read_prompts
 from trainer.rewards import check_reward_columns, load_rewards
+from trainer.run_folder import check_output
 from trainer.say import Say, silent
 from trainer.schedule import check_steps
-from trainer.session import check_output
 from trainer.sft import make_order
 from trainer.sft_data import read_examples
 from trainer.step_size import step_prompts
 from trainer.validation import load_validation, read_held_out
 
 
-def check_run(path: Path, *, say: Say = silent) -> dict[str, Any]:
+def check_run(
+    path: Path, *, say: Say = silent, budget: str | None = None, price: str | None = None
+) -> dict[str, Any]:
     """Return the plan of the run at `path`; raises VramwiseError for what would stop it."""
     given = read_given(path)
     for line in given.lines:
         say(line)
+    if budget is not None:
+        from trainer.fit import fit
+
+        given, _ = fit(given, budget, price=price, say=say)
     run, train = given.run, given.train
     check_output(train, resume=False)
     recipe, planned = _planned(run, train)

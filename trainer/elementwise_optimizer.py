@@ -26,13 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planner.errors import MissingExtraError, UsageError
+from planner.errors import UsageError
 from planner.units import format_bytes
+from trainer.moments import BLOCK, blocks, nearest_codes, quantise, widen
 
 CHUNK_ELEMENTS = 2**21
 """8 MiB in fp32: up to six of these is a step's scratch. A multiple of BLOCK."""
-BLOCK = 256
-"""Elements that share one scale in int8 state (bitsandbytes' block)."""
 MIN_INT8_ELEMENTS = 4096
 """Smaller tensors keep fp32 state, as in bitsandbytes: norms and biases are sensitive."""
 
@@ -174,11 +173,11 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Update `exact` fp32 in place, and the chunk's state."""
         numbers = range(1, self.settings.rule.num_states + 1)
-        moments = [_widen(state, number, chunk, exact.device) for number in numbers]
+        moments = [widen(state, number, chunk, exact.device) for number in numbers]
         _RULES[self.settings.rule](self.settings, exact, grad, moments, state["step"], group)
         for number, moment in zip(numbers, moments, strict=True):
             if f"absmax{number}" in state:
-                _quantise(state, number, chunk, moment)
+                quantise(state, number, chunk, moment)
             else:
                 self._store(state[f"moment{number}"][chunk], moment)
 
@@ -200,7 +199,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
     def moment(self, parameter: Tensor, number: int) -> Tensor:
         """Return what the codes of an 8-bit moment mean, in fp32."""
         whole = slice(0, parameter.numel())
-        return _widen(self.state[parameter], number, whole, parameter.device)
+        return widen(self.state[parameter], number, whole, parameter.device)
 
     @torch.no_grad()
     def set_moment(
@@ -215,10 +214,10 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             chunk = slice(start, min(start + CHUNK_ELEMENTS, parameter.numel()))
             part = values[chunk].to(parameter.device)
             if not keep_scales:
-                _quantise(state, number, chunk, part)
+                quantise(state, number, chunk, part)
                 continue
-            scales = state[f"absmax{number}"][_blocks(chunk)].to(part.device)
-            codes = _nearest_codes(part, scales, signed=number == 1)
+            scales = state[f"absmax{number}"][blocks(chunk)].to(part.device)
+            codes = nearest_codes(part, scales, signed=number == 1)
             state[f"moment{number}"][chunk].copy_(codes)
 
     def rounding_state(self, device: torch.device) -> Tensor:
@@ -289,7 +288,7 @@ def saved_values(saved: dict[str, Any], key: str, number: int) -> Tensor:
     """Return one tensor of a parameter's saved state as numbers, whatever its format."""
     if saved[key].dtype != torch.uint8:
         return saved[key]  # type: ignore[no-any-return]
-    return _widen(saved, number, slice(0, saved[key].numel()), torch.device("cpu"))
+    return widen(saved, number, slice(0, saved[key].numel()), torch.device("cpu"))
 
 
 def copy_stochastic_(target: Tensor, source: Tensor, *, generator: torch.Generator) -> None:
@@ -375,51 +374,3 @@ def _zeros(numel: int, dtype: torch.dtype, device: torch.device, *, pin: bool) -
 
 
 _RULES = {Rule.ADAMW: _adamw, Rule.LION: _lion, Rule.SGD: _sgd, Rule.SGD_MOMENTUM: _sgd}
-
-
-def _widen(state: dict[str, Any], number: int, chunk: slice, device: torch.device) -> Tensor:
-    """Return one moment of a chunk in fp32: a view if it is kept so, on `device`."""
-    stored = state[f"moment{number}"][chunk].to(device)
-    if f"absmax{number}" not in state:
-        return stored.float()
-    scale = state[f"absmax{number}"][_blocks(chunk)].to(device)
-    code = _int8_map(number == 1, device)
-    return _bitsandbytes().dequantize_blockwise(stored, absmax=scale, code=code, blocksize=BLOCK)
-
-
-def _quantise(state: dict[str, Any], number: int, chunk: slice, moment: Tensor) -> None:
-    """Write fp32 values back as int8 codes and scales; the first moment is signed."""
-    code = _int8_map(number == 1, moment.device)
-    stored, made = _bitsandbytes().quantize_blockwise(moment, code=code, blocksize=BLOCK)
-    state[f"moment{number}"][chunk].copy_(stored)
-    state[f"absmax{number}"][_blocks(chunk)].copy_(made.absmax)
-
-
-def _nearest_codes(values: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-    """Return the codes [n] whose meaning times their block's scale is nearest to `values`."""
-    meanings, order = _int8_map(signed, values.device).sort()
-    scale = scales.repeat_interleave(BLOCK)[: values.numel()]
-    share = torch.where(scale > 0, values / scale.clamp(min=torch.finfo(torch.float32).tiny), 0.0)
-    return order[torch.bucketize(share, (meanings[1:] + meanings[:-1]) / 2)].to(torch.uint8)
-
-
-def _blocks(chunk: slice) -> slice:
-    return slice(chunk.start // BLOCK, -(-chunk.stop // BLOCK))
-
-
-_MAPS: dict[tuple[bool, torch.device], Tensor] = {}
-
-
-def _int8_map(signed: bool, device: torch.device) -> Tensor:
-    key = (signed, device)
-    if key not in _MAPS:
-        _MAPS[key] = _bitsandbytes().create_dynamic_map(signed=signed).to(device)
-    return _MAPS[key]
-
-
-def _bitsandbytes() -> Any:
-    try:
-        import bitsandbytes.functional
-    except ImportError:
-        raise MissingExtraError("an 8-bit optimizer", "train") from None
-    return bitsandbytes.functional

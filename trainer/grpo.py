@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,6 +25,7 @@ from trainer.engines.protocol import Engine, SamplingSettings
 from trainer.evaluation import check_evaluation
 from trainer.grpo_report import rollout_metrics, show_completions, step_line
 from trainer.model import load_tokenizer
+from trainer.outlook import Outlook
 from trainer.parallel.ranks import ALONE, Ranks
 from trainer.parallel.together import RankFailed, largest, together
 from trainer.policy_update import learn
@@ -33,15 +34,17 @@ from trainer.prompt_data import Prompts, read_prompts
 from trainer.reward_pool import Interrupted
 from trainer.rewards import Rewards, Scores, check_reward_columns, load_rewards, score
 from trainer.rollout import Rollout, sample, sampling_settings
+from trainer.run_folder import REWARDS_LOG, check_output, run_folder
 from trainer.say import Say, silent
-from trainer.session import REWARDS_LOG, Result, Session, check_output, run_folder
+from trainer.session import Result, Session
 from trainer.trainer_state import trainer_state
 from trainer.validation import Validation, load_validation, reward_measure
 
+if TYPE_CHECKING:
+    from trainer.fit import Fit
+
 SEED_STRIDE = 1_000_003
 """Between the sampling seeds of two steps; a prime, so that runs of near seeds don't share them."""
-RANK_STRIDE = 15_485_863
-"""Between those of two ranks."""
 
 
 def train_grpo(
@@ -53,6 +56,7 @@ def train_grpo(
     say: Say = silent,
     on_ready: Callable[[Preflight], None] = lambda ready: None,
     ranks: Ranks = ALONE,
+    fit: "Fit | None" = None,
 ) -> Result:
     """Train by GRPO as the run file says; return how it ended. Raises VramwiseError.
 
@@ -84,6 +88,7 @@ def train_grpo(
             per_epoch=len(samples),
             held_out=len(held_out or ()),
             ranks=ranks,
+            fit=fit,
         )
         with run_folder(run, train, resume=resume, ranks=ranks) as output:
             ready.save(output)
@@ -137,6 +142,7 @@ def _train(
     session.equip(ready, callbacks)
     if resume:
         session.resume()
+    session.outlook = Outlook(ready, done=session.first_step)
     settings = sampling_settings(
         train.sampling,
         policy.tokenizer,
@@ -232,10 +238,10 @@ class Grpo:
         place = self.order.state()
         prompts = self.prompts.take(self.order, self.ready.prompts_per_step)
         tokenizer = self.ready.policy.tokenizer
-        # seeded by the step: a resumed run draws what the first one would have drawn
+        # seeded by the step, and by the prompt's place in it: a resumed run draws what the first one would have
+        # drawn, and any number of ranks the same
         ranks = self.ready.ranks
-        seed = self.train.seed + SEED_STRIDE * (step + 1) + RANK_STRIDE * ranks.rank
-        seeded = replace(self.settings, seed=seed)
+        seeded = replace(self.settings, seed=self.train.seed + SEED_STRIDE * (step + 1))
         with self.ready.memory("rollout"):
             self.engine.resume()
             self.engine.update_weights()

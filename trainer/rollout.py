@@ -97,6 +97,7 @@ def sample(
     each, total = settings.num_generations, len(prompts) * settings.num_generations
     owned = ranks.share(range(len(prompts)))
     prompts = [prompts[index] for index in owned]
+    settings = replace(settings, numbers=tuple(owned))
     completions = engine.generate([prompt.token_ids for prompt in prompts], settings)
     stops = StopStrings(tokenizer, settings.stop)
     completions = [_stopped(completion, stops) for completion in completions]

@@ -73,19 +73,34 @@ def penalise(
     return logits
 
 
-def draw(logits: Tensor, *, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+def uniforms(seeds: Sequence[int | None], count: int) -> Tensor:
+    """Return `count` numbers in [0, 1) for each of B completions, fp64 [B, count]; those of a seed are its own.
+
+    None: of torch's own generator.
+    """
+    rows = torch.empty(len(seeds), count, dtype=torch.float64)
+    for row, seed in zip(rows, seeds, strict=True):
+        row.uniform_(generator=None if seed is None else torch.Generator().manual_seed(seed))
+    return rows
+
+
+def draw(logits: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
     """Return (token [B], its log-probability [B]) drawn from shaped fp32 logits [B, V].
 
+    `at` [B]: a number in [0, 1) for each, where in the running sum of probabilities its token lies. So
+    what is drawn depends on nothing but the row's own logits and number, whatever it is batched with.
     Raises VramwiseError for NaN: the weights are broken, and nothing can be sampled any more.
     """
-    logp = logits.log_softmax(dim=-1)
-    if logp.isnan().any():
+    likely = logits.softmax(dim=-1)
+    if likely.isnan().any():
         raise VramwiseError(
             "sampling: the model's logits are NaN",
             hint="lower train.lr, or go back to an earlier checkpoint; fp16 overflows where bf16 doesn't",
         )
-    token = torch.multinomial(logp.exp(), 1, generator=generator)
-    return token[:, 0], logp.gather(-1, token)[:, 0]
+    upto = likely.cumsum(dim=-1, dtype=torch.float64)
+    token = torch.searchsorted(upto, at[:, None] * upto[:, -1:], right=True)
+    token.clamp_(max=logits.shape[-1] - 1)
+    return token[:, 0], likely.gather(-1, token)[:, 0].log()
 
 
 def stop_tokens(tokenizer: object, stop: tuple[str, ...]) -> tuple[int, ...]:

@@ -1,49 +1,33 @@
-"""What both algorithms share around their steps: output folder, log, checkpoints, stopping."""
+"""What both algorithms share around their steps: log, checkpoints, stopping."""
 
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from planner.errors import UsageError, VramwiseError
-from planner.run.recipe import RunFile
+from planner.errors import VramwiseError
 from trainer import checkpoint as checkpoints
 from trainer.callbacks import Callbacks, Run
 from trainer.config import TrainSection
 from trainer.data import Order
 from trainer.evaluation import line_of
-from trainer.metrics import COMPLETIONS_FOLDER, METRICS_FILE, MetricsLog, Progress, read_metrics
+from trainer.metrics import METRICS_FILE, MetricsLog, Progress
 from trainer.model import Policy
-from trainer.parallel.agree import check_shared
+from trainer.outlook import Outlook
 from trainer.parallel.ranks import ALONE, Ranks
 from trainer.parallel.watch import in_unison, is_broken_connection
 from trainer.preflight import Preflight
 from trainer.push import EverySave
 from trainer.reporters.reports import Reports
 from trainer.room import check_before
+from trainer.run_folder import replaced
 from trainer.say import Say as Say  # trainer.demo takes it from here
 from trainer.stepping import Stepper
 from trainer.validation import Validation
-
-REWARDS_LOG = "rewards.log"
-"""What reward functions print."""
-OWN_NAMES = (
-    checkpoints.FOLDER,
-    COMPLETIONS_FOLDER,
-    METRICS_FILE,
-    checkpoints.RUN_FILE,
-    "tensorboard",
-    "wandb",
-    ".push",
-    "preflight.json",
-    "evaluations.jsonl",
-    REWARDS_LOG,
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,72 +51,6 @@ class Result:
     """Ended early: no evaluation was better for `evaluation.patience` times."""
     stop_reason: str | None = None
     """Ended early: what the callback that asked for it said."""
-
-
-def check_output(train: TrainSection, *, resume: bool) -> None:
-    """Raise UsageError where the output folder is not to be used; nothing is written or deleted."""
-    output = Path(train.output)
-    if output.exists() and not output.is_dir():
-        raise UsageError(f"train.output: {output} is a file")
-    if resume:
-        checkpoints.latest(output)
-    elif output.exists() and any(output.iterdir()):
-        if not train.overwrite:
-            raise UsageError(
-                f"train.output: {output} exists and is not empty",
-                hint="--resume continues it; overwrite: true starts anew; or name another folder",
-            )
-        foreign = sorted(path.name for path in output.iterdir() if path.name not in OWN_NAMES)
-        if foreign:
-            raise UsageError(
-                f"train.overwrite: {output} holds what no run made ({foreign[0]}); not deleting it"
-            )
-
-
-@contextmanager
-def run_folder(
-    run: RunFile, train: TrainSection, *, resume: bool, ranks: Ranks = ALONE
-) -> Iterator[Path]:
-    """Make the output folder, with run.yaml in it; a run that fails before its first step leaves no trace.
-
-    An earlier run that is to be replaced is put aside, and deleted when the new one has made a step. The
-    first rank does all of it; the others see that they look at the same folder.
-    """
-    import yaml
-
-    output = Path(train.output)
-    ranks.barrier()  # all have checked the folder as it was
-    if not ranks.first:
-        check_shared(ranks, output)
-        yield output
-        return
-    check_output(train, resume=resume)
-    aside = replaced(output)
-    if not resume and output.exists():
-        shutil.rmtree(aside, ignore_errors=True)
-        output.rename(aside)
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"train.output: cannot make {output}: {error.strerror}") from None
-    document = run.model_dump(mode="json", exclude_unset=True)
-    text = yaml.safe_dump(document, sort_keys=False)
-    (output / checkpoints.RUN_FILE).write_text(text, encoding="utf-8")
-    try:
-        check_shared(ranks, output)
-        yield output
-    except BaseException:
-        began = checkpoints.checkpoints(output) or read_metrics(output / METRICS_FILE)
-        if not resume and not began:
-            shutil.rmtree(output)
-            if aside.exists():
-                aside.rename(output)
-        raise
-
-
-def replaced(output: Path) -> Path:
-    """Return where an earlier run is until the new one in its folder has made a step."""
-    return output.with_name(f".{output.name}.replaced")
 
 
 class Session:
@@ -176,6 +94,8 @@ class Session:
         self.reports: Reports | None = None
         self.tokens_seen = 0
         """Trained on, padding included, those before a resume too."""
+        self.outlook: Outlook | None = None
+        """Forecasts time and memory; set before the first step."""
 
     def equip(self, ready: Preflight, callbacks: Callbacks) -> None:
         """Report to the run's trackers and call its callbacks; before `resume`. Raises VramwiseError."""
@@ -400,6 +320,8 @@ class Session:
 
     def _write(self, step: int, metrics: Mapping[str, Any], line: str) -> None:
         self.tokens_seen += metrics.get("train_tokens", 0)
+        if self.outlook is not None:
+            metrics = {**metrics, **self.outlook.step(step, metrics, say=self.progress.say)}
         if self.log_file is not None:
             self.log_file.write(step, metrics)
         if self.reports is not None:

@@ -83,7 +83,7 @@ def reward_measure(
             max_new_tokens=ready.completion_tokens,
         ),
         # the same draws at every evaluation: what changes is the policy
-        seed=checkpoints.rank_seed(train.seed, ready.ranks.rank),
+        seed=train.seed,
     )
     section = train.validation
     prompts = [

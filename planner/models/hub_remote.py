@@ -18,6 +18,17 @@ from planner.models.spec import ModelSpec
 
 Answer = TypeVar("Answer")
 _OFFLINE_HINT = "fetch it once while online, or give a folder with its config.json"
+_TOKEN_HINT = "another token by --token or HF_TOKEN, or none at all for what is public"
+_ANSWERS: dict[object, tuple[str, str]] = {
+    401: (" (it does not know the token)", _TOKEN_HINT),
+    403: (" (the token may not read it)", _TOKEN_HINT),
+    429: (
+        " (too many requests)",
+        "with --token or HF_TOKEN more are allowed; else wait a few minutes, "
+        "or give a folder with its config.json",
+    ),
+}
+"""Statuses about which something can be done: what they mean, and what to do."""
 
 
 def fetch_model(
@@ -188,7 +199,8 @@ def _explain(error: BaseException, repo_id: str, timeout_s: float, file: str) ->
         return _slow(repo_id, timeout_s)
     if isinstance(error, errors.HfHubHTTPError):
         status = getattr(error.response, "status_code", "an error")
-        return VramwiseError(f"the model hub answered {status} for {repo_id!r}", hint=_OFFLINE_HINT)
+        said, hint = _ANSWERS.get(status, ("", _OFFLINE_HINT))
+        return VramwiseError(f"the model hub answered {status}{said} for {repo_id!r}", hint=hint)
     if "HTTPError" in kinds or isinstance(error, OSError | errors.OfflineModeIsEnabled):
         return VramwiseError(
             f"the model hub cannot be reached for {repo_id!r} ({type(error).__name__})",

@@ -197,6 +197,8 @@ SERVING_FIELDS = {
 """The same words where nothing is trained."""
 MACHINE_FIELDS = ("gpu", "gpus", "nodes", "vram", "host_ram")
 OTHER_FIELDS = (
+    "token",
+    "tool",
     "revision",
     "offline",
     "framework_version",

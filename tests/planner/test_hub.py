@@ -4,7 +4,11 @@ The hub is a real HTTP server on 127.0.0.1 that speaks as much of the hub's prot
 """
 
 import json
+import os
+import re
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -54,6 +58,10 @@ class Hub(BaseHTTPRequestHandler):
             return self.fail(404, "RepoNotFound")
         if name == "broken":
             return self.fail(500, "")
+        if name == "crowded":
+            return self.fail(429, "")
+        if "bad-token" in self.headers.get("authorization", ""):
+            return self.fail(401, "", "Invalid credentials in Authorization header")
         if name == "no-config":
             return self.fail(404, "EntryNotFound")
         if name == "slow":
@@ -95,8 +103,10 @@ class Hub(BaseHTTPRequestHandler):
         if with_body:
             self.wfile.write(body)
 
-    def fail(self, status: int, code: str) -> None:
+    def fail(self, status: int, code: str, message: str = "") -> None:
         self.send_response(status)
+        if message:
+            self.send_header("x-error-message", message)
         if code:
             self.send_header("x-error-code", code)
         self.send_header("content-length", "0")
@@ -156,6 +166,45 @@ def test_every_failure_is_one_line(hub: str, repo: str, kind: type, said: str) -
         fetch_model(repo, endpoint=hub)
     assert "\n" not in str(caught.value)
     assert caught.value.hint
+
+
+CALLS = """
+import json, os, sys
+from app.cli import main
+for repo, *token in json.loads(sys.argv[1]):
+    code = main(["plan", repo, "--gpu", "rtx-4090", *(["--token", *token] if token else [])])
+    print(f"exit {code}", file=sys.stderr, flush=True)
+"""
+
+
+def test_the_command_line_says_what_to_do_in_one_line(hub: str, tmp_path: Path) -> None:
+    """The whole way, as a user goes it: HF_ENDPOINT names the stand-in."""
+    calls = [["org/gated"], ["org/gated", "good-token"], ["org/plain", "bad-token"], ["org/crowded"],
+             ["org/broken"], ["org/absent"]]  # fmt: skip
+    env = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    env |= {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", CALLS, json.dumps(calls)],
+        env=env, cwd=Path(__file__).parents[2], check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    said = re.split(r"exit (\d+)\n", done.stderr)
+    errors, codes = said[:-1:2], [int(code) for code in said[1::2]]
+    assert codes == [2, 0, 1, 1, 1, 2]
+    for text, wanted in zip(
+        errors,
+        [
+            "accept the licence on the model's page, then pass --token or set HF_TOKEN",
+            "",
+            "another token by --token or HF_TOKEN",
+            "with --token or HF_TOKEN more are allowed",
+            "answered 500",
+            "private and needs --token",
+        ],
+        strict=True,
+    ):
+        assert wanted in text
+        assert len(text.strip().splitlines()) <= 2, text  # the error and its hint
+        assert "Traceback" not in text
 
 
 def test_an_unknown_revision(hub: str) -> None:

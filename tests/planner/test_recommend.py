@@ -9,7 +9,7 @@ from app.cli import main
 from planner.answers.cards import cards_for_model, cards_for_run
 from planner.answers.longest import contexts
 from planner.answers.ranking import RULE, release_of, worth
-from planner.answers.recommend import Recommendation, recommend
+from planner.answers.recommend import Recommendation, comfortable, recommend, setting, starts
 from planner.answers.unchanged import settle
 from planner.machines.machine import Machine, make_machine
 from planner.models.catalogue import catalogue_model, catalogue_names
@@ -95,6 +95,24 @@ def test_the_context_is_the_longest_of_its_own_settings() -> None:
             assert not plan(model, recipe, machine).fits
 
 
+@pytest.mark.parametrize(
+    ("name", "method", "layout"),
+    [
+        ("llama-3.3-70b", "lora", "shard 8, fsdp2"),
+        ("llama-3.3-70b", "full", "shard 8, fsdp2"),
+        ("llama-3.2-1b", "lora", "replicate 8, ddp"),
+    ],
+)
+def test_several_gpus_are_sharded_where_they_need_it(name: str, method: str, layout: str) -> None:
+    """The row's settings at the context that was asked for, without the search for its longest."""
+    machine, model = make_machine("h100-sxm", gpus=8), catalogue_model(name)
+    found = comfortable(model, starts("sft", method, "vramwise", machine), machine, 2048, "sft")
+    assert found is not None
+    assert setting(found).layout == layout
+    assert found.plan.tensors_fit
+
+
+@pytest.mark.slow
 def test_several_gpus_are_sharded() -> None:
     machine = make_machine("h100-sxm", gpus=8)
     rows = recommend(machine, wanted=some("llama-3.3-70b", "llama-3.2-1b"))
@@ -103,6 +121,10 @@ def test_several_gpus_are_sharded() -> None:
     assert layout["llama-3.3-70b", "lora"] == "shard 8, fsdp2"
     assert layout["llama-3.3-70b", "full"] == "shard 8, fsdp2"
     assert layout["llama-3.2-1b", "lora"] == "replicate 8, ddp"
+
+
+def test_several_gpus_serve_as_engines_that_share_a_model() -> None:
+    machine = make_machine("h100-sxm", gpus=8)
     served = recommend(machine, task="serve", wanted=some("llama-3.3-70b"))
     check(served, machine)
     layouts = {row.method: row.at_least.layout for row in served if row.at_least}

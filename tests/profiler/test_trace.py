@@ -393,10 +393,8 @@ def test_in_place_accumulation_is_cheaper_than_what_modes_see() -> None:
 
 
 def test_time_limit_says_where() -> None:
-    started = time.monotonic()
     with pytest.raises(TraceTimeoutError, match="ran out of time in phase"):
         run(OPTIONS, time_limit_s=0.0)
-    assert time.monotonic() - started < 60
 
 
 class Branching(HfSft):

@@ -10,6 +10,7 @@ from trainer.data import Prompt
 from trainer.engines import make_engine
 from trainer.engines.protocol import Completion, SamplingSettings
 from trainer.model import load_policy
+from trainer.parallel.ranks import ALONE, Ranks
 from trainer.rollout import (
     Rollout,
     importance_weights,
@@ -18,7 +19,7 @@ from trainer.rollout import (
     sampling_settings,
     split,
 )
-from trainer.sampling import draw, shape_logits, stop_tokens
+from trainer.sampling import draw, shape_logits, stop_tokens, uniforms
 from trainer.scoring import hidden_rows, log_probs
 from trainer.shared_plan import Sharing
 from trainer.shared_prefix import RowCost
@@ -51,7 +52,16 @@ def prompts_of(policy):
 
 
 def roll(
-    policy, *, shape=(1.0, 0, 1.0), rows=None, stop=(), new=8, generations=4, seed=0, prefill=None
+    policy,
+    *,
+    shape=(1.0, 0, 1.0),
+    rows=None,
+    stop=(),
+    new=8,
+    generations=4,
+    seed=0,
+    prefill=None,
+    ranks=ALONE,
 ):
     temperature, top_k, top_p = shape
     engine = {"max_num_seqs": rows, "max_num_batched_tokens": prefill}
@@ -66,7 +76,8 @@ def roll(
         seed=seed,
     )
     engine = make_engine(policy, recipe=recipe)
-    return sample(engine, prompts_of(policy), settings, tokenizer=policy.tokenizer)
+    prompts = prompts_of(policy)
+    return sample(engine, prompts, settings, tokenizer=policy.tokenizer, ranks=ranks)
 
 
 def score_all(
@@ -118,11 +129,14 @@ def test_shaped_logits_are_those_of_the_definition():
 
 
 def test_draws_follow_the_distribution():
-    logits = torch.tensor([2.0, 1.0, 0.0]).log_softmax(-1).expand(20_000, 3)
-    token, logp = draw(logits, generator=torch.Generator().manual_seed(0))
-    frequency = token.bincount(minlength=3) / len(token)
+    never = float("-inf")
+    logits = torch.tensor([never, 2.0, never, 1.0, 0.0, never]).log_softmax(-1).expand(20_000, 6)
+    token, logp = draw(logits, uniforms([0], len(logits))[0])
+    frequency = token.bincount(minlength=6) / len(token)
     torch.testing.assert_close(frequency, logits[0].exp(), atol=0.01, rtol=0)
     torch.testing.assert_close(logp, logits[0][token])
+    ends, _ = draw(logits[:2], torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64))
+    assert ends.tolist() == [1, 4]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -146,12 +160,21 @@ def test_waves_and_dropped_rows_change_nothing(policy):
         torch.testing.assert_close(
             scored[index], torch.tensor(completion.logprobs), rtol=1e-4, atol=1e-4
         )
-    alone = roll(policy, stop=stop, new=24, rows=1)
-    scored, _ = score_all(policy, alone)
-    for index, completion in enumerate(alone.completions):
-        torch.testing.assert_close(
-            scored[index], torch.tensor(completion.logprobs), rtol=1e-4, atol=1e-4
-        )
+    for rows in (1, 3):
+        alone = roll(policy, stop=stop, new=24, rows=rows)
+        assert [c.token_ids for c in alone.completions] == [
+            c.token_ids for c in together.completions
+        ]
+
+
+def test_ranks_that_share_a_step_draw_what_one_would(policy):
+    whole = roll(policy, new=24)
+    for rank in range(2):
+        part = roll(policy, new=24, ranks=Ranks(rank=rank, size=2))
+        assert [c.token_ids for c in part.completions] == [
+            whole.completions[place].token_ids for place in part.places
+        ]
+        assert part.places == ((*range(4), *range(8, 12)), tuple(range(4, 8)))[rank]
 
 
 def test_prompts_prefilled_in_chunks_give_the_same_completions(policy):

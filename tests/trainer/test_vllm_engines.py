@@ -21,6 +21,7 @@ from planner.run.recipe import Method, Recipe
 from planner.units import MiB
 from trainer.engines.protocol import SamplingSettings
 from trainer.engines.vllm_adapters import MergedWeights, merged_weights
+from trainer.engines.vllm_in_place import in_place
 from trainer.engines.vllm_llm import prompt_logprobs, reported_kv_tokens, vllm_model
 from trainer.engines.vllm_push import VllmPushEngine
 from trainer.engines.vllm_shared import VllmSharedEngine, map_parameters
@@ -214,8 +215,10 @@ def test_push_engine_takes_adapters_merged_and_full_weights(qwen2_folder):
     base = AutoModelForCausalLM.from_pretrained(qwen2_folder, dtype=torch.float32)
     config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, use_dora=True)
     model = get_peft_model(base, config)
-    engine = VllmPushEngine(make_policy(qwen2_folder, model), recipe=RECIPE)
+    policy = make_policy(qwen2_folder, model)
+    engine = VllmPushEngine(policy, recipe=RECIPE)
     try:
+        assert engine._in_place is not None
         for _ in range(3):
             shift(model, "lora_")
             engine.update_weights()
@@ -229,6 +232,11 @@ def test_push_engine_takes_adapters_merged_and_full_weights(qwen2_folder):
             engine.check("before the push")
         engine.update_weights()
         assert engine.check("after a full push") < 1e-5
+        # where vLLM holds something else than what it was given, nothing is written past its loader
+        theirs = vllm_model(engine.llm)
+        assert in_place(policy, theirs) is not None
+        next(theirs.parameters()).data[1].add_(1)
+        assert in_place(policy, theirs) is None
     finally:
         engine.close()
 
@@ -281,7 +289,7 @@ def test_pushed_weights_are_pefts_own_merge(qwen2_folder):
             r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False, use_dora=True
         ),
     )
-    pushed = dict(merged_weights(policy))
+    pushed = dict(merged_weights(make_policy(qwen2_folder, policy)))
     expected = policy.merge_and_unload().state_dict()
     assert set(pushed) == set(expected) - {"lm_head.weight"}  # tied
     for name, tensor in pushed.items():
@@ -290,8 +298,8 @@ def test_pushed_weights_are_pefts_own_merge(qwen2_folder):
 
 def test_weights_that_vllm_packed_are_refused(qwen2_folder):
     base = AutoModelForCausalLM.from_pretrained(qwen2_folder, dtype=torch.float32)
-    policy = make_policy(qwen2_folder, base, method=Method.FULL)
-    engine = VllmPushEngine(policy, recipe=RECIPE.model_copy(update={"method": Method.FULL}))
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"]))
+    engine = VllmPushEngine(make_policy(qwen2_folder, model), recipe=RECIPE)
     try:
         with pytest.raises(UsageError, match="dropped the plain weight") as caught:
             map_parameters(empty_policy(qwen2_folder), vllm_model(engine.llm))

@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+PROMPT_STRIDE = 7919
+"""Between the seeds of two prompts: a prime that no group of completions is as large as."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingSettings:
@@ -28,6 +31,16 @@ class SamplingSettings:
     guided_regex: str | None = None
     guided_json: dict[str, Any] | None = None
     seed: int | None = None
+    """Of the whole step; every prompt has its own from it."""
+    numbers: tuple[int, ...] = ()
+    """Which of the step's prompts those asked are, for their seeds: the ranks that share a step draw what one
+    rank would. () = in order, from 0."""
+
+    def prompt_seed(self, index: int) -> int | None:
+        """Return the seed of prompt `index`, whose n-th completion draws by the n-th number from there."""
+        if self.seed is None:
+            return None
+        return self.seed + PROMPT_STRIDE * (self.numbers[index] if self.numbers else index)
 
     @property
     def guided(self) -> dict[str, Any]:

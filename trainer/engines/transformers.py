@@ -17,7 +17,7 @@ from planner.errors import UnsupportedError, VramwiseError
 from planner.run.recipe import Recipe
 from trainer.engines.protocol import Completion, SamplingSettings
 from trainer.model import Policy, eos_ids
-from trainer.sampling import StopStrings, draw, penalise, shape_logits
+from trainer.sampling import StopStrings, draw, penalise, shape_logits, uniforms
 
 PREFILL_TOKENS = 2048
 """Prompt tokens of one forward: their activations are gone before the cache is full."""
@@ -30,6 +30,7 @@ class _Row:
     """One completion under way."""
 
     prompt_index: int
+    seed: int | None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finished: bool = False
@@ -91,17 +92,14 @@ class TransformersEngine:
                 hint="engine kind vllm-push, vllm-shared or vllm-server",
             )
         rows = [
-            _Row(prompt_index=index)
-            for index in range(len(prompts))
-            for _ in range(settings.num_generations)
+            _Row(prompt_index=index, seed=None if seed is None else seed + number)
+            for index, seed in enumerate(map(settings.prompt_seed, range(len(prompts))))
+            for number in range(settings.num_generations)
         ]
-        generator = None
-        if settings.seed is not None:
-            generator = torch.Generator(self._policy.device).manual_seed(settings.seed)
         self._kv_bytes = 0
         try:
             for start in range(0, len(rows), self._wave):
-                self._run(rows[start : start + self._wave], prompts, settings, generator)
+                self._run(rows[start : start + self._wave], prompts, settings)
         except torch.OutOfMemoryError:
             return None
         return rows
@@ -111,14 +109,14 @@ class TransformersEngine:
         rows: list[_Row],
         prompts: Sequence[Sequence[int]],
         settings: SamplingSettings,
-        generator: torch.Generator | None,
     ) -> None:
         """Fill `rows` with tokens until each has ended or is at the limit."""
         ends = set(eos_ids(self._policy)) | set(settings.stop_token_ids)
         stops = StopStrings(self._policy.tokenizer, settings.stop)
         logits, mask, cache = self._prefill(rows, prompts)
         active = list(rows)
-        while True:
+        at = uniforms([row.seed for row in rows], settings.max_new_tokens).to(logits.device)
+        for step in range(settings.max_new_tokens):
             shaped = shape_logits(
                 penalise(
                     logits,
@@ -131,7 +129,7 @@ class TransformersEngine:
                 top_p=settings.top_p,
                 min_p=settings.min_p,
             )
-            token, logp = draw(shaped, generator=generator)
+            token, logp = draw(shaped, at[:, step])
             for row, index, value in zip(active, token.tolist(), logp.tolist(), strict=True):
                 if not row.finished:
                     row.tokens.append(index)
@@ -139,12 +137,12 @@ class TransformersEngine:
                     row.finished = index in ends or stops.end(row.tokens)
             self._kv_bytes = max(self._kv_bytes, cache_bytes(cache))
             running = [place for place, row in enumerate(active) if not row.finished]
-            if not running or len(active[running[0]].tokens) >= settings.max_new_tokens:
+            if not running or step == settings.max_new_tokens - 1:
                 return
             if len(running) <= COMPACT_BELOW * len(active) and _selectable(cache):
                 chosen = torch.tensor(running, device=token.device)
                 cache.batch_select_indices(chosen)
-                token, mask = token[chosen], mask[chosen]
+                token, mask, at = token[chosen], mask[chosen], at[chosen]
                 active = [active[place] for place in running]
             mask = torch.cat([mask, mask.new_ones(len(active), 1)], dim=1)
             logits = self._forward(token[:, None], mask, cache)
@@ -242,7 +240,8 @@ class TransformersEngine:
                 layer.values = torch.nn.functional.pad(layer.values, (0, 0, 0, full))
             mask = ids.new_ones(rows, prompt_tokens + completion_tokens)
             logits = self._forward(ids.new_zeros(rows, 1), mask, cache)
-        draw(shape_logits(logits, temperature=1.0, top_k=0, top_p=1.0), generator=None)
+        at = torch.zeros(len(logits), dtype=torch.float64, device=logits.device)
+        draw(shape_logits(logits, temperature=1.0, top_k=0, top_p=1.0), at)
         self._end_together()
 
     def update_weights(self) -> None:

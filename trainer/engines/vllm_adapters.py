@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from trainer.adapters import is_pissa
 from trainer.engines.vllm_llm import ADAPTER_ID
@@ -145,21 +146,42 @@ class MergedWeights:
 
 
 @torch.no_grad()
-def merged_weights(policy: Any, *, fold: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (transformers name, tensor), adapters folded in or left out, one parameter at a time.
+def merged_weights(policy: Policy, *, fold: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (transformers name, tensor), adapters folded in or left out, one parameter at a time; all ranks do.
 
-    The largest extra allocation is one merged weight. Of a policy in parts, whose adapters cannot be folded
-    in, each is made whole on every rank; what is outside the layers comes last: vLLM keeps the padded ones
-    until it has all of them.
+    The largest extra allocation is one merged weight. Of a policy in parts each is made whole on every rank;
+    what is outside the layers comes last: vLLM keeps the padded ones until it has all of them.
     """
-    layers = {f"{base_name(name)}.weight": layer for name, layer in adapted_layers(policy).items()}
-    named = sorted(policy.named_parameters(), key=lambda item: ".layers." not in item[0])
+    for _, name, layer, parameter in served(policy, fold=fold):
+        tensor = whole(parameter) if layer is None else merged_weight(layer)
+        # a unit's own weight goes when the unit is cut again
+        passing = policy.ranks.several and layer is None and not isinstance(parameter, DTensor)
+        yield name, tensor.clone() if passing else tensor
+
+
+def served(
+    policy: Policy, *, fold: bool = True
+) -> Iterator[tuple[str, str, Any, torch.nn.Parameter]]:
+    """Yield (PEFT's name, transformers name, PEFT layer or None, parameter) of every weight that vLLM serves.
+
+    The layer: its adapter is to be folded in, which `fold` asks for. That needs whole ones: of a policy in parts
+    a unit of FSDP2's is whole while its weights are yielded, and not longer.
+    """
+    sharded = policy.sharded
+    if sharded is None or not fold or not needs_merging(policy.model):
+        yield from _served(policy.model, fold=fold)
+        return
+    for _ in sharded.each_whole():
+        for row in _served(policy.model, fold=fold):
+            if not isinstance(row[-1], DTensor):
+                yield row
+
+
+def _served(model: Any, *, fold: bool) -> Iterator[tuple[str, str, Any, torch.nn.Parameter]]:
+    layers = {f"{base_name(name)}.weight": layer for name, layer in adapted_layers(model).items()}
+    named = sorted(model.named_parameters(), key=lambda item: ".layers." not in item[0])
     for full_name, parameter in named:
         if "lora_" in full_name or ".original_module." in full_name:
             continue
         name = base_name(full_name).replace(".modules_to_save.default.", ".")
-        layer = layers.get(name) if fold else None
-        if layer is not None:
-            yield name, merged_weight(layer)
-        else:
-            yield name, whole(parameter)
+        yield full_name, name, layers.get(name) if fold else None, parameter

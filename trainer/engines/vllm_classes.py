@@ -58,7 +58,10 @@ def own_classes() -> Iterator[DecoratedClasses]:
     from vllm.model_executor.models.transformers.base import Base
 
     noted, base = DecoratedClasses(), cast("Any", Base)
-    decorate = base._decorate_cls_for_torch_compile
+    decorate = getattr(base, "_decorate_cls_for_torch_compile", None)
+    if decorate is None:  # a vLLM that decorates elsewhere, or not at all: nothing is noted
+        yield noted
+        return
 
     def noting(self: Any, cls: type, *args: Any, **kwargs: Any) -> None:
         noted.note(cls)

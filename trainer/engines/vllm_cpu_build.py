@@ -27,14 +27,14 @@ def repack_tied_head(llm: Any) -> None:
 
 
 @contextmanager
-def unpacked_cpu_linears() -> Iterator[None]:
+def unpacked_cpu_linears(wanted: bool = True) -> Iterator[None]:
     """Keep linear weights as loaded in vLLM's CPU build, which otherwise packs and drops them.
 
-    Sharing needs the plain weight; vLLM has no switch for it, so the one dispatch that packs is
-    replaced while the engine starts. Nothing changes on CUDA, whose weights stay as
+    Who shares or writes the plain weight needs it; vLLM has no switch for it, so the one dispatch that packs
+    is replaced while the engine starts or loads. Nothing changes on CUDA, whose weights stay as
     loaded (process_weights_after_loading in model_executor/layers/linear.py, 0.32 and 0.33).
     """
-    if not runs_on_cpu():
+    if not wanted or not runs_on_cpu():
         yield
         return
     from vllm.model_executor.layers import linear, utils, vocab_parallel_embedding

@@ -48,6 +48,9 @@ class Group:
         everyone = list(every[0][0]) if alike else [prompt for own, _ in every for prompt in own]
         if not everyone:
             return []
+        if not alike:
+            numbers = tuple(number for _, asked in every for number in asked.numbers)
+            first = replace(first, numbers=numbers)
         seeded = replace(first, seed=first.seed or 0)  # ranks draw alike
         try:
             made = work(everyone, seeded, self._clock())

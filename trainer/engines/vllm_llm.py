@@ -179,7 +179,7 @@ def generate(
                 presence_penalty=sampling.presence_penalty,
                 frequency_penalty=sampling.frequency_penalty,
                 structured_outputs=StructuredOutputsParams(**grammar) if grammar else None,
-                seed=None if sampling.seed is None else sampling.seed + 7919 * index,
+                seed=sampling.prompt_seed(index),
                 detokenize=False,
                 # with n > 1, one output per prompt that holds all its completions
                 output_kind=RequestOutputKind.FINAL_ONLY,

@@ -1,6 +1,7 @@
 """vllm-push: vLLM holds a copy of its own; trained weights are pushed, one parameter at a time.
 
-For models whose weights vLLM lays out its own way (MoE, MLA, the packed CPU build).
+Into vLLM's memory where it keeps a weight as it is, and else through its own loader (MoE, MLA, tensor-parallel
+groups).
 While training the engine sleeps: level 1 keeps the copy in host memory, level 2 drops it. What was
 dropped comes back with the next update_weights, once: a rollout that nobody updated pushes first.
 On several ranks each has its engine, or a group has one; a push makes one tensor after the other whole.
@@ -11,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from planner.errors import UnsupportedError, VramwiseError
+from planner.errors import VramwiseError
 from planner.plan import Plan
 from planner.run.recipe import EngineKind, Recipe
 from trainer.engines import vllm_cpu_build, vllm_llm, vllm_sleep
@@ -23,6 +24,7 @@ from trainer.engines.vllm_adapters import (
     needs_merging,
 )
 from trainer.engines.vllm_group import Group
+from trainer.engines.vllm_in_place import InPlace, in_place
 from trainer.engines.vllm_settings import settings_for
 from trainer.engines.vllm_shared import FIRST_TRAINED_UPDATE
 from trainer.model import Policy
@@ -38,18 +40,11 @@ class VllmPushEngine:
     ) -> None:
         """Start vLLM on the same base model, push the policy, check that both compute the same."""
         self._policy = policy
-        ranks, why = policy.ranks, needs_merging(policy.model)
-        if ranks.several and why:
-            raise UnsupportedError(
-                f"recipe.engine.kind: vllm-push cannot be trained on {ranks.size} ranks: {why}, and a weight "
-                "that is divided cannot be merged",
-                hint="plain LoRA, method: full, or engine kind transformers",
-            )
         self._settings = settings_for(
             policy, recipe=recipe, plan=plan, kind=EngineKind.VLLM_PUSH, guided=guided
         )
         self._group = Group(self._settings.tensor_parallel, self._settings.generation_timeout_s)
-        self._adapters_alone = has_adapters(policy.model) and not why
+        self._adapters_alone = has_adapters(policy.model) and not needs_merging(policy.model)
         if not self._adapters_alone:
             self._settings = replace(self._settings, lora_rank=0)
         self._lora: Any = None
@@ -57,10 +52,16 @@ class VllmPushEngine:
         self._dropped = False
         self._updates = 0
         self._probe = vllm_llm.probe_tokens(policy, min(32, self._settings.max_model_len - 1))
-        self.llm = vllm_llm.start_llm(self._settings)
-        self._folder = AdapterFolder(ranks)
+        # one whose packed weights could not be written
+        self._plain = not self._adapters_alone and self._settings.tensor_parallel == 1
+        self._in_place: InPlace | None = None
+        with vllm_cpu_build.unpacked_cpu_linears(self._plain):
+            self.llm = vllm_llm.start_llm(self._settings)
+        self._folder = AdapterFolder(policy.ranks)
         try:
             self.update_weights()
+            if self._plain:
+                self._in_place = in_place(policy, vllm_llm.vllm_model(self.llm))
             self.check("after building")
         except BaseException:
             self.close()
@@ -110,11 +111,15 @@ class VllmPushEngine:
 
         A base that the sleep dropped comes back first; that also clears vLLM's adapters.
         """
-        if self._dropped or not self._adapters_alone:
-            weights = merged_weights(self._policy.model, fold=not self._adapters_alone)
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-            vllm_cpu_build.repack_tied_head(self.llm)
-            self._dropped = False
+        if self._in_place is not None:
+            self._in_place.write(self._policy)
+        elif self._dropped or not self._adapters_alone:
+            weights = merged_weights(self._policy, fold=not self._adapters_alone)
+            with vllm_cpu_build.unpacked_cpu_linears(self._plain):
+                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            if not self._plain:
+                vllm_cpu_build.repack_tied_head(self.llm)
+        self._dropped = False
         if self._adapters_alone:
             self.llm.llm_engine.add_lora(self._folder.request(self._policy))
             self._lora = self._folder.loaded()

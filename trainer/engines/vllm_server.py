@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from planner.errors import UnsupportedError, UsageError, VramwiseError
+from planner.errors import UsageError, VramwiseError
 from planner.plan import Plan
 from planner.run.recipe import Method, Recipe
 from trainer.engines import vllm_llm
@@ -56,14 +56,7 @@ class VllmServerEngine:
                 hint="start it with a larger --max-model-len",
             )
         self._model = served[0]["id"]
-        why = needs_merging(policy.model)
-        if policy.ranks.several and why:
-            raise UnsupportedError(
-                f"recipe.engine.kind: vllm-server cannot be trained on {policy.ranks.size} ranks: {why}, and "
-                "a weight that is divided cannot be merged",
-                hint="plain LoRA, method: full, or engine kind transformers",
-            )
-        self._adapter = policy.method is not Method.FULL and not why
+        self._adapter = policy.method is not Method.FULL and not needs_merging(policy.model)
         self._folder = Path(tempfile.mkdtemp(prefix="vramwise-server-"))
         self.update_weights()
 
@@ -113,10 +106,18 @@ class VllmServerEngine:
         Of several ranks the first does it, with what it gathers of all; the others wait.
         """
         ranks = self._policy.ranks
-        tensors = gathered(self._policy) if ranks.several else None
+        tensors = self._gathered() if ranks.several else None
         together(ranks, lambda: self._publish(tensors) if ranks.first else None)
         if self._adapter:
             self._model = ADAPTER_NAME
+
+    def _gathered(self) -> dict[str, torch.Tensor]:
+        """Return on the first rank what is to be handed over, whole and on the host."""
+        if self._adapter or self._policy.method is Method.FULL:
+            return gathered(self._policy)
+        first = self._policy.ranks.first
+        every = merged_weights(self._policy)
+        return {name: tensor.cpu() if first else torch.empty(0) for name, tensor in every}
 
     def _publish(self, tensors: dict[str, torch.Tensor] | None) -> None:
         """Hand `tensors`, or the policy's own, to the server."""
@@ -139,7 +140,7 @@ class VllmServerEngine:
     def _push_all(self, tensors: dict[str, torch.Tensor] | None) -> None:
         from safetensors.torch import save_file
 
-        own = merged_weights(self._policy.model) if tensors is None else tensors.items()
+        own = merged_weights(self._policy) if tensors is None else tensors.items()
         weights = {name: tensor.contiguous() for name, tensor in own}
         part = self._folder / "model.safetensors.part"
         save_file(weights, part)

@@ -5,7 +5,7 @@ the whole scoring: whoever reads a weight does so inside `Sharded.run`, where th
 layers gather themselves. Gradients are summed, never averaged: losses have the whole step's normaliser.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -55,8 +55,12 @@ class Shard:
 class Sharded:
     """A policy's model in FSDP2 units on this rank."""
 
-    def __init__(self, model: nn.Module, root: Any, ranks: Ranks, traffic: Traffic) -> None:
-        self.root = root
+    def __init__(
+        self, model: nn.Module, units: Sequence[Any], ranks: Ranks, traffic: Traffic
+    ) -> None:
+        self.units = units
+        """Layers, and the root behind them."""
+        self.root = units[-1]
         self.ranks = ranks
         self.traffic = traffic
         self._kept = False
@@ -107,6 +111,17 @@ class Sharded:
         """Gather what is outside the layers, and cut it again."""
         self.root(lambda: None)
         self.settle()
+
+    @torch.no_grad()
+    def each_whole(self) -> Iterator[Any]:
+        """Yield one unit after the other while its parameters are whole; all ranks go through all of them."""
+        self.settle()
+        for unit in self.units:
+            unit.unshard()
+            try:
+                yield unit
+            finally:
+                unit.reshard()
 
     def settle(self) -> None:
         """Cut what is gathered, and forget what a pass has left unfinished."""
@@ -216,7 +231,8 @@ def shard_policy(policy: Policy, recipe: Recipe, layout: Layout, ranks: Ranks) -
         fully_shard(layer, reshard_after_forward=True if reshard is None else reshard, **options)
     root: Any = fully_shard(Root(policy.model), **options)
     traffic = Traffic()
-    for unit in (*layers, root):
+    units = (*layers, root)
+    for unit in units:
         assert isinstance(unit, FSDPModule)
         # the sum over ranks, in ops that gloo has too
         unit.set_gradient_divide_factor(1.0)
@@ -224,7 +240,7 @@ def shard_policy(policy: Policy, recipe: Recipe, layout: Layout, ranks: Ranks) -
         # a rank whose tokens never came by some expert still sends its zeros
         unit.set_reduce_scatter_unused_params(True, recurse=False)
         traffic.watch(unit, copies=mesh.get_group("replicate") if ranks.copies > 1 else None)
-    sharded = Sharded(policy.model, root, ranks, traffic)
+    sharded = Sharded(policy.model, units, ranks, traffic)
     start = None
     if policy.start is not None:  # adapters are as they were when the run began
         start = {shard.name: shard.local.detach().clone() for shard in sharded.shards}

@@ -20,7 +20,7 @@ def whole(parameter: Tensor) -> Tensor:
     """
     if not isinstance(parameter, DTensor):
         return parameter.detach()
-    group = parameter.device_mesh.get_group(parameter.device_mesh.ndim - 1)
+    group = _group(parameter)
     local = parameter.to_local().detach()
     parts = group.size()
     if parts == 1:
@@ -34,3 +34,22 @@ def whole(parameter: Tensor) -> Tensor:
     gathered = local.new_empty((rows * parts, *shape[1:]))
     _gather(gathered, local.contiguous(), group=group)
     return gathered[: shape[0]]
+
+
+@torch.no_grad()
+def gather_into(target: Tensor, parameter: Tensor) -> None:
+    """Copy all of a parameter to `target`, of its shape and dtype; all ranks call it.
+
+    Where every rank has as many rows nothing is whole in between.
+    """
+    divided = isinstance(parameter, DTensor) and _group(parameter).size() > 1
+    if not divided or len(parameter) % _group(parameter).size() or not target.is_contiguous():
+        target.copy_(whole(parameter))
+        return
+    assert isinstance(parameter, DTensor)
+    _gather(target, parameter.to_local().detach().contiguous(), group=_group(parameter))
+
+
+def _group(parameter: DTensor) -> Any:
+    """Return the ranks that a parameter is divided over."""
+    return parameter.device_mesh.get_group(parameter.device_mesh.ndim - 1)

@@ -104,7 +104,7 @@ def test_eight_bit_names(name: str, quantization: str, model: str) -> None:
 
 SLIME = (
     "ray job submit -- python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate "
-    "--hf-checkpoint /root/Qwen3-4B --rollout-batch-size 32 --n-samples-per-prompt 8 --max-tokens-per-gpu 9216 "
+    "--hf-checkpoint /models/Qwen3-4B --rollout-batch-size 32 --n-samples-per-prompt 8 --max-tokens-per-gpu 9216 "
     "--rollout-max-response-len 8192 --advantage-estimator grpo --tensor-model-parallel-size 2"
 )
 

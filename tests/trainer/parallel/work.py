@@ -1,7 +1,6 @@
 """What the two-rank tests run on every rank: a prepared run, its gradients on one batch, its losses."""
 
 import copy
-import zlib
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -106,28 +105,6 @@ def sft_curve(ranks: Ranks, document: dict[str, Any], root: str, steps: int) -> 
     return figures
 
 
-class PerPrompt:
-    """The run's own engine, asked prompt by prompt, each seeded by what it says: the same on any rank."""
-
-    name = "transformers"
-
-    def __init__(self, engine: Any, ranks: Ranks) -> None:
-        self._engine, self._ranks, self._calls = engine, ranks, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def generate(self, prompts: Any, settings: Any) -> list[Any]:
-        self._calls += 1
-        found = []
-        for index in range(int(self._ranks.max(float(len(prompts))))):
-            own = prompts[index : index + 1]
-            seed = zlib.crc32(repr((self._calls, *own)).encode())
-            made = self._engine.generate(own, replace(settings, seed=seed))
-            found += [replace(each, prompt_index=index) for each in made]
-        return found
-
-
 def grpo_run(ranks: Ranks, document: dict[str, Any], root: str, steps: int) -> Any:
     """Return the logged figures of `steps` steps, and every trained weight behind them."""
     run, train, ready = prepared(ranks, document, root)
@@ -148,8 +125,7 @@ def grpo_run(ranks: Ranks, document: dict[str, Any], root: str, steps: int) -> A
         max_new_tokens=ready.completion_tokens,
     )
     with closing(load_rewards(train.rewards, root=Path(root))) as rewards:
-        engine: Any = PerPrompt(ready.engine, ranks)
-        grpo = Grpo(train, prompts, order, rewards, ready, engine, settings, session)
+        grpo = Grpo(train, prompts, order, rewards, ready, ready.engine, settings, session)
         with session, ready.device:
             for step in range(steps):
                 grpo.step(step)
