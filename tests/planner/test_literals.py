@@ -85,9 +85,11 @@ ALLOWED: dict[tuple[str, float], str] = {
     ("risk.py", 0.05): "share: the risk that `fits` allows, and each tail of an interval",
     ("verbs/plan.py", 0.05): "share: the default of --risk",
     ("report/text.py", 0.005): "share: what prints as 0%",
+    ("answers/slower.py", 0.005): "share: what prints as 0%",
     ("terms/engine.py", 0.05): "share: the pool's low is its 5%",
     ("terms/engine.py", 0.45): "share: from the pool's 5% to its median",
     ("plan.py", 1.1): "share: the margin of searches, never a verdict",
+    ("speed/budget.py", 24.0): "unit: hours of a day",
     # reading
     ("doctor/candidates.py", 8.0): READING,
     ("doctor/candidates.py", 0.002): READING,
