@@ -88,7 +88,7 @@ def layouts(run: Run, *, fitting: int) -> list[Tried]:
 
 
 def cards(run: Run, context: int, kinds: tuple[str, ...], limit: int | None) -> list[Card]:
-    """Return the GPUs of some kinds that take a run's model, the smallest first."""
+    """Return the GPUs of some kinds that take a run's model, the cheapest first."""
     found: list[Card] = ask(finder.cards, run, context, kinds, limit, kind=workers.LONG)
     return found
 

@@ -212,10 +212,10 @@ def gpus() -> None:
         )
         return
     cards = list(dict.fromkeys(card.gpu for card in found))
-    smallest = "The smallest " if len(found) == most else ""
+    first = "The first " if len(found) == most else ""
     each = f", {run.machine.num_gpus} of each," if times else ""
     st.markdown(
-        f"{smallest}**{len(cards)} kinds of GPU**{each} take **{escape(run.model.name)}** at {tokens:,} tokens "
+        f"{first}**{len(cards)} kinds of GPU**{each} take **{escape(run.model.name)}** at {tokens:,} tokens "
         f"for **{state('task')}**. Colour and number: the memory that is left. "
         f"Click a cell, or a row of the table, to open it in *{_opens()}*."
     )
