@@ -9,11 +9,12 @@ from app import inputs, knobs, live, runs, sidebar
 from app.inputs import state
 from app.runs import Run
 from app.words import escape, section
-from planner.answers.serving import DEFAULT_LORA_RANK, PREFIX, ServingView
+from planner.answers.serving import PREFIX, ServingView
 from planner.answers.serving_changes import Rescue
 from planner.exporters import export_run
 from planner.plan import Plan
 from planner.report.serving import headline
+from planner.run.engine_choices import DEFAULT_LORA_RANK
 from planner.run.framework import pick
 from planner.run.recipe import MAX_TOKENS
 from planner.units import format_bytes
