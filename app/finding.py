@@ -11,10 +11,10 @@ from app.draw import draw
 from app.inputs import state
 from app.knobs import BY_KEY
 from app.words import escape
-from planner.answers.cards import RULE as RULE_OF_CARDS
 from planner.answers.cards import Card
 from planner.answers.ranking import RULE
 from planner.answers.recommend import Recommendation
+from planner.answers.spent import RULE as RULE_OF_CARDS
 from planner.run.recipe import Recipe
 from planner.run.runfile import make_recipe
 from planner.units import format_bytes
@@ -22,8 +22,8 @@ from planner.units import format_bytes
 MODELS, GPUS = "models for my GPU", "GPUs for my model"
 FEW, MANY = 16, 80
 """Rows shown first, and at most."""
-FEW_CARDS = 24
-"""GPUs drawn first: the table has all of them."""
+FEW_CARDS = 48
+"""Pairs of a GPU and a method shown first, the smallest GPUs."""
 LEAST = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
@@ -109,10 +109,11 @@ def _heat_map(shown: list[Recommendation], names: list[str]) -> None:
 def _table(shown: list[Recommendation]) -> None:
     frame = pd.DataFrame(
         [
-            (r.model, r.parameters / 1e9, r.method, r.context, r.batch, r.settings, format_bytes(r.peak_bytes))
+            (r.model, r.parameters / 1e9, r.method, r.context, r.batch, r.settings, format_bytes(r.peak_bytes),
+             *finder.spent_said(r.spent).values())
             for r in shown
         ],
-        columns=["model", "billions", "method", "context", "batch", "settings", "peak"],
+        columns=["model", "billions", "method", "context", "batch", "settings", "peak", finder.TIME, finder.DOLLARS],
     )  # fmt: skip
     st.session_state["table_rows"] = [(r.model, r.method, r.recipe) for r in shown]
     st.dataframe(
@@ -126,8 +127,9 @@ def _table(shown: list[Recommendation]) -> None:
             "billions": st.column_config.NumberColumn(format="%.2f"),
             "context": st.column_config.NumberColumn(format="localized"),
         },
-        alt="Models that fit, with method, longest context, largest batch, settings and peak.",
+        alt="Models that fit, with method, longest context, largest batch, settings, peak, time and dollars.",
     )
+    st.caption(finder.SPENT_OF)
     _named([f"{r.model}, {r.method}, {r.context:,} tokens" for r in shown], _open_model)
 
 
@@ -199,8 +201,9 @@ def gpus() -> None:
     """Show which GPUs take a model, by method, with settings that fit."""
     run = inputs.run_from_state()
     tokens, kinds = int(state("context") or 2048), tuple(st.session_state["kinds"])
+    most = None if st.session_state.get("all_cards") else FEW_CARDS
     with st.spinner("Planning for every GPU ..."):
-        found = cached.cards(run, tokens, kinds) if kinds else []
+        found = cached.cards(run, tokens, kinds, most) if kinds else []
     times = f"{run.machine.num_gpus} x " if run.machine.num_gpus > 1 else ""
     if not found:
         st.info(
@@ -209,30 +212,29 @@ def gpus() -> None:
         )
         return
     cards = list(dict.fromkeys(card.gpu for card in found))
+    first = "The first " if len(found) == most else ""
     each = f", {run.machine.num_gpus} of each," if times else ""
     st.markdown(
-        f"**{len(cards)} kinds of GPU**{each} take **{escape(run.model.name)}** at {tokens:,} tokens "
+        f"{first}**{len(cards)} kinds of GPU**{each} take **{escape(run.model.name)}** at {tokens:,} tokens "
         f"for **{state('task')}**. Colour and number: the memory that is left. "
         f"Click a cell, or a row of the table, to open it in *{_opens()}*."
     )
     st.caption(
-        f"{RULE_OF_CARDS[0].upper()}{RULE_OF_CARDS[1:]}. Settings are the least slow that fit, and leave the result as it is."
+        f"{RULE_OF_CARDS[0].upper()}{RULE_OF_CARDS[1:]}. Settings are the least slow that fit, and leave the result as it is. {finder.SPENT_OF}"
     )
     rows = finder.card_rows(found)
     st.session_state["gpu_rows"] = found
-    shown = cards if st.session_state.get("all_cards") else cards[:FEW_CARDS]
-    if len(cards) > FEW_CARDS:
-        st.toggle(f"Draw all {len(cards)} GPUs", key="all_cards")
-    drawn = [row for row in rows if row["gpu"] in set(shown)]
+    if most is None or len(found) == most:
+        st.toggle("Show all of them", key="all_cards")
     draw(
-        maps.card_map(
-            drawn, gpus=shown, columns=list(dict.fromkeys(row["method"] for row in rows))
-        ),
+        maps.card_map(rows, gpus=cards, columns=list(dict.fromkeys(row["method"] for row in rows))),
         key="gpu_heat",
         on_select=_open_gpu_cell,
         alt=f"Which GPUs take {run.model.name}; the table below has the same.",
     )
-    frame = pd.DataFrame(rows)[["gpu", "memory", "method", "peak", "left", "settings"]]
+    frame = pd.DataFrame(rows)[
+        ["gpu", "memory", "method", "peak", "left", finder.TIME, finder.DOLLARS, "settings"]
+    ]
     st.dataframe(
         frame,
         hide_index=True,
@@ -240,7 +242,7 @@ def gpus() -> None:
         key="gpu_table",
         on_select=_open_gpu_row,
         selection_mode="single-row",
-        alt="GPUs with memory, method, peak, memory left and settings.",
+        alt="GPUs with memory, method, peak, memory left, time, dollars and settings.",
     )
     _named(
         [f"{runs.gpu_label(card.gpu)}, {card.method}" for card in found],

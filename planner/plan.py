@@ -431,7 +431,7 @@ def _assumptions(resolved: Resolved, machine: Machine, shared: int) -> tuple[str
             f"{format_bytes(machine.vram_bytes)} is derived for this card, not read on one "
             f"({gpu.source['torch_total_mib']}); --vram states what yours shows"
         )
-    if machine.calibration:
+    if machine.calibration and not machine.cpu:
         notes.append(f"CUDA context {machine.calibration}")
     if shared:
         notes.append(

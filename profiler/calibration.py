@@ -61,12 +61,41 @@ def calibrate() -> Calibration:
     if not torch.cuda.is_available():
         raise NoGpuError(
             "calibrate: no GPU that torch can use",
-            hint="run it where training runs; `vramwise profile watch` shows what the driver sees",
+            hint="run it where training runs; --cpu measures the processor's speed",
         )
     from profiler.nvml import open_gpus
+    from profiler.speed_probe import speeds
 
     with open_gpus() as gpus:
-        return measure(torch, gpus.read, gpus.versions().get("driver", "unknown"))
+        found = measure(torch, gpus.read, gpus.versions().get("driver", "unknown"))
+    return replace(found, **speeds(torch.device("cuda", torch.cuda.current_device())))
+
+
+def calibrate_cpu() -> Calibration:
+    """Measure this machine's processor: how fast it computes and copies with torch's threads as they are."""
+    import psutil
+    import torch
+
+    from profiler.speed_probe import speeds
+
+    return Calibration(
+        gpu=cpu_name(),
+        driver="",
+        torch=str(torch.__version__),
+        taken_at=time.strftime("%Y-%m-%d"),
+        torch_total_bytes=psutil.virtual_memory().total,
+        context_bytes=0,
+        workspace_bytes=0,
+        segment_bytes=0,
+        **speeds(torch.device("cpu")),
+    )
+
+
+def cpu_name() -> str:
+    """Return what a CPU's calibration is kept under: it is of so many threads."""
+    import torch
+
+    return f"CPU, {torch.get_num_threads()} threads"
 
 
 def measure(torch: Any, read_gpus: Any, driver: str) -> Calibration:

@@ -194,21 +194,30 @@ def calibrate_command(
     path: Annotated[
         Path | None, typer.Option(help="Where to save [default: ~/.config/vramwise].")
     ] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Measure the processor instead.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
 ) -> None:
-    """Measure this GPU's context, allocator and bandwidth; later plans use it."""
-    from planner.units import format_bytes
-    from profiler.calibration import calibrate, save
+    """Measure this GPU's context and allocator, matmul, bandwidth and link; later plans use it.
 
-    found = calibrate()
+    Takes less than a minute on an idle machine.
+    """
+    from planner.units import format_bytes
+    from profiler.calibration import calibrate, calibrate_cpu, save
+
+    found = calibrate_cpu() if cpu else calibrate()
     file = save(found, path)
     if json_output:
         _emit(found.to_dict())
         return
     typer.echo(f"{found.gpu}, driver {found.driver}, torch {found.torch}")
-    for name in ("torch_total_bytes", "context_bytes", "workspace_bytes", "segment_bytes"):
+    sizes = ("torch_total_bytes", "context_bytes", "workspace_bytes", "segment_bytes")
+    for name in sizes[:1] if cpu else sizes:
         typer.echo(f"  {name.removesuffix('_bytes'):<14}{format_bytes(getattr(found, name)):>12}")
-    for name in ("bandwidth", "host_to_device"):
+    for name in ("bandwidth", "host_to_device", "device_to_host"):
         rate = getattr(found, f"{name}_bytes_per_s") / 1e9
         typer.echo(f"  {name:<14}{rate:>9.1f} GB/s")
-    typer.echo(f"saved to {file}; plans for this GPU use it from now on", err=True)
+    for name, rate in (*found.matmul.items(), ("attention", found.attention_flops_per_s)):
+        typer.echo(f"  {name:<14}{rate / 1e12:>9.3g} TFLOP/s")
+    typer.echo(f"  {'launch':<14}{found.launch_nanoseconds / 1e3:>9.1f} us")
+    what = "this CPU" if cpu else "this GPU"
+    typer.echo(f"saved to {file}; plans for {what} use it from now on", err=True)

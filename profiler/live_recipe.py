@@ -52,6 +52,8 @@ class Shapes:
     prompt: int | None = None
     rows: int | None = None
     """Rows of the largest training pass."""
+    lengths: tuple[int, ...] = field(default=(), compare=False, repr=False)
+    """Tokens of the rows that were looked up."""
     seen: bool = field(default=False)
     """True once they come from passes that really ran."""
 
@@ -110,7 +112,8 @@ def longest_in_data(arguments: Any, loader: Any, tokenizer: Any) -> Shapes:
     ]
     if not lengths:
         return Shapes(context=limit)
-    return Shapes(context=min(max(lengths), limit or max(lengths)))
+    cut = tuple(min(length, limit or length) for length in lengths)
+    return Shapes(context=max(cut), lengths=cut)
 
 
 def _prompt_tokens(row: Any, tokenizer: Any) -> int | None:

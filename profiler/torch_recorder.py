@@ -45,6 +45,12 @@ class LiveRecording:
             self._book.meter.take_peak()  # what was before is no peak of ours
         self._follower = Follower(self.phases) if follow else None
         self._complete = False
+        self._window = (0, 0)
+
+    def take_peak(self) -> tuple[int, int | None]:
+        """Return the most that was allocated and reserved in the phases since the last call."""
+        (allocated, reserved), self._window = self._window, (0, 0)
+        return allocated, reserved or None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -126,6 +132,10 @@ class LiveRecording:
                 self._book = self._new_book()
             peak, _ = self._book.close(old)
             row |= {"allocated_bytes": peak, "reserved_bytes": self._book.meter.reserved_now}
+        self._window = (
+            max(self._window[0], row.get("allocated_bytes") or 0),
+            max(self._window[1], row.get("reserved_bytes") or 0),
+        )
         self._timeline.append(row)
         if len(self._timeline) > MAX_TIMELINE:
             del self._timeline[::2]

@@ -4,11 +4,13 @@
     trainer.train()
 
 At the start it derives the Recipe from the live model, arguments and optimizer and prints the
-plan; meanwhile it records phases; at the end it prints planned beside measured, for the shapes
-that really ran, and what would save most.
+plan; meanwhile it records phases, and says how long the run has still to go and when and why its memory
+will run out; at the end it prints planned beside measured, for the shapes that really ran, and what
+would save most.
 """
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +27,14 @@ from planner.units import GiB, format_bytes
 from profiler.calibration import this_machine
 from profiler.compare import Comparison, compare, to_text
 from profiler.explain import as_measured, as_planned, explain
+from profiler.forecast import Ahead, Forecast, RunsOut, Step, worth_saying
 from profiler.live_recipe import Shapes, longest_in_data, model_spec, recipe_of
 from profiler.recording import Recording
 from profiler.torch_recorder import LiveRecording
 
 
 class VramwiseCallback(TrainerCallback):
-    """Plans, records and compares; `plan`, `recipe`, `recording` and `comparison` hold the result.
+    """Plans, records, forecasts and compares; `plan`, `recipe`, `forecast`, `recording` and `comparison` hold the result.
 
     `out` is a folder for recording.json and report.html; `machine` overrides the GPU found here;
     `follow` is as for `profiler.torch_recorder.record`. Nothing that goes wrong in here stops the
@@ -54,9 +57,13 @@ class VramwiseCallback(TrainerCallback):
         self.recipe: Recipe | None = None
         self.recording: Recording | None = None
         self.comparison: Comparison | None = None
+        self.forecast: Forecast | None = None
         self._live: LiveRecording | None = None
         self._shapes = Shapes()
         self._hooks: list[Any] = []
+        self._told: RunsOut | None = None
+        self._step_started_s = 0.0
+        self._tokens = self._widest = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Print the plan and start recording."""
@@ -74,6 +81,37 @@ class VramwiseCallback(TrainerCallback):
         self._live = LiveRecording(model, _inner(optimizer), subject=self._subject, follow=follow)
         self._watch_shapes(model)
         self._live.start()
+        self._start_forecast(args, state, expected)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say what the steps so far say of those to come."""
+        if self._live is None or self.forecast is None:
+            return
+        now = time.monotonic()
+        seconds, self._step_started_s = now - self._step_started_s, now
+        tokens, widest, self._tokens, self._widest = self._tokens, self._widest, 0, 0
+        forecast, before = self.forecast, self._told
+        forecast.add(Step(seconds, *self._live.take_peak(), tokens, widest))
+        left, out = forecast.time_left(), forecast.runs_out
+        if left is not None and left.seconds and worth_saying(forecast.seen):
+            self._say(f"forecast: {left.sentence()}")
+        if out is not None and (before is None or out.growth.kind != before.growth.kind):
+            self._say(f"forecast: {out.sentence()}")
+            self._told = out
+
+    def _start_forecast(self, args: Any, state: Any, expected: Shapes) -> None:
+        """Follow the run from here; of the data to come what its first rows say, where they can be looked up."""
+        total = int(getattr(state, "max_steps", 0) or 0)
+        self.forecast = Forecast(
+            total_steps=total if total > 0 else None,
+            capacity_bytes=self.plan.capacity_bytes if self.plan is not None else None,
+            done=int(getattr(state, "global_step", 0) or 0),
+        )
+        rows = int(getattr(args, "per_device_train_batch_size", 1))
+        lengths = expected.lengths
+        batches = [lengths[start : start + rows] for start in range(0, len(lengths), rows)]
+        self.forecast.ahead = Ahead(longest=tuple(float(rows * max(each)) for each in batches))
+        self._step_started_s = time.monotonic()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Print planned | measured and the settings that would save most."""
@@ -139,6 +177,8 @@ class VramwiseCallback(TrainerCallback):
                 shapes.prompt = max(shapes.prompt or 0, tokens)
             elif phase in ("forward", "loss"):
                 shapes.seen = True
+                self._tokens += rows * tokens
+                self._widest = max(self._widest, rows * tokens)
                 # rows x tokens decides, not the longest row alone
                 if rows * tokens > (shapes.rows or 0) * (shapes.context or 0):
                     shapes.rows, shapes.context = rows, tokens

@@ -45,11 +45,17 @@ from trainer.step_size import step_prompts
 from trainer.validation import load_validation, read_held_out
 
 
-def check_run(path: Path, *, say: Say = silent) -> dict[str, Any]:
+def check_run(
+    path: Path, *, say: Say = silent, budget: str | None = None, price: str | None = None
+) -> dict[str, Any]:
     """Return the plan of the run at `path`; raises VramwiseError for what would stop it."""
     given = read_given(path)
     for line in given.lines:
         say(line)
+    if budget is not None:
+        from trainer.fit import fit
+
+        given, _ = fit(given, budget, price=price, say=say)
     run, train = given.run, given.train
     check_output(train, resume=False)
     recipe, planned = _planned(run, train)

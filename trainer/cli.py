@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from planner.errors import UsageError
+
 
 def register(app: typer.Typer) -> None:
     """Add the trainer's verbs to `app`."""
@@ -48,6 +50,15 @@ def train(
     token: Annotated[
         str | None, typer.Option(help="of the hub, for train.push_to_hub; HF_TOKEN unless said")
     ] = None,
+    fit: Annotated[
+        str | None,
+        typer.Option(
+            help='choose settings that meet a budget: "24GiB, <6h, <$5", any of the three'
+        ),
+    ] = None,
+    price: Annotated[
+        str | None, typer.Option(help="with --fit: dollars for one GPU and hour; else listed ones")
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
 ) -> None:
     """Train what RUN.yaml says: SFT or GRPO, planned, checked at step 0, and logged.
@@ -56,14 +67,20 @@ def train(
     says what becomes of each of its fields. Reward functions named as FILE.py:FUNCTION are imported: this
     runs that file's code. On several GPUs: --nproc, or torchrun --nproc-per-node N -m trainer RUN.yaml.
     """
+    if price is not None and fit is None:
+        raise UsageError(f"--price: {price} has no effect without --fit")
     if dry_run:
         from trainer.check_run import check_run
 
-        _print(check_run(run_file, say=_say), as_json=json_output)
+        _print(check_run(run_file, say=_say, budget=fit, price=price), as_json=json_output)
         return
     if token is not None:
         os.environ["HF_TOKEN"] = token
     if (nproc or 1) > 1 or nodes > 1:
+        if fit is not None:
+            raise UsageError(
+                "--fit: one process alone", hint="leave out --nproc and --nodes, or --fit"
+            )
         from trainer.parallel.launch import Launch, launch
 
         how = Launch(
@@ -75,10 +92,12 @@ def train(
         )
         options = [*(["--resume"] if resume else []), *(["--json"] if json_output else [])]
         raise typer.Exit(launch(how, run_file, options))
-    _train_here(run_file, resume=resume, as_json=json_output)
+    _train_here(run_file, resume=resume, as_json=json_output, budget=fit, price=price)
 
 
-def _train_here(run_file: Path, *, resume: bool, as_json: bool) -> None:
+def _train_here(
+    run_file: Path, *, resume: bool, as_json: bool, budget: str | None, price: str | None
+) -> None:
     """Train in this process: the whole run, or one rank of it."""
     from trainer.parallel.worker import joined
     from trainer.run import report, train_run
@@ -86,7 +105,12 @@ def _train_here(run_file: Path, *, resume: bool, as_json: bool) -> None:
 
     with joined(run_file, as_json=as_json) as ranks:
         result = train_run(
-            run_file, resume=resume, say=_say if ranks.first else silent, ranks=ranks
+            run_file,
+            resume=resume,
+            say=_say if ranks.first else silent,
+            ranks=ranks,
+            budget=budget,
+            price=price,
         )
     if ranks.first:
         _print(report(result), as_json=as_json)
@@ -157,7 +181,6 @@ def demo(
 ) -> None:
     """Plan, trace and train a small model by GRPO on this machine; minutes, no GPU needed."""
     if nproc is not None:
-        from planner.errors import UsageError
         from trainer.demo_ranks import run_demo_ranks
 
         if seed:

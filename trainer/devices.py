@@ -17,6 +17,7 @@ import psutil
 import torch
 
 from planner.errors import NoGpuError, UsageError, VramwiseError
+from planner.machines.calibration import apply
 from planner.machines.machine import Machine
 from planner.run.recipe import Recipe, RunFile
 from planner.units import MiB, format_bytes, parse_bytes
@@ -119,13 +120,21 @@ def this_machine(run: RunFile, train: TrainSection) -> Machine:
     if train.device_memory:
         limit = parse_bytes(train.device_memory, field="train.device_memory")
         cpu = run_device().type == "cpu"
-        return Machine(vram_bytes=limit, host_ram_bytes=host_ram, context_bytes=0, cpu=cpu)
+        made = Machine(vram_bytes=limit, host_ram_bytes=host_ram, context_bytes=0, cpu=cpu)
+        return _calibrated_cpu(made) if cpu else made
     found = calibration.this_machine()
     if found is None:
         available = min(psutil.virtual_memory().available, host_ram or sys.maxsize)
-        return Machine(vram_bytes=available, host_ram_bytes=host_ram, context_bytes=0, cpu=True)
+        return _calibrated_cpu(
+            Machine(vram_bytes=available, host_ram_bytes=host_ram, context_bytes=0, cpu=True)
+        )
     total = found.vram_bytes
     return replace(found, vram_bytes=total - others_bytes(found, total), host_ram_bytes=host_ram)
+
+
+def _calibrated_cpu(machine: Machine) -> Machine:
+    """Return the machine with its processor's measured speeds, if there are any."""
+    return apply(machine, device=calibration.cpu_name())
 
 
 def others_bytes(machine: Machine, total_bytes: int) -> int:

@@ -17,6 +17,7 @@ class FakeDevice(TorchDispatchMode):
         self.limit_bytes = limit_bytes
         self.live_bytes = 0
         self.peak_bytes = 0
+        self._window_bytes = 0
         self._sizes: dict[int, tuple[int, weakref.ref[Any]]] = {}
 
     def __torch_dispatch__(
@@ -52,6 +53,12 @@ class FakeDevice(TorchDispatchMode):
         if known is None:
             self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self._window_bytes = max(self._window_bytes, self.live_bytes)
+
+    def take_peak(self) -> int:
+        """Return the most that lived since the last call."""
+        peak, self._window_bytes = self._window_bytes, self.live_bytes
+        return peak
 
     def _forget(self, key: int) -> None:
         entry = self._sizes.pop(key, None)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,6 +25,7 @@ from trainer.engines.protocol import Engine, SamplingSettings
 from trainer.evaluation import check_evaluation
 from trainer.grpo_report import rollout_metrics, show_completions, step_line
 from trainer.model import load_tokenizer
+from trainer.outlook import Outlook
 from trainer.parallel.ranks import ALONE, Ranks
 from trainer.parallel.together import RankFailed, largest, together
 from trainer.policy_update import learn
@@ -39,6 +40,9 @@ from trainer.session import Result, Session
 from trainer.trainer_state import trainer_state
 from trainer.validation import Validation, load_validation, reward_measure
 
+if TYPE_CHECKING:
+    from trainer.fit import Fit
+
 SEED_STRIDE = 1_000_003
 """Between the sampling seeds of two steps; a prime, so that runs of near seeds don't share them."""
 
@@ -52,6 +56,7 @@ def train_grpo(
     say: Say = silent,
     on_ready: Callable[[Preflight], None] = lambda ready: None,
     ranks: Ranks = ALONE,
+    fit: "Fit | None" = None,
 ) -> Result:
     """Train by GRPO as the run file says; return how it ended. Raises VramwiseError.
 
@@ -83,6 +88,7 @@ def train_grpo(
             per_epoch=len(samples),
             held_out=len(held_out or ()),
             ranks=ranks,
+            fit=fit,
         )
         with run_folder(run, train, resume=resume, ranks=ranks) as output:
             ready.save(output)
@@ -136,6 +142,7 @@ def _train(
     session.equip(ready, callbacks)
     if resume:
         session.resume()
+    session.outlook = Outlook(ready, done=session.first_step)
     settings = sampling_settings(
         train.sampling,
         policy.tokenizer,

@@ -7,7 +7,7 @@ micro-batch, optimizer state), so that memory that runs out does so now and not 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from planner.errors import VramwiseError
 from planner.machines.machine import Machine
@@ -23,7 +23,7 @@ from planner.units import format_bytes, parse_bytes
 from profiler.recording import Recording
 from trainer.apart import check_apart
 from trainer.batching import Layout
-from trainer.checkpointing import checkpoint_layers, decoder_layers
+from trainer.checkpointing import CheckpointedLayers, checkpoint_layers, decoder_layers
 from trainer.config import TrainSection, guides, with_epochs
 from trainer.devices import check_driver, check_dtype, limited, occupied, run_device, this_machine
 from trainer.engines import make_engine
@@ -45,6 +45,9 @@ from trainer.shared_prefix import can_share
 from trainer.step_size import within_epoch
 from trainer.stepping import Stepper, TokenBudget, make_run_optimizer
 from trainer.tiled_mlp import tile_layers
+
+if TYPE_CHECKING:
+    from trainer.fit import Fit
 
 PREFLIGHT_FILE = "preflight.json"
 
@@ -79,6 +82,8 @@ class Preflight:
     measured: Recording | None = None
     """The rehearsal."""
     ranks: Ranks = ALONE
+    fit: "Fit | None" = None
+    """What `--fit` promised."""
 
     @property
     def planned_bytes(self) -> dict[str, int]:
@@ -125,6 +130,7 @@ def prepare(
     held_out: int = 0,
     router_loss: bool = False,
     ranks: Ranks = ALONE,
+    fit: "Fit | None" = None,
 ) -> Preflight:
     """Plan, load and rehearse the run. Raises VramwiseError with advice when it cannot fit.
 
@@ -179,7 +185,7 @@ def prepare(
     if recipe.task is Task.GRPO and not ranks.several:
         engine = make_engine(policy, recipe=recipe, plan=planned, guided=guides(train))
         engine.release()
-    apply_memory_choices(policy, recipe, must_tile=bool(run.recipe.tiled_mlp), say=say)
+    layers = apply_memory_choices(policy, recipe, must_tile=bool(run.recipe.tiled_mlp), say=say)
     if ranks.several:
         policy = shard_policy(policy, recipe, degrees, ranks)
         ranks = policy.ranks
@@ -199,6 +205,8 @@ def prepare(
         learn_traffic(policy, shape)
     memory = PhaseMemory(policy.device)
     budget = _token_budget(recipe, planned, train)
+    if fit is not None:
+        budget = _ladder(budget, policy, recipe, layers, say)
     stepper = Stepper(
         policy, make_run_optimizer(policy, recipe, train), train, budget=budget, memory=memory
     )
@@ -229,6 +237,7 @@ def prepare(
         sharing=sharing,
         held_out=held_out,
         ranks=ranks,
+        fit=fit,
     )
     if held_out:
         check_evaluation_fits(planned, prompts=held_out)
@@ -321,14 +330,15 @@ def solve(
 
 def apply_memory_choices(
     policy: Policy, recipe: Recipe, *, must_tile: bool = True, say: Say = silent
-) -> None:
-    """Checkpoint, offload and tile the policy's layers in place as the recipe says.
+) -> CheckpointedLayers | None:
+    """Checkpoint, offload and tile the policy's layers in place as the recipe says; return the checkpointed ones.
 
     `must_tile`: a model without an MLP that can be tiled is an error when tiles are asked for.
     """
     mode = recipe.checkpointing or Checkpointing.OFFLOAD
+    layers = None
     if mode is not Checkpointing.NONE:
-        checkpoint_layers(
+        layers = checkpoint_layers(
             decoder_layers(policy.base),
             mode=mode,
             every=recipe.checkpoint_every,
@@ -337,6 +347,7 @@ def apply_memory_choices(
         )
     if recipe.tiled_mlp:
         tile_layers(policy.base, tile_tokens=MLP_TILE_TOKENS, must=must_tile)
+    return layers
 
 
 def table(ready: Preflight) -> str:
@@ -372,6 +383,26 @@ def _token_budget(recipe: Recipe, planned: Plan, train: TrainSection) -> TokenBu
     longest = planned.resolved.seq_tokens
     tokens = train.micro_batch_tokens or (recipe.micro_batch_size or 1) * longest
     return TokenBudget(max(tokens, longest))
+
+
+def _ladder(
+    budget: TokenBudget,
+    policy: Policy,
+    recipe: Recipe,
+    layers: CheckpointedLayers | None,
+    say: Say,
+) -> TokenBudget:
+    """Return the budget as the last rungs of a ladder."""
+    from trainer.ladder import Ladder
+
+    return Ladder(
+        tokens=budget.tokens,
+        policy=policy,
+        layers=layers,
+        mode=recipe.checkpointing or Checkpointing.OFFLOAD,
+        offload_keeps=recipe.offload_keep_layers,
+        say=say,
+    )
 
 
 def choose_layout(spec: ModelSpec, recipe: Recipe, train: TrainSection) -> tuple[Layout, str]:

@@ -5,8 +5,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+from planner.errors import UnsupportedError
 from planner.run.recipe import RunFile, Task
 from trainer.config import TrainSection
+from trainer.fit import Fit, fit
 from trainer.foreign import read_given
 from trainer.grpo import train_grpo
 from trainer.parallel.agree import check_alike, check_world
@@ -20,19 +22,36 @@ SCHEMA_VERSION = 1
 
 
 def train_run(
-    path: Path, *, resume: bool = False, say: Say = silent, ranks: Ranks = ALONE
+    path: Path,
+    *,
+    resume: bool = False,
+    say: Say = silent,
+    ranks: Ranks = ALONE,
+    budget: str | None = None,
+    price: str | None = None,
 ) -> Result:
     """Run the file at `path`: a run.yaml, whose relative paths count from its folder, or a TRL config.
 
-    Every rank of `ranks` calls it.
+    `budget`: settings are chosen that meet it, as `--fit` says. Every rank of `ranks` calls it.
     """
     quiet()
     given = read_given(path)
     check_alike(ranks, path, given)
     for line in given.lines:
         say(line)
+    promised = None
+    if budget is not None:
+        if ranks.several:
+            raise UnsupportedError("--fit: one process alone", hint="leave out --nproc, or --fit")
+        given, promised = fit(given, budget, price=price, say=say)
     return train_parsed(
-        given.run, given.train, root=given.root, resume=resume, say=say, ranks=ranks
+        given.run,
+        given.train,
+        root=given.root,
+        resume=resume,
+        say=say,
+        ranks=ranks,
+        fitted=promised,
     )
 
 
@@ -44,6 +63,7 @@ def train_parsed(
     resume: bool = False,
     say: Say = silent,
     ranks: Ranks = ALONE,
+    fitted: Fit | None = None,
 ) -> Result:
     """Run a validated run file."""
     quiet()
@@ -52,7 +72,7 @@ def train_parsed(
     push = train.push_to_hub
     if push is not None and ranks.first and (note := note_before()):
         say(note)
-    result = algorithm(run, train, root=root, resume=resume, say=say, ranks=ranks)
+    result = algorithm(run, train, root=root, resume=resume, say=say, ranks=ranks, fit=fitted)
     if push is not None and ranks.first:
         push_after(result.output, push, stopped=result.stopped_by is not None, say=say)
     return result

@@ -17,6 +17,7 @@ from trainer.data import Order
 from trainer.evaluation import line_of
 from trainer.metrics import METRICS_FILE, MetricsLog, Progress
 from trainer.model import Policy
+from trainer.outlook import Outlook
 from trainer.parallel.ranks import ALONE, Ranks
 from trainer.parallel.watch import in_unison, is_broken_connection
 from trainer.preflight import Preflight
@@ -93,6 +94,8 @@ class Session:
         self.reports: Reports | None = None
         self.tokens_seen = 0
         """Trained on, padding included, those before a resume too."""
+        self.outlook: Outlook | None = None
+        """Forecasts time and memory; set before the first step."""
 
     def equip(self, ready: Preflight, callbacks: Callbacks) -> None:
         """Report to the run's trackers and call its callbacks; before `resume`. Raises VramwiseError."""
@@ -317,6 +320,8 @@ class Session:
 
     def _write(self, step: int, metrics: Mapping[str, Any], line: str) -> None:
         self.tokens_seen += metrics.get("train_tokens", 0)
+        if self.outlook is not None:
+            metrics = {**metrics, **self.outlook.step(step, metrics, say=self.progress.say)}
         if self.log_file is not None:
             self.log_file.write(step, metrics)
         if self.reports is not None:

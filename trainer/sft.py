@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from trainer.config import TrainSection
 from trainer.data import Order, check_columns, load_samples
 from trainer.losses import sft_loss
 from trainer.model import load_tokenizer
+from trainer.outlook import Outlook, loads
 from trainer.packing import PackedOrder
 from trainer.parallel.dealing import blank_batch, deal, evened
 from trainer.parallel.ranks import ALONE, Ranks
@@ -31,6 +32,9 @@ from trainer.scoring import hidden_and_routers, log_probs
 from trainer.session import Result, Session
 from trainer.sft_data import Examples, read_examples
 from trainer.validation import Validation, load_validation, loss_measure, read_held_out
+
+if TYPE_CHECKING:
+    from trainer.fit import Fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,7 @@ def train_sft(
     resume: bool = False,
     say: Say = silent,
     ranks: Ranks = ALONE,
+    fit: "Fit | None" = None,
 ) -> Result:
     """Fine-tune as the run file says; return how it ended. Raises VramwiseError.
 
@@ -90,6 +95,7 @@ def train_sft(
         held_out=len(held or ()),
         router_loss=bool(coefficient),
         ranks=ranks,
+        fit=fit,
     )
     with run_folder(run, train, resume=resume, ranks=ranks) as output:
         ready.save(output)
@@ -131,6 +137,10 @@ def _train(
     session.equip(ready, callbacks)
     if resume:
         session.resume()
+    steps = max(0, train.steps - session.first_step)
+    session.outlook = Outlook(
+        ready, done=session.first_step, loads=loads(examples.lengths, order, ready, steps=steps)
+    )
     with session, ready.device:
         for step in session.steps():
             started = time.perf_counter()

@@ -97,6 +97,19 @@ def _attempt(work: Callable[[int], R], tokens: int) -> R | None:
         return None
 
 
+def _random_state(device: torch.device) -> Callable[[], None]:
+    """Return what sets torch's generators, the CPU's and `device`'s, back to where they are now."""
+    host = torch.get_rng_state()
+    own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore() -> None:
+        torch.set_rng_state(host)
+        if own is not None:
+            torch.cuda.set_rng_state(own, device)
+
+    return restore
+
+
 @contextmanager
 def _no_step_again(ranks: Ranks) -> Iterator[None]:
     """End the run where one of several ranks has no memory for its step: the others have stepped."""
@@ -171,12 +184,13 @@ class Stepper:
 
         Raises VramwiseError when one sequence of `longest` tokens is too much already.
         """
-        return in_budget(
-            work,
-            self.budget,
-            longest=longest,
-            undo=self._clear,
-        )
+        restore = _random_state(self._policy.device)
+
+        def undo() -> None:
+            self._clear()
+            restore()  # dropout drops what it dropped
+
+        return in_budget(work, self.budget, longest=longest, undo=undo)
 
     def _whole(
         self,

@@ -41,6 +41,9 @@ model describes, and a roofline turns them into seconds.
   (data/speed/links.csv), behind the computation unless a layer waits for it; every gathered unit costs a wait of its own.
 * **Generation** reads weights (of experts those that some token chose) and the running sequences' cache, computes, sums
   over tensor ranks, and pays the engine's own time a step and a sequence.
+* **A machine of your own**: `vramwise profile calibrate` measures matmul, attention, bandwidth, links and launches; plans
+  for that card go by them and say so. `--cpu` does the same for a processor, and `python benchmarks/cpu_speed.py` predicts
+  five shapes of a real step on it and times them: a check of the method that needs no GPU.
 
 """
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+from planner.doctor.fits import MAX_POINTS, Thinned, line_fit
 from planner.units import GB, GiB, MiB
 
-MAX_POINTS = 4096
 MAX_LINE = 4096
 MAX_NAMES = 16
 MAX_BLOCK_LINES = 64
@@ -77,29 +77,11 @@ class Growth:
 
 
 @dataclass
-class _Track:
-    """The figures of one name, thinned out evenly once there are many."""
-
-    points: list[tuple[float, float | None]] = field(default_factory=list)
-    """(bytes, the length printed beside it)."""
-    seen: int = 0
-    stride: int = 1
-
-    def add(self, value: float, length: float | None) -> None:
-        """Keep every stride-th figure."""
-        if self.seen % self.stride == 0:
-            self.points.append((value, length))
-        self.seen += 1
-        if len(self.points) > MAX_POINTS:
-            del self.points[1::2]
-            self.stride *= 2
-
-
-@dataclass
 class Series:
     """Collects the figures of a log block by block; memory stays bounded."""
 
-    tracks: dict[bytes, _Track] = field(default_factory=dict)
+    tracks: dict[bytes, Thinned[tuple[float, float | None]]] = field(default_factory=dict)
+    """Name -> (bytes, the length printed beside it)."""
     chain: tuple[float, ...] = ()
     taken: int = 0
     """Lines that were read for figures."""
@@ -128,7 +110,8 @@ class Series:
             key = _name(whole)
             if not unit or (key not in self.tracks and len(self.tracks) >= MAX_NAMES):
                 continue
-            self.tracks.setdefault(key, _Track()).add(float(match["value"]) * _UNIT[unit], length)
+            value = float(match["value"]) * _UNIT[unit]
+            self.tracks.setdefault(key, Thinned()).add((value, length))
 
     def prose(self, text: str) -> None:
         """Take a chain that a person wrote: 47 -> 67 -> 87 GB."""
@@ -188,7 +171,7 @@ def _leak(row: Sequence[float], *, host: bool) -> Growth | None:
     steps = [after - before for before, after in pairwise(row)]
     if row[0] <= 0 or len(row) < MIN_POINTS or row[-1] - row[0] < max(RISE * row[0], MiB):
         return None
-    slope, fit = _line_fit([float(number) for number in range(len(row))], row)
+    slope, fit = line_fit([float(number) for number in range(len(row))], row)
     if sum(step > 0 for step in steps) < STEADY * len(steps) or fit < STEADY:
         return None
     return Growth(
@@ -205,8 +188,8 @@ def _by_length(row: Sequence[float], lengths: Sequence[float]) -> Growth | None:
     low, high = min(row), max(row)
     if high - low < max(RISE * low, MiB):
         return None
-    slope, fit = _line_fit(lengths, row)
-    if slope <= 0 or fit < STEADY or _line_fit(list(range(len(row))), row)[1] > fit:
+    slope, fit = line_fit(lengths, row)
+    if slope <= 0 or fit < STEADY or line_fit(list(range(len(row))), row)[1] > fit:
         return None
     return Growth(
         kind="length",
@@ -215,15 +198,3 @@ def _by_length(row: Sequence[float], lengths: Sequence[float]) -> Growth | None:
         points=len(row),
         per_step_bytes=int(slope * (max(lengths) - min(lengths)) / len(row)),
     )
-
-
-def _line_fit(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
-    """Return the slope of the straight line and the share of the variance that it explains."""
-    count = len(xs)
-    mean_x, mean_y = sum(xs) / count, sum(ys) / count
-    wide = sum((x - mean_x) ** 2 for x in xs)
-    spread = sum((y - mean_y) ** 2 for y in ys)
-    both = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
-    if not wide or not spread:
-        return 0.0, 0.0
-    return both / wide, both * both / (wide * spread)

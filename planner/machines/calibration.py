@@ -1,4 +1,4 @@
-"""What was measured on this machine's GPU, for plans: read from the user's configuration.
+"""What was measured on this machine's GPU or processor, for plans: read from the user's configuration.
 
 `vramwise profile calibrate` writes the file (profiler/calibration.py); here it is only read.
 """
@@ -38,6 +38,23 @@ class Calibration:
     """Read and write of a device copy together."""
     host_to_device_bytes_per_s: int
     """From pinned memory."""
+    device_to_host_bytes_per_s: int = 0
+    """To pinned memory; 0 here and below = not measured (by an older version)."""
+    bf16_flops_per_s: int = 0
+    """The best matmul in bf16."""
+    fp16_flops_per_s: int = 0
+    fp32_flops_per_s: int = 0
+    """As torch computes it by default: without TF32."""
+    attention_flops_per_s: int = 0
+    """Causal scaled_dot_product_attention, forward and backward, in the fastest dtype."""
+    launch_nanoseconds: int = 0
+    """Host time of one small operation and its autograd node."""
+
+    @property
+    def matmul(self) -> dict[str, float]:
+        """Return dtype -> FLOP/s of those that were measured."""
+        rates = {dtype: getattr(self, f"{dtype}_flops_per_s") for dtype in ("bf16", "fp16", "fp32")}
+        return {dtype: float(rate) for dtype, rate in rates.items() if rate}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -80,5 +97,6 @@ def apply(machine: "Machine", path: Path | None = None, *, device: str = "") -> 
                 machine,
                 context_bytes=found.context_bytes,
                 calibration=f"measured here on {found.taken_at} with torch {found.torch}",
+                measured=found,
             )
     return machine

@@ -13,6 +13,7 @@ from typing import Any
 
 from planner.datafiles import data_dir
 from planner.errors import UnknownNameError, UsageError, words_of
+from planner.machines.calibration import Calibration
 from planner.names import NOISE, memory_named, sized
 from planner.units import MiB, format_bytes, parse_memory
 
@@ -93,6 +94,8 @@ class Machine:
     context_bytes: int = DEFAULT_CONTEXT_BYTES
     calibration: str = ""
     """Where measured overheads came from; "" = catalogue values."""
+    measured: Calibration | None = None
+    """What was measured here (vramwise profile calibrate)."""
     cpu: bool = False
     """No GPU: tensors lie in host memory, and torch's CPU kernels run."""
 

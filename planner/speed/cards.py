@@ -20,6 +20,8 @@ PEAKS = {
     "fp4": "fp4_tflops",
 }
 TERA, GIGA = 1e12, 1e9
+CPU = "cpu"
+"""The id of a processor whose speeds were measured (planner/speed/measured.py): no table has one."""
 
 
 class CardSpeed(NamedTuple):

@@ -8,7 +8,7 @@ longer of the two.
 
 from typing import NamedTuple
 
-from planner.speed.cards import TERA, CardSpeed
+from planner.speed.cards import CPU, TERA, CardSpeed
 from planner.speed.parameters import Parameters
 from planner.speed.work import Pass
 
@@ -41,6 +41,8 @@ class Rates(NamedTuple):
     """Elements dequantised of 4- and 8-bit floats."""
     integer: float
     """And of packed integers."""
+    waits: bool = False
+    """The host computes itself: what starting an operation takes comes on top."""
 
 
 LINK_SHARE = 4 / 5
@@ -66,6 +68,7 @@ def rates(card: CardSpeed, dtype: str, p: Parameters, *, newest: bool = False) -
         bandwidth=card.bandwidth * p.bandwidth,
         packed=cores * p.unpack,
         integer=cores * p.unpack_integer,
+        waits=card.id == CPU,
     )
 
 
@@ -76,6 +79,8 @@ def seconds(work: Pass, speed: Rates, p: Parameters) -> Seconds:
     moving = (work.product_bytes + work.moved_bytes) / speed.bandwidth
     moving += work.packed / speed.packed + work.integer / speed.integer
     starting = work.launches * p.launch_s
+    if speed.waits:
+        moving += starting
     if starting > computing + moving:
         return Seconds(starting, LAUNCHES)
     return Seconds(computing + moving, COMPUTE if computing >= moving else BANDWIDTH)

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from planner.run.recipe import VLLM, EngineKind
 from planner.run.resolved import Resolved
 from planner.run.tasks import TASKS
-from planner.speed.cards import GIGA, CardSpeed, card_speed
+from planner.speed.cards import GIGA, CardSpeed
 from planner.speed.engine import Engine, engine
-from planner.speed.parameters import Parameters, parameters
+from planner.speed.measured import said, speed_of
+from planner.speed.parameters import Parameters
 from planner.speed.roofline import LAUNCHES, LINK, LINK_SHARE, Rates, Seconds, rates, seconds
 from planner.speed.spread import Spread, kind_of, spread
 from planner.speed.traffic import Traffic, traffic
@@ -105,11 +106,12 @@ def time_of(plan: "Plan", *, longest: int = 0) -> Time | None:
 
     `longest`: tokens of the longest completion, where the plan's are its mean's.
     """
-    gpu = plan.machine.gpu
-    card = card_speed(gpu.id) if gpu is not None else None
-    if card is None or plan.problem:
+    speeds = speed_of(plan.machine)
+    if speeds is None or plan.problem:
         return None
-    return timed(plan, card, parameters(), longest=longest)
+    found = timed(plan, *speeds, longest=longest)
+    note = said(plan.machine)
+    return found._replace(notes=(*found.notes, note)) if note else found
 
 
 def why_not(plan: "Plan") -> str:
@@ -117,6 +119,10 @@ def why_not(plan: "Plan") -> str:
     gpu = plan.machine.gpu
     if plan.problem:
         return "the run cannot start"
+    if plan.machine.cpu:
+        return (
+            "how fast this CPU computes is not known: vramwise profile calibrate --cpu measures it"
+        )
     if gpu is None:
         return "no card is named: memory only"
     return f"how fast {gpu.name} computes is not known: memory only"

@@ -240,6 +240,28 @@ def test_eight_gpus_and_no_layout_are_divided_by_one_click(page: Any, address: s
 
 
 @pytest.mark.slow
+def test_every_stage_of_a_pipeline_has_its_bar_and_recommend_its_layouts(
+    page: Any, address: str
+) -> None:
+    run = "model=llama-3.2-1b&gpu=h100-sxm&gpus=4&task=sft&method=full&framework=megatron"
+    go(page, f"{address}/?{run}&context=512&sharding=megatron&stages=4&accumulation=4")
+    assert "Fits" in verdict(page)
+    page.get_by_text("the fullest, GPU ").first.wait_for()
+    chart = page.locator('[data-testid="stVegaLiteChart"]').first
+    marks = chart.locator(".mark-rect.role-mark path")
+    marks.first.wait_for()
+    heights = {round(mark.bounding_box()["y"]) for mark in marks.all()}
+    assert len(heights) == 4  # a bar each: all stages differ by embeddings, layers or head
+    page.get_by_role("link", name="Recommend").click()
+    page.wait_for_url("**/recommend**")
+    settle(page)
+    page.get_by_text("GPUs for my model").first.click()
+    page.get_by_text("the least traffic over slow links").wait_for()
+    settle(page)
+    page.locator('[data-testid="stDataFrame"]').last.wait_for()
+
+
+@pytest.mark.slow
 def test_a_powershell_log_is_explained_beside_a_config_that_cannot_be_read(
     page: Any, address: str
 ) -> None:

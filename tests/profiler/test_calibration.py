@@ -192,3 +192,37 @@ def test_this_machine_is_calibrated_under_the_name_torch_prints(
     assert found is not None
     assert (found.context_bytes, found.vram_bytes) == (333 * MiB, 80 * GiB)
     assert "measured here on 2026-11-29" in found.calibration
+
+
+def test_a_processor_is_measured_and_its_plans_go_by_it(tmp_path: Path, monkeypatch) -> None:
+    """The probe as it runs on a GPU, on small products; what it says is physically possible."""
+    from typer.testing import CliRunner
+
+    from app.cli import app
+    from profiler import speed_probe
+    from profiler.calibration import cpu_name
+
+    monkeypatch.setattr(speed_probe, "CPU_SIDES", (64, 128))
+    monkeypatch.setattr(speed_probe, "CPU_BYTES", 1 << 20)
+    monkeypatch.setattr(speed_probe, "CPU_TOKENS", 32)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    result = CliRunner().invoke(app, ["profile", "calibrate", "--cpu", "--json"])
+    assert result.exit_code == 0, result.output
+    (found,) = load()
+    assert found.gpu == cpu_name()
+    assert set(found.matmul) == {"fp32"}
+    assert 1e6 < found.fp32_flops_per_s < 1e14
+    assert 1e6 < found.attention_flops_per_s < 1e14
+    assert found.bandwidth_bytes_per_s > 1e6
+    assert found.launch_nanoseconds > 10
+    assert found.context_bytes == 0
+
+    from planner.run.recipe import RunFile
+    from trainer.config import DatasetSection, TrainSection
+    from trainer.devices import this_machine
+
+    train = TrainSection(output="out", dataset=DatasetSection(name="arithmetic"))
+    if not torch.cuda.is_available():
+        machine = this_machine(RunFile(model="x"), train)
+        assert machine.cpu
+        assert machine.measured == found

@@ -1,15 +1,23 @@
 """The callback on real trainers: the HF Trainer, TRL's SFT with LoRA, and GRPO, on tiny models."""
 
 import json
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from planner.machines.machine import make_machine
+from planner.units import MiB
 from profiler.live_recipe import Shapes, longest_in_data, model_spec, recipe_of
 from profiler.transformers_callback import VramwiseCallback
 
@@ -112,6 +120,37 @@ def test_what_cannot_be_planned_is_said_and_still_measured(tmp_path: Path, capsy
     assert callback.recording is not None
     assert callback.recording.environment["steps"] == 2
     assert "no plan: Alien has no transformers config" in capsys.readouterr().err
+
+
+def test_a_leak_is_told_while_the_run_goes_on(tmp_path: Path, capsys) -> None:
+    kept = []
+
+    class Leak(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            kept.append(torch.empty(8 * MiB, dtype=torch.uint8))
+            control.should_training_stop = state.global_step == 12
+
+    machine = replace(make_machine(vram="24GiB"), vram_bytes=160 * MiB, context_bytes=0)
+    callback = VramwiseCallback(machine=machine)
+    args = TrainingArguments(
+        **arguments(tmp_path, per_device_train_batch_size=1) | {"max_steps": 200}
+    )
+    Trainer(model=tiny(), args=args, train_dataset=Rows(), callbacks=[Leak(), callback]).train()
+    forecast = callback.forecast
+    assert forecast is not None
+    assert forecast.done == 12
+    assert callback.plan is not None
+    assert forecast.capacity_bytes == callback.plan.capacity_bytes
+    told = forecast.runs_out
+    assert told is not None
+    assert told.growth.kind == "leak"
+    assert told.growth.per_step_bytes == pytest.approx(8 * MiB, rel=0.02)
+    # what the first step leaves is there from the second on
+    assert told.step == pytest.approx(callback.plan.capacity_bytes / (8 * MiB) + 1, abs=1)
+    said = capsys.readouterr().err
+    assert said.count("forecast: will run out of") == 1
+    assert "because of growth of" in said
+    assert "left" in said
 
 
 @pytest.fixture
