@@ -13,6 +13,7 @@ from app import finder, jobs, workers
 from app.jobs import Lever, Mended
 from app.runs import Run
 from planner.answers.cards import Card
+from planner.answers.frontier import Frontier
 from planner.answers.layouts import Tried
 from planner.answers.recommend import Recommendation
 from planner.answers.serving import ServingView
@@ -89,6 +90,12 @@ def layouts(run: Run, *, fitting: int) -> list[Tried]:
 def cards(run: Run, context: int, kinds: tuple[str, ...]) -> list[Card]:
     """Return the GPUs of some kinds that take a run's model, the smallest first."""
     found: list[Card] = ask(finder.cards, run, context, kinds, kind=workers.LONG)
+    return found
+
+
+def ways(run: Run, samples: int, epochs: float) -> Frontier:
+    """Return the ways to do a run that nothing beats, by memory, hours and dollars."""
+    found: Frontier = ask(jobs.ways, run, samples, epochs, kind=workers.LONG)
     return found
 
 

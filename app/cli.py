@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 VERB_MODULES = (
     "planner.verbs.plan",
     "planner.verbs.recommend",
+    "planner.verbs.frontier",
     "planner.verbs.look",
     "planner.verbs.frameworks",
     "planner.verbs.accuracy",

@@ -5,7 +5,9 @@ from typing import Any
 from app.runs import Sent, received
 from planner.answers.cards import BROAD_KINDS, Card, cards_for_model
 from planner.answers.recommend import Recommendation, recommend
+from planner.answers.spent import Spent
 from planner.models.spec import ModelSpec
+from planner.report.time import HOUR, between, dollars, span
 from planner.run.recipe import MachineSection
 from planner.run.runfile import machine_of
 from planner.units import format_bytes
@@ -81,6 +83,20 @@ def cards(sent: Sent, context: int, kinds: tuple[str, ...]) -> list[Card]:
     )
 
 
+TIME, DOLLARS = "time", "dollars"
+SPENT_OF = "Time and dollars are those of a million tokens, at likely speeds and listed prices."
+
+
+def spent_said(found: Spent | None) -> dict[str, str]:
+    """Return a row's time and dollars for people."""
+    if found is None:
+        return {TIME: "not known", DOLLARS: ""}
+    money = "no price listed"
+    if found.usd_low is not None and found.usd_high is not None:
+        money = between(dollars(found.usd_low), dollars(found.usd_high))
+    return {TIME: span(found.hours * HOUR), DOLLARS: money}
+
+
 def card_rows(found: list[Card]) -> list[dict[str, Any]]:
     """Return the rows of the map and the table of GPUs."""
     return [
@@ -91,6 +107,7 @@ def card_rows(found: list[Card]) -> list[dict[str, Any]]:
             "peak": format_bytes(card.peak_bytes, digits=1),
             "left": format_bytes(card.headroom_bytes, digits=1),
             "settings": card.setting.settings if card.setting else "",
+            **spent_said(card.spent),
             "name": card.name,
             "share": card.headroom_bytes / card.capacity_bytes,
         }

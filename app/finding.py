@@ -11,10 +11,10 @@ from app.draw import draw
 from app.inputs import state
 from app.knobs import BY_KEY
 from app.words import escape
-from planner.answers.cards import RULE as RULE_OF_CARDS
 from planner.answers.cards import Card
 from planner.answers.ranking import RULE
 from planner.answers.recommend import Recommendation
+from planner.answers.spent import RULE as RULE_OF_CARDS
 from planner.run.recipe import Recipe
 from planner.run.runfile import make_recipe
 from planner.units import format_bytes
@@ -109,10 +109,11 @@ def _heat_map(shown: list[Recommendation], names: list[str]) -> None:
 def _table(shown: list[Recommendation]) -> None:
     frame = pd.DataFrame(
         [
-            (r.model, r.parameters / 1e9, r.method, r.context, r.batch, r.settings, format_bytes(r.peak_bytes))
+            (r.model, r.parameters / 1e9, r.method, r.context, r.batch, r.settings, format_bytes(r.peak_bytes),
+             *finder.spent_said(r.spent).values())
             for r in shown
         ],
-        columns=["model", "billions", "method", "context", "batch", "settings", "peak"],
+        columns=["model", "billions", "method", "context", "batch", "settings", "peak", finder.TIME, finder.DOLLARS],
     )  # fmt: skip
     st.session_state["table_rows"] = [(r.model, r.method, r.recipe) for r in shown]
     st.dataframe(
@@ -126,8 +127,9 @@ def _table(shown: list[Recommendation]) -> None:
             "billions": st.column_config.NumberColumn(format="%.2f"),
             "context": st.column_config.NumberColumn(format="localized"),
         },
-        alt="Models that fit, with method, longest context, largest batch, settings and peak.",
+        alt="Models that fit, with method, longest context, largest batch, settings, peak, time and dollars.",
     )
+    st.caption(finder.SPENT_OF)
     _named([f"{r.model}, {r.method}, {r.context:,} tokens" for r in shown], _open_model)
 
 
@@ -216,7 +218,7 @@ def gpus() -> None:
         f"Click a cell, or a row of the table, to open it in *{_opens()}*."
     )
     st.caption(
-        f"{RULE_OF_CARDS[0].upper()}{RULE_OF_CARDS[1:]}. Settings are the least slow that fit, and leave the result as it is."
+        f"{RULE_OF_CARDS[0].upper()}{RULE_OF_CARDS[1:]}. Settings are the least slow that fit, and leave the result as it is. {finder.SPENT_OF}"
     )
     rows = finder.card_rows(found)
     st.session_state["gpu_rows"] = found
@@ -232,7 +234,9 @@ def gpus() -> None:
         on_select=_open_gpu_cell,
         alt=f"Which GPUs take {run.model.name}; the table below has the same.",
     )
-    frame = pd.DataFrame(rows)[["gpu", "memory", "method", "peak", "left", "settings"]]
+    frame = pd.DataFrame(rows)[
+        ["gpu", "memory", "method", "peak", "left", finder.TIME, finder.DOLLARS, "settings"]
+    ]
     st.dataframe(
         frame,
         hide_index=True,
@@ -240,7 +244,7 @@ def gpus() -> None:
         key="gpu_table",
         on_select=_open_gpu_row,
         selection_mode="single-row",
-        alt="GPUs with memory, method, peak, memory left and settings.",
+        alt="GPUs with memory, method, peak, memory left, time, dollars and settings.",
     )
     _named(
         [f"{runs.gpu_label(card.gpu)}, {card.method}" for card in found],

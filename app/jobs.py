@@ -9,13 +9,16 @@ from planner.accuracy.calibrate import fingerprint
 from planner.accuracy.score import Accuracy, measurement_files, score_files
 from planner.accuracy.stored import stored_predictor
 from planner.answers import advise
+from planner.answers.amount import spending_of
 from planner.answers.changes import Change
+from planner.answers.frontier import COUNTS, Frontier, frontier, listed_cards
 from planner.answers.layouts import Tried, layouts
 from planner.answers.serving import ServingView, serving_view
 from planner.errors import VramwiseError
 from planner.plan import Plan, plan
 from planner.run.framework import pick
 from planner.run.recipe import Task
+from planner.speed.cards import card_speed
 
 _SUPERVISED = ("vramwise", "trl", "unsloth", "hf-trainer")
 _POLICIES = ("vramwise", "trl", "unsloth", "verl")
@@ -33,6 +36,8 @@ class Lever(NamedTuple):
     change: Change
     saved_bytes: int
     verdict: str
+    price: str
+    """In words and in time."""
 
 
 class Mended(NamedTuple):
@@ -58,7 +63,8 @@ def levers(sent: Sent) -> list[Lever]:
     """Return the single changes that lower a run's peak, the most bytes first."""
     with _received(sent) as run:
         return [
-            Lever(found.change, found.saved_bytes, found.plan.verdict) for found in _singles(run)
+            Lever(found.change, found.saved_bytes, found.plan.verdict, found.price)
+            for found in _singles(run)
         ]
 
 
@@ -90,6 +96,25 @@ def layouts_of(sent: Sent, fitting: int) -> list[Tried]:
             if tried.plan is not None:
                 _replayed(tried.plan)
         return found
+
+
+def ways(sent: Sent, samples: int, epochs: float) -> Frontier:
+    """Return the ways to do a run that nothing beats, over the cards with a listed price and the run's own."""
+    with _received(sent) as run:
+        cards, own = listed_cards(), run.machine.gpu
+        if own is not None and own not in cards and card_speed(own.id) is not None:
+            cards.append(own)
+        count = run.section.gpus
+        return frontier(
+            run.model,
+            run.recipe,
+            cards=cards,
+            counts=COUNTS if count == 1 else (count,),
+            nodes=run.section.nodes,
+            host_ram=run.section.host_ram,
+            samples_gpus=count,
+            spending=spending_of(run.file, None, None, samples=samples, epochs=epochs),
+        )
 
 
 def served(sent: Sent, shared_prefix: int) -> ServingView | None:

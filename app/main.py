@@ -32,6 +32,12 @@ page = st.navigation(
             help="For a GPU, the models and settings that fit; for a model, the GPUs.",
         ),
         st.Page(
+            PAGES / "budget.py",
+            title="Budget",
+            icon=":material/savings:",
+            help="Memory, hours and dollars of a run over cards: drag what you have.",
+        ),
+        st.Page(
             PAGES / "compare.py",
             title="Compare",
             icon=":material/compare_arrows:",

@@ -28,6 +28,7 @@ PAGES = {
     "/": ("Will it fit?", "GPU memory of an LLM fine-tune or GRPO run, byte by byte: will it fit, what takes the memory, when, and what would make it fit."),
     "/serve": ("Serve", "What vLLM serves on a card: tokens of KV cache, requests at once, the longest request, and what makes it start."),
     "/recommend": ("Recommend", "For a GPU, the models and settings that fit; for a model, the GPUs."),
+    "/budget": ("Budget", "Memory, hours and dollars of a run over cards, layouts and settings: what nothing beats, and what your budget leaves."),
     "/compare": ("Compare", "Frameworks side by side, and the published 510.8 GB to 54.3 GB taken apart."),
     "/recording": ("Recording", "A recording, a run's metrics or a torch snapshot, planned beside measured."),
     "/explain": ("Explain an error", "An out-of-memory message or a log: its cause, how sure, and what to change."),

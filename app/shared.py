@@ -23,6 +23,6 @@ def before(url_path: str) -> None:
     elif url_path == "serve":
         with st.sidebar:
             serving.settings()
-    elif url_path == "":
+    elif url_path in ("", "budget"):
         with st.sidebar:
             sidebar.show()

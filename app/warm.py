@@ -12,6 +12,7 @@ from planner.run.recipe import MachineSection
 
 PAGES = (
     "answer",
+    "budgets",
     "details",
     "explaining",
     "finding",

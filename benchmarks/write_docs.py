@@ -33,6 +33,7 @@ VERBS: tuple[tuple[str, ...], ...] = (
     ("compare",),
     ("advise",),
     ("recommend",),
+    ("frontier",),
     ("published",),
     ("accuracy",),
     ("frameworks",),

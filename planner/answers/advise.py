@@ -8,6 +8,7 @@ from typing import Any
 
 from planner.answers.changes import Change, apply, changes, to_host
 from planner.answers.layouts import layouts
+from planner.answers.slower import Slower, slower, with_time
 from planner.errors import UsageError, VramwiseError
 from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
@@ -41,6 +42,13 @@ class Advice:
     change: Change
     saved_bytes: int
     plan: Plan
+    slower: Slower | None = None
+    """Its price in time; None = not known."""
+
+    @property
+    def price(self) -> str:
+        """Return what it costs, in words and in time."""
+        return with_time(self.change.price, self.slower)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -48,6 +56,8 @@ class Advice:
             "change": self.change.name,
             "saved_bytes": self.saved_bytes,
             "price": self.change.price,
+            "slower": round(self.slower.share, 4) if self.slower else None,
+            "slower_of": self.slower.of if self.slower else None,
             "changes_objective": self.change.changes_objective,
             "peak_bytes": self.plan.peak_bytes,
             "peak_phase": self.plan.peak_phase,
@@ -67,7 +77,7 @@ def levers(model: ModelSpec, recipe: Recipe, machine: Machine, base: Plan) -> li
         saved = base.peak_bytes - changed.peak_bytes
         host_ok = changed.host_fits
         if saved > 0 and host_ok and _possible(change, changed, machine):
-            found.append(Advice(change, saved, changed))
+            found.append(Advice(change, saved, changed, slower(base.time, changed)))
     found.sort(
         key=lambda advice: (usefulness(advice, base), -advice.saved_bytes, advice.change.rank)
     )

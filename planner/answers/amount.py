@@ -1,13 +1,15 @@
 """How much a run trains, and the plan of its typical step: samples, epochs, steps, or a file of lengths."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from planner.answers.spent import Spending, Spent, spent
 from planner.errors import UsageError
 from planner.plan import Plan, plan
 from planner.run.recipe import Recipe, RunFile, Task
 from planner.run.tasks import TASKS
-from planner.speed.cost import Amount
+from planner.speed.cost import Amount, parse_price, refuse_amount
 
 if TYPE_CHECKING:
     from planner.answers.length_files import Lengths
@@ -16,11 +18,11 @@ if TYPE_CHECKING:
 def amount_of(
     made: Plan,
     run: RunFile,
-    lengths: Path | None,
+    lengths: "Path | Lengths | None",
     *,
-    samples: int | None,
-    epochs: float | None,
-    total_steps: int | None,
+    samples: int | None = None,
+    epochs: float | None = None,
+    total_steps: int | None = None,
     mean_completion: int | None = None,
 ) -> tuple[Plan, Amount]:
     """Return the plan of a typical step and the amount of steps that somebody asked for.
@@ -39,7 +41,7 @@ def amount_of(
     if lengths is not None:
         from planner.answers.length_files import read_lengths
 
-        found = read_lengths(lengths)
+        found = read_lengths(lengths) if isinstance(lengths, Path) else lengths
         samples = samples if samples is not None else len(found.counts)
         typical = _typical(made, recipe, found)
     if epochs is not None and samples is None and total_steps is None:
@@ -58,6 +60,55 @@ def amount_of(
         lengths_known=known,
         longest_completion=longest,
     )
+
+
+def spending_of(
+    run: RunFile,
+    lengths: Path | None,
+    price: str | None,
+    *,
+    samples: int | None = None,
+    epochs: float | None = None,
+    total_steps: int | None = None,
+    mean_completion: int | None = None,
+) -> Spending:
+    """Return what says the time and money of any plan of a run, a file of lengths being read once.
+
+    What is wrong with the amount or the price is refused here, whatever cards are known.
+    """
+    refuse_amount(Amount(samples, epochs, total_steps))
+    if price is not None:
+        parse_price(price)
+    read: Path | Lengths | None = lengths
+    if lengths is not None:
+        from planner.answers.length_files import read_lengths
+
+        read = read_lengths(lengths)
+
+    def spending(made: Plan) -> Spent | None:
+        typical, amount = amount_of(
+            made,
+            run,
+            read,
+            samples=samples,
+            epochs=epochs,
+            total_steps=total_steps,
+            mean_completion=mean_completion,
+        )
+        return spent(typical, amount, price)
+
+    return spending
+
+
+def spending_for(samples: int | None, epochs: float | None, price: str | None) -> Spending:
+    """Return what says the time and money of plans of different settings: of the samples, or of a million tokens."""
+    amount = Amount(samples, epochs)
+    refuse_amount(amount)
+    if epochs is not None and samples is None:
+        raise UsageError("epochs: of how many samples is not said", hint="--samples 7473")
+    if price is not None:
+        parse_price(price)
+    return partial(spent, amount=amount, price=price)
 
 
 def _shorter(made: Plan, recipe: Recipe, mean: int) -> Recipe:

@@ -5,6 +5,7 @@ from typing import Any
 
 from planner.answers.longest import USUAL
 from planner.answers.recommend import Setting, comfortable, quickest, setting, starts, variants
+from planner.answers.spent import Spending, Spent, order, priced_cards, spent
 from planner.answers.unchanged import Settled
 from planner.errors import VramwiseError
 from planner.machines.machine import GpuSpec, Machine, gpu_catalogue, make_machine
@@ -12,7 +13,6 @@ from planner.models.spec import ModelSpec
 from planner.plan import plan
 from planner.run.recipe import Recipe
 
-RULE = "the smallest memory first; equal ones by bandwidth, the faster first"
 BROAD_KINDS = ("consumer", "workstation", "datacenter", "unified", "embedded")
 """All but slices of a card."""
 
@@ -33,6 +33,8 @@ class Card:
     capacity_bytes: int
     setting: Setting | None = None
     """Settings that fit, where they were looked for."""
+    spent: Spent | None = None
+    """Time and money; None where the card's speed is not known."""
 
     @property
     def headroom_bytes(self) -> int:
@@ -41,7 +43,8 @@ class Card:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
-        return {**asdict(self), "headroom_bytes": self.headroom_bytes}
+        known = {"spent": self.spent.rounded() if self.spent else None}
+        return {**asdict(self), "headroom_bytes": self.headroom_bytes, **known}
 
 
 def known_cards(kinds: tuple[str, ...] = BROAD_KINDS) -> list[GpuSpec]:
@@ -59,10 +62,11 @@ def cards_for_run(
     gpus: int = 1,
     nodes: int | None = None,
     host_ram: str | None = None,
+    spending: Spending = spent,
 ) -> list[Card]:
-    """Return every card with the verdict of this very run, the smallest first; cards that refuse it are left out.
+    """Return every card with the verdict of this very run, in the order of spent.RULE.
 
-    Raises what the last card says where none takes the run: a mistake in the run itself.
+    Cards that refuse the run are left out. Raises what the last card says where none takes the run: a mistake in the run itself.
     """
     found: list[Card] = []
     refused: VramwiseError | None = None
@@ -76,11 +80,11 @@ def cards_for_run(
         method = recipe.method.value if made.resolved.trains else recipe.task.value
         found.append(
             Card(gpu.id, gpu.name, gpu.kind, gpus, machine.vram_bytes, method, made.verdict, made.fits,
-                 made.peak_bytes, made.capacity_bytes)
+                 made.peak_bytes, made.capacity_bytes, spent=spending(made))
         )  # fmt: skip
     if refused is not None and not found:
         raise refused
-    return found
+    return sorted(found, key=lambda card: order(card.spent))
 
 
 def cards_for_model(
@@ -94,13 +98,21 @@ def cards_for_model(
     host_ram: str | None = None,
     kinds: tuple[str, ...] = BROAD_KINDS,
     limit: int | None = None,
+    spending: Spending = spent,
 ) -> list[Card]:
-    """Return the cards that take a model and the methods that do, the smallest card first.
+    """Return the cards that take a model and the methods that do, in the order of spent.RULE.
 
-    Settings are those that slow the run least; all of them leave the result as it is.
+    Settings are those that slow the run least; all of them leave the result as it is. Cards with a listed
+    price are all planned, the others as far as `limit` reaches, the smallest first.
     """
     found: list[Card] = []
-    for gpu in known_cards(kinds):
+    if model.longest and context > model.longest:
+        return found
+    priced = priced_cards()
+    cards = sorted(known_cards(kinds), key=lambda gpu: gpu.id not in priced)
+    for gpu in cards:
+        if limit is not None and len(found) >= limit and gpu.id not in priced:
+            break
         machine = make_machine(gpu.id, gpus=gpus, nodes=nodes, host_ram=host_ram)
         for method in variants(task):
             recipes = starts(task, method, framework, machine)
@@ -112,11 +124,9 @@ def cards_for_model(
             made = chosen.plan
             found.append(
                 Card(gpu.id, gpu.name, gpu.kind, gpus, machine.vram_bytes, method, "fits", True,
-                     made.peak_bytes, made.capacity_bytes, setting(chosen))
+                     made.peak_bytes, made.capacity_bytes, setting(chosen, spending), spending(made))
             )  # fmt: skip
-            if len(found) == limit:
-                return found
-    return found
+    return sorted(found, key=lambda card: order(card.spent))[:limit]
 
 
 def _barely(

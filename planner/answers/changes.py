@@ -74,7 +74,7 @@ def _computation_changes(r: Resolved) -> list[Change]:
             Change(
                 "checkpointing=full",
                 {"checkpointing": "full"},
-                "20-30% slower: one more forward",
+                "slower: one more forward",
                 2,
             )
         )
@@ -83,7 +83,7 @@ def _computation_changes(r: Resolved) -> list[Change]:
             Change(
                 "checkpointing=offload",
                 {"checkpointing": "offload"},
-                "20-30% slower, and layer inputs in host RAM",
+                "slower: one more forward, and layer inputs in host RAM",
                 3,
             )
         )

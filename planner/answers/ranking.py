@@ -4,13 +4,19 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from math import log2, sqrt
+from typing import TYPE_CHECKING
 
 from planner.datafiles import data_dir
 from planner.models.catalogue import load_catalogue
 from planner.models.spec import ModelSpec
 
+if TYPE_CHECKING:
+    from planner.answers.spent import Spent
+
 COMFORTABLE_TOKENS = 8192
 """A longest context from here on costs nothing."""
+COMFORTABLE_USD = 2
+"""A million tokens for no more than this cost nothing."""
 UNKNOWN_YEARS = 3.0
 """Age of a model whose release nobody wrote down."""
 NOT_FOR_TEXT = ("vision", "audio", "-vl-", "llava", "smolvlm", "internvl", "voxtral")
@@ -18,7 +24,8 @@ ONE_DOMAIN = ("coder", "codestral", "codellama", "starcoder", "-math-")
 RULE = (
     "ranked by: log2(billions of parameters; of a mixture the root of all x active) - years since release "
     f"- half for each halving of the context below {COMFORTABLE_TOKENS:,} tokens - 1 for models made for one "
-    "domain (code, mathematics) or for images and sounds; equal models by method, full first"
+    "domain (code, mathematics) or for images and sounds - half for each doubling of a million tokens' price "
+    f"above ${COMFORTABLE_USD:g} at the context asked for, where it is known; equal models by method, full first"
 )
 
 
@@ -34,6 +41,12 @@ class Worth:
     def at(self, tokens: int) -> float:
         """Return the score of a row whose longest context is this."""
         return self.score - max(0.0, log2(COMFORTABLE_TOKENS / max(1, tokens))) / 2
+
+
+def price_penalty(found: "Spent | None") -> float:
+    """Return what the price of a million tokens takes off a score; 0 where none is known."""
+    usd = found.usd_a_million if found is not None else None
+    return max(0.0, log2(usd / COMFORTABLE_USD)) / 2 if usd else 0.0
 
 
 @cache

@@ -11,7 +11,9 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from planner.answers.longest import USUAL, at, contexts, longest, proved
-from planner.answers.ranking import Worth, worth
+from planner.answers.ranking import Worth, price_penalty, worth
+from planner.answers.slower import Lever, lever_times
+from planner.answers.spent import Spending, Spent, spent
 from planner.answers.unchanged import Settled, flags, settle, strongest
 from planner.errors import VramwiseError
 from planner.machines.machine import Machine
@@ -61,6 +63,10 @@ class Setting:
     verdict: str = "fits"
     layout: str = ""
     """How several GPUs divide the run; empty on one."""
+    levers: tuple[Lever, ...] = ()
+    """The same settings with their prices in time."""
+    spent: Spent | None = None
+    """Time and money of a run, or of a million tokens; None where the card's speed is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +85,9 @@ class Recommendation(Setting):
         """Return the JSON form."""
         first = ("model", "parameters", "method", "context", "batch", "settings")
         document = asdict(self)
+        for part, row in ((document, self), (document["at_least"], self.at_least)):
+            if row is not None and row.spent is not None:
+                part["spent"] = row.spent.rounded()
         return {name: document[name] for name in first} | document
 
 
@@ -91,6 +100,7 @@ def recommend(
     limit: int | None = None,
     wanted: Callable[[str, ModelSpec], bool] | None = None,
     only: ModelSpec | None = None,
+    spending: Spending = spent,
 ) -> list[Recommendation]:
     """Return the best `limit` (None: all) models and methods that fit, the best first: see ranking.RULE.
 
@@ -103,7 +113,7 @@ def recommend(
         for name in (catalogue_names() if only is None else [only.name])
         if (model := only or catalogue_model(name)) and (wanted is None or wanted(name, model))
     }
-    for row in _ranked(models, machine, task, least_context, framework):
+    for row in _ranked(models, machine, task, least_context, framework, spending):
         found.append(row)
         if len(found) == limit:
             break
@@ -111,8 +121,9 @@ def recommend(
 
 
 def _ranked(
-    models: dict[str, ModelSpec], machine: Machine, task: str, least: int, framework: str
-) -> Iterator[Recommendation]:
+    models: dict[str, ModelSpec], machine: Machine, task: str, least: int, framework: str,
+    spending: Spending,
+) -> Iterator[Recommendation]:  # fmt: skip
     """Yield rows by falling score. A pair waits at what it is worth at best until it is planned."""
     queue: list[tuple[float, int, int, int, _Pair | Recommendation]] = []
     ticket = count()
@@ -133,7 +144,7 @@ def _ranked(
             continue
         key = (_shape(waiting.model), waiting.method)
         if key not in alike:
-            alike[key] = furthest(waiting, machine, task, framework, least)
+            alike[key] = furthest(waiting, machine, task, framework, least, spending)
         row = _named(alike[key], waiting)
         if row is not None:
             order = places[row.model], methods.index(row.method), next(ticket)
@@ -150,7 +161,8 @@ def _shape(model: ModelSpec) -> tuple[object, ...]:
 def _named(row: Recommendation | None, pair: "_Pair") -> Recommendation | None:
     if row is None:
         return None
-    score = round(pair.worth.at(row.context), 3)
+    near = row.at_least or row
+    score = round(pair.worth.at(row.context) - price_penalty(near.spent), 3)
     return replace(row, model=pair.name, released=pair.worth.released, score=score)
 
 
@@ -229,7 +241,7 @@ def quickest(
 
 
 def furthest(
-    pair: _Pair, machine: Machine, task: str, framework: str, least: int
+    pair: _Pair, machine: Machine, task: str, framework: str, least: int, spending: Spending
 ) -> Recommendation | None:
     """Return the row of a model and method: its longest context and, beside it, the context asked for."""
     model = pair.model
@@ -266,11 +278,12 @@ def furthest(
         shorter = far._replace(plan=plan(model, at(far.recipe, least), machine))
         near = shorter if shorter.plan.fits else far
     near = _batched(model, near, machine, spare(model, task))
+    longest_one = setting(far, spending)
     return Recommendation(
-        **asdict(setting(far)),
+        **{each.name: getattr(longest_one, each.name) for each in fields(Setting)},
         parameters=model.parameters,
         method=pair.method,
-        at_least=setting(near),
+        at_least=setting(near, spending),
     )
 
 
@@ -322,7 +335,7 @@ def _batched(model: ModelSpec, found: Settled, machine: Machine, fragmented: flo
     return found
 
 
-def setting(found: Settled) -> Setting:
+def setting(found: Settled, spending: Spending = spent) -> Setting:
     """Return a run as its row says it."""
     made, r = found.plan, found.plan.resolved
     return Setting(
@@ -334,6 +347,8 @@ def setting(found: Settled) -> Setting:
         flags=flags(found.recipe, {}),
         recipe=found.recipe.model_dump(mode="json", exclude_defaults=True),
         layout=_layout(r),
+        levers=lever_times(made, found.changes),
+        spent=spending(made),
     )
 
 

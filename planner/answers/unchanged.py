@@ -38,12 +38,15 @@ MORE_FLAGS = {
     "quantization": "--quantization",
     "attention": "--attention",
     "reference": "--reference",
+    "engine.kind": "--engine",
     "engine.sleep_level": "--sleep-level",
     "engine.gpu_memory_utilization": "--gpu-memory-utilization",
     "engine.tensor_parallel": "--tensor-parallel",
     "engine.data_parallel": "--data-replicate",
     WAVES: "--max-num-seqs",
 }
+NAMES = {**FLAGS, **MORE_FLAGS}
+"""Fields and their flags."""
 MORE_SWITCHES = {"tiled_mlp": "--tiled-mlp", "double_quant": "--double-quant"}
 
 
@@ -156,21 +159,23 @@ def _all_changes(r: Resolved, recipe: Recipe, machine: Machine, wave: int) -> It
 def flags(recipe: Recipe, base: dict[str, Any]) -> str:
     """Return what a recipe sets beside `base`, as the command line says it."""
     parts = []
-    names = {**FLAGS, **MORE_FLAGS}
     switches = {**SWITCHES, **MORE_SWITCHES}
-    for name, value in _set(recipe):
+    for name, value in flat(recipe).items():
         if base.get(name) == value:
             continue
         if name in switches:
             parts.append(switches[name])
-        elif name in names:
-            parts.append(f"{names[name]} {str(value).lower()}")
+        elif name in NAMES:
+            parts.append(f"{NAMES[name]} {str(value).lower()}")
     return " ".join(parts)
 
 
-def _set(recipe: Recipe) -> Iterator[tuple[str, Any]]:
-    for name, value in recipe.model_dump(mode="json", exclude_defaults=True).items():
+def flat(recipe: Recipe, *, defaults: bool = False) -> dict[str, Any]:
+    """Return a recipe's choices by dotted name; with `defaults` what it has by itself, too."""
+    found: dict[str, Any] = {}
+    for name, value in recipe.model_dump(mode="json", exclude_defaults=not defaults).items():
         if isinstance(value, dict):
-            yield from ((f"{name}.{key}", each) for key, each in value.items())
+            found |= {f"{name}.{key}": each for key, each in value.items()}
         else:
-            yield name, value
+            found[name] = value
+    return found

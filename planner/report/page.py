@@ -114,7 +114,7 @@ def _levers(levers: Sequence[Lever]) -> str:
         return ""
     items = "".join(
         f"<li><code>{escape(lever.change.name)}</code> saves {format_bytes(lever.saved_bytes)}: "
-        f"{escape(lever.change.price)}</li>"
+        f"{escape(lever.price)}</li>"
         for lever in levers
     )
     return f"<h2>What would lower it</h2>\n<ul>{items}</ul>"

@@ -3,11 +3,12 @@
 Pillow comes with the app's own packages and has a font in it; a browser for it would be 150 MB more.
 """
 
+from collections.abc import Iterable
 from io import BytesIO
 from typing import TYPE_CHECKING
 
 from planner.errors import MissingExtraError
-from planner.report.picture import HEIGHT, WIDTH, Box, Rule, picture
+from planner.report.picture import HEIGHT, WIDTH, Box, Rule, Shape, picture
 
 if TYPE_CHECKING:
     from planner.plan import Plan
@@ -18,13 +19,18 @@ COLOURS = 128
 
 def picture_png(plan: "Plan") -> bytes:
     """Return the card of a plan as PNG."""
+    return shapes_png(picture(plan))
+
+
+def shapes_png(shapes: Iterable[Shape]) -> bytes:
+    """Return shapes as PNG."""
     try:
         from PIL import Image, ImageDraw, ImageFont
     except ModuleNotFoundError as error:
         raise MissingExtraError("a PNG", "app") from error
     image = Image.new("RGB", (WIDTH, HEIGHT))
     draw = ImageDraw.Draw(image)
-    for shape in picture(plan):
+    for shape in shapes:
         if isinstance(shape, Box):
             if round(shape.width) >= 1:
                 end = (shape.left + shape.width - 1, shape.top + shape.height - 1)

@@ -1,5 +1,6 @@
 """Shapes as SVG: a plan's picture, and the badge that people put into a README."""
 
+from collections.abc import Iterable
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -28,11 +29,15 @@ GREY = "#555555"
 
 def picture_svg(plan: "Plan") -> str:
     """Return the card of a plan as SVG; it scales with the page."""
-    said = escape(f"{title(plan)}. {sentence(plan)}")
-    body = "".join(_shape(shape) for shape in picture(plan))
+    return shapes_svg(picture(plan), f"{title(plan)}. {sentence(plan)}")
+
+
+def shapes_svg(shapes: Iterable[Shape], said: str) -> str:
+    """Return shapes as SVG; `said` is what a screen reader says."""
+    body = "".join(_shape(shape) for shape in shapes)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="{said}" font-family="{FONT}">{body}</svg>'
+        f'aria-label="{escape(said)}" font-family="{FONT}">{body}</svg>'
     )
 
 

@@ -19,10 +19,6 @@ class Change(Protocol):
     def name(self) -> str:
         """As an option: "optimizer=adamw-8bit"."""
 
-    @property
-    def price(self) -> str:
-        """What it costs, in words."""
-
 
 class Lever(Protocol):
     """A change and the bytes it saves: planner.answers.advise makes them."""
@@ -34,6 +30,10 @@ class Lever(Protocol):
     @property
     def saved_bytes(self) -> int:
         """Off the peak."""
+
+    @property
+    def price(self) -> str:
+        """What it costs, in words and in time."""
 
 
 BAR_WIDTH = 40
@@ -103,7 +103,7 @@ def text(plan: "Plan", levers: Sequence[Lever] = (), served: str = "") -> str:
         for advice in levers[:3]:
             lines.append(
                 f"  {advice.change.name:<34} saves {format_bytes(advice.saved_bytes):>10}"
-                f"  {advice.change.price}"
+                f"  {advice.price}"
             )
     notes = [f"  assumed: {note}" for note in plan.assumptions]
     notes += [f"  not modelled: {note}" for note in plan.not_modeled]

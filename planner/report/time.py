@@ -3,8 +3,7 @@
 from typing import Any
 
 from planner.plan import Plan
-from planner.run.tasks import TASKS
-from planner.speed.cost import Amount, Cost, cost_of, parse_price
+from planner.speed.cost import Amount, Cost, cost_of, length_notes, parse_price
 from planner.speed.time import Time, TimedPhase, time_of, why_not
 
 BAR_WIDTH = 24
@@ -49,16 +48,6 @@ def time_text(plan: Plan, amount: Amount, price: str | None) -> str:
     lines += cost_lines(cost, time, plan)
     lines += [f"  assumed: {note}" for note in (*length_notes(plan, amount), *time.notes)]
     return "\n".join(lines)
-
-
-def length_notes(plan: Plan, amount: Amount) -> list[str]:
-    """Return what a run of counted samples takes for granted about their lengths."""
-    r = plan.resolved
-    if not r.trains or TASKS[r.task].generates or r.packing or amount.samples is None:
-        return []
-    if amount.lengths_known:
-        return [f"rows of {r.seq_tokens:,} tokens on average, as the lengths say"]
-    return [f"every sample is {r.seq_tokens:,} tokens long: --lengths FILE says how long they are"]
 
 
 def _bar(phase: TimedPhase, time: Time) -> str:

@@ -38,7 +38,10 @@ class Budget(NamedTuple):
         """Return a limit for people."""
         if name == MEMORY:
             return format_bytes(self.memory_bytes or 0)
-        return f"{self.hours:g} h" if name == HOURS else f"${self.usd:g}"
+        if name == DOLLARS:
+            return f"${self.usd:g}"
+        hours = self.hours or 0.0
+        return f"{hours:g} h" if hours >= 1 else f"{hours * 60:g} min"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""

@@ -4,13 +4,17 @@ import csv
 import re
 from functools import cache
 from math import ceil
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from planner.datafiles import data_dir
 from planner.errors import UsageError
 from planner.machines.machine import Machine
+from planner.run.tasks import TASKS
 from planner.speed.cards import card_speed
 from planner.speed.time import Time
+
+if TYPE_CHECKING:
+    from planner.plan import Plan
 
 SECONDS_PER_HOUR = 3600
 WATTS_PER_KILOWATT = 1000
@@ -107,13 +111,18 @@ def parse_price(text: str) -> Price:
     return Price(low, high, "--price")
 
 
-def steps_of(time: Time, amount: Amount) -> int | None:
-    """Return the optimizer steps of a run; UsageError for what contradicts itself."""
+def refuse_amount(amount: Amount) -> None:
+    """Refuse amounts that are none."""
     for name, value in (
         ("samples", amount.samples), ("epochs", amount.epochs), ("total-steps", amount.total_steps),
     ):  # fmt: skip
         if value is not None and value <= 0:
             raise UsageError(f"{name}: {value} is not allowed", hint="more than 0")
+
+
+def steps_of(time: Time, amount: Amount) -> int | None:
+    """Return the optimizer steps of a run; UsageError for what contradicts itself."""
+    refuse_amount(amount)
     if amount.total_steps is not None:
         return amount.total_steps
     if amount.samples is None:
@@ -153,3 +162,13 @@ def cost_of(time: Time, machine: Machine, amount: Amount, price: str | None) -> 
         usd=usd,
         kilowatt_hours=energy,
     )
+
+
+def length_notes(plan: "Plan", amount: Amount) -> list[str]:
+    """Return what a run of counted samples takes for granted about their lengths."""
+    r = plan.resolved
+    if not r.trains or TASKS[r.task].generates or r.packing or amount.samples is None:
+        return []
+    if amount.lengths_known:
+        return [f"rows of {r.seq_tokens:,} tokens on average, as the lengths say"]
+    return [f"every sample is {r.seq_tokens:,} tokens long: --lengths FILE says how long they are"]

@@ -32,18 +32,23 @@ def write_outputs(
         if path is None:
             continue
         made = _make(kind, described, result, levers, served, timing)
-        if path == STDOUT:
-            if isinstance(made, bytes):
-                raise UsageError(f"{kind}: a picture is not printed", hint=f"--{kind} FILE")
-            typer.echo(made, nl=False)
-            printed = True
-            continue
-        try:
-            path.write_bytes(made if isinstance(made, bytes) else made.encode())
-        except OSError as error:
-            raise UsageError(f"{kind}: cannot write {path}: {error.strerror}") from error
-        typer.echo(f"wrote {path}", err=True)
+        printed = write_text(made, path, kind=kind) or printed
     return printed
+
+
+def write_text(made: str | bytes, path: Path, *, kind: str) -> bool:
+    """Write one answer; return whether it went to stdout."""
+    if path == STDOUT:
+        if isinstance(made, bytes):
+            raise UsageError(f"{kind}: a picture is not printed", hint=f"--{kind} FILE")
+        typer.echo(made, nl=False)
+        return True
+    try:
+        path.write_bytes(made if isinstance(made, bytes) else made.encode())
+    except OSError as error:
+        raise UsageError(f"{kind}: cannot write {path}: {error.strerror}") from error
+    typer.echo(f"wrote {path}", err=True)
+    return False
 
 
 def _make(

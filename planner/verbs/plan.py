@@ -20,9 +20,7 @@ from planner.verbs.terminal import show
 if TYPE_CHECKING:
     from planner.answers.advise import Advice
     from planner.answers.serving import ServingView
-    from planner.models.spec import ModelSpec
     from planner.plan import Plan
-    from planner.run.recipe import RunFile
 
 _PLAN = "Plan"
 Subject = Annotated[
@@ -108,7 +106,7 @@ def _plan(
     The subject is a model, a run.yaml, or another tool's config, launch script, notebook or
     manifest (docs/importers.md lists them; nothing is run).
     """
-    from planner.answers.amount import amount_of
+    from planner.answers.amount import amount_of, spending_of
     from planner.answers.layouts import laid_out, layouts
     from planner.answers.serving import serving_view
     from planner.errors import DoesNotFitError
@@ -116,6 +114,7 @@ def _plan(
     from planner.report import layout_line, text, time
     from planner.report.serving import serving_text
     from planner.run.runfile import save_run_file
+    from planner.verbs.cards import show_cards
     from planner.verbs.explain import export_text, foreign_extras
     from planner.verbs.outputs import write_outputs
 
@@ -124,7 +123,16 @@ def _plan(
     except NoCardError as error:
         if any(each is not None for each in (save, export, html, markdown, csv, png, badge)):
             raise
-        _cards(error.run, error.model, check=check, as_json=as_json)
+        spending = spending_of(
+            error.run,
+            lengths,
+            price,
+            samples=samples,
+            epochs=epochs,
+            total_steps=total_steps,
+            mean_completion=mean_completion,
+        )
+        show_cards(error.run, error.model, spending, check=check, as_json=as_json)
         return
     recipe = described.run.recipe
     result = plan(described.model, recipe, described.machine, risk=risk)
@@ -173,42 +181,6 @@ def _plan(
         )
 
 
-def _cards(run: "RunFile", model: "ModelSpec", *, check: bool, as_json: bool) -> None:
-    """Say which cards take the run as it is: the answer where no card is named."""
-    from planner.answers.cards import RULE, cards_for_run
-    from planner.errors import DoesNotFitError
-    from planner.units import format_bytes
-    from planner.verbs.recommend import cards_table
-
-    asked = run.machine
-    rows = cards_for_run(
-        model, run.recipe, gpus=asked.gpus, nodes=asked.nodes, host_ram=asked.host_ram
-    )
-    fitting = [row for row in rows if row.fits]
-    other = f"`vramwise recommend {model.name}` lists settings that fit smaller ones"
-    if as_json:
-        document = {"schema_version": 1, "model": model.name, "rule": RULE, "fits": bool(fitting)}
-        print_json({**document, "cards": [row.to_dict() for row in rows]})
-    elif fitting:
-        times = f", {asked.gpus} of each," if asked.gpus > 1 else ""
-        show(
-            f"No GPU given: {len(fitting)} of {len(rows)} kinds of cards{times} take this run, {RULE}"
-            f"\n\n{cards_table(fitting[:FEW])}\n\n--gpu NAME plans it on one; {other}"
-        )
-    else:
-        least = min((row.peak_bytes for row in rows), default=0)
-        show(
-            f"No GPU given, and none of {len(rows)} kinds of cards takes this run: it needs at least "
-            f"{format_bytes(least)}; {other}"
-        )
-    if check and not fitting:
-        raise DoesNotFitError("does not fit any card", hint="`vramwise recommend MODEL`")
-
-
-FEW = 20
-"""Cards of a list."""
-
-
 def _levers(described: Described, result: "Plan", served: "ServingView | None") -> "list[Advice]":
     """Return what lowers the peak; a server's pool is as large as it is told to be."""
     from planner.answers.advise import levers
@@ -216,6 +188,14 @@ def _levers(described: Described, result: "Plan", served: "ServingView | None") 
     if served:
         return []
     return levers(described.model, described.run.recipe, described.machine, result)
+
+
+def _time_words(change: dict[str, Any]) -> str:
+    from planner.answers.slower import Slower
+
+    if change["slower"] is None:
+        return "not known"
+    return Slower(change["slower"], change["slower_of"]).words
 
 
 def _compare(
@@ -285,11 +265,13 @@ def _advise(subject: Subject, *, flags: dict[str, Any], as_json: Json = False) -
             format_bytes(change["saved_bytes"]),
             change["verdict"],
             "yes" if change["changes_objective"] else "no",
+            _time_words(change),
             change["price"],
         ]
         for change in document["changes"]
     ]
-    show(table(["change", "saves", "then it", "changes the result", "price"], rows))
+    headers = ["change", "saves", "then it", "changes the result", "time", "price"]
+    show(table(headers, rows))
     if document["combination"]:
         names = " + ".join(document["combination"]["changes"])
         peak = format_bytes(document["combination"]["peak_bytes"])

@@ -1,6 +1,7 @@
 """Verb recommend: models for a GPU, or GPUs for a model."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,7 +11,6 @@ from planner.verbs.options import Json, print_json
 from planner.verbs.terminal import show
 
 if TYPE_CHECKING:
-    from planner.answers.cards import Card
     from planner.answers.recommend import Recommendation
     from planner.models.spec import ModelSpec
 
@@ -39,6 +39,16 @@ def _recommend(
     context: Annotated[str, typer.Option("--context", help="Least context wanted: 8k.")] = "2048",
     framework: Annotated[str, typer.Option("--framework", help="Framework.")] = "vramwise",
     limit: Annotated[int, typer.Option("--limit", min=1, help="Rows at most.")] = 40,
+    samples: Annotated[
+        int | None, typer.Option("--samples", help="Samples (GRPO: prompts): the run's hours.")
+    ] = None,
+    epochs: Annotated[float | None, typer.Option("--epochs", help="Passes over them.")] = None,
+    price: Annotated[
+        str | None, typer.Option("--price", help="Dollars for one GPU and hour: 2.4 or 2.4-3.1.")
+    ] = None,
+    csv: Annotated[
+        Path | None, typer.Option("--csv", help="Write the rows; - prints them.")
+    ] = None,
     offline: Annotated[bool, typer.Option("--offline", help="No network.")] = False,
     token: Annotated[
         str | None, typer.Option("--token", help="Of the hub; HF_TOKEN if not said.")
@@ -49,16 +59,25 @@ def _recommend(
 
     Only settings that leave the result as it is are changed, and their price is said.
     """
+    from planner.answers.amount import spending_for
+    from planner.answers.cards import cards_for_model
     from planner.machines.machine import make_machine
     from planner.names import TASK_WORDS, word_of
+    from planner.run.framework import pick
     from planner.run.recipe import Task
     from planner.units import parse_count
+    from planner.verbs.cards import models_csv, nothing, show_cards_for
+    from planner.verbs.outputs import write_text
 
     tokens = parse_count(context, field="context")
+    pick(framework)  # an unknown one is refused here, not model by model
     task = word_of("task", task, [each.value for each in Task], TASK_WORDS)
+    spending = spending_for(samples, epochs, price)
     if model is not None and gpu is None and vram is None:
-        _gpus_for(model, task=task, context=tokens, framework=framework, gpus=gpus, nodes=nodes,
-                  host_ram=host_ram, limit=limit, offline=offline, token=token, as_json=as_json)  # fmt: skip
+        spec = _named(model, offline=offline, token=token)
+        cards = cards_for_model(spec, task=task, context=tokens, framework=framework, gpus=gpus,
+                                nodes=nodes, host_ram=host_ram, limit=limit, spending=spending)  # fmt: skip
+        show_cards_for(spec, cards, task=task, context=tokens, gpus=gpus, csv=csv, as_json=as_json)
         return
     from planner.answers.ranking import RULE
     from planner.answers.recommend import recommend
@@ -66,8 +85,11 @@ def _recommend(
     machine = make_machine(gpu, gpus=gpus, nodes=nodes, vram=vram, host_ram=host_ram)
     only = _named(model, offline=offline, token=token) if model is not None else None
     rows = recommend(
-        machine, task=task, least_context=tokens, framework=framework, limit=limit, only=only
-    )
+        machine, task=task, least_context=tokens, framework=framework, limit=limit, only=only,
+        spending=spending,
+    )  # fmt: skip
+    if csv is not None and write_text(models_csv(rows), csv, kind="csv"):
+        return
     if as_json:
         print_json(
             {
@@ -80,6 +102,9 @@ def _recommend(
             }
         )
         return
+    if not rows:
+        show(nothing(only, machine.label, tokens))
+        return
     _print_models(rows, machine.label, machine.num_gpus > 1, tokens, limit)
 
 
@@ -89,10 +114,8 @@ def _print_models(
     from planner.answers.ranking import RULE
     from planner.report import table
     from planner.units import format_bytes
+    from planner.verbs.cards import lever_lines, spent_cells, spent_headers, spent_note
 
-    if not rows:
-        show(f"Nothing of the catalogue fits {label} at {least:,} tokens")
-        return
     layout = ["layout"] if several else []
     cells = []
     for row in rows:
@@ -100,66 +123,22 @@ def _print_models(
         cells.append(
             [row.model, f"{row.parameters / 1e9:.2f}", row.method, str(near.batch), near.settings,
              *([near.layout] if several else []), format_bytes(near.peak_bytes),
-             f"{row.context:,}", row.settings, *([row.layout] if several else []),
+             *spent_cells(near.spent)[:3], f"{row.context:,}", row.settings, *([row.layout] if several else []),
              format_bytes(row.peak_bytes)]
         )  # fmt: skip
     headers = ["model", "B params", "method", "batch", f"settings at {least:,}", *layout, "peak",
-               "longest", "settings at the longest, batch 1", *layout, "peak"]  # fmt: skip
+               *spent_headers([(row.at_least or row).spent for row in rows])[:3], "longest", "settings at the longest, batch 1", *layout, "peak"]  # fmt: skip
     serves = rows[0].method.startswith("serve")
     headers[3] = "requests" if serves else "batch"
     headers[-2 - several] = "settings at the longest" + ("" if serves else ", batch 1")
     show(f"What fits {label}, best first\n")
     show(table(headers, cells))
     more = f"\n{limit} rows; --limit shows more" if len(rows) == limit else ""
-    prices = dict.fromkeys(price for row in rows for price in row.prices)
-    show(f"{more}\n{RULE}")
-    if prices:
+    show(f"{more}\n{RULE}\n{spent_note([(row.at_least or row).spent for row in rows])}".rstrip())
+    if prices := lever_lines(rows):
         show("what was changed leaves the result as it is; its price: " + "; ".join(prices))
     first = rows[0].at_least or rows[0]
     show(f"the first: vramwise plan {rows[0].model} {first.flags}")
-
-
-def _gpus_for(
-    model: str,
-    *,
-    task: str,
-    context: int,
-    framework: str,
-    gpus: int,
-    nodes: int | None,
-    host_ram: str | None,
-    limit: int,
-    offline: bool,
-    token: str | None,
-    as_json: bool,
-) -> None:
-    from planner.answers.cards import RULE, cards_for_model
-
-    spec = _named(model, offline=offline, token=token)
-    rows = cards_for_model(
-        spec, task=task, context=context, framework=framework, gpus=gpus, nodes=nodes,
-        host_ram=host_ram, limit=limit,
-    )  # fmt: skip
-    if as_json:
-        document: dict[str, Any] = {
-            "schema_version": 1,
-            "model": spec.name,
-            "task": task,
-            "least_context": context,
-            "rule": RULE,
-            "rows": [row.to_dict() for row in rows],
-        }
-        print_json(document)
-        return
-    times = f"{gpus} x " if gpus > 1 else ""
-    if not rows:
-        show(f"{spec.name} at {context:,} tokens fits {times}no card of the catalogue")
-        return
-    show(f"Cards that take {spec.name} for {task} at {context:,} tokens, {RULE}\n")
-    show(cards_table(rows))
-    show(
-        "\nsettings are the least slow that fit, and leave the result as it is; --limit shows more"
-    )
 
 
 def _named(model: str, *, offline: bool, token: str | None) -> "ModelSpec":
@@ -169,19 +148,3 @@ def _named(model: str, *, offline: bool, token: str | None) -> "ModelSpec":
     if typed.said:
         typer.echo(typed.said, err=True)
     return typed.model
-
-
-def cards_table(rows: "list[Card]") -> str:
-    """Return cards as a table."""
-    from planner.report import table
-    from planner.units import format_bytes
-
-    settings = any(row.setting for row in rows)
-    headers = ["gpu", "memory", "method", "peak", "left", "verdict"]
-    cells = [
-        [row.gpu, format_bytes(row.vram_bytes), row.method, format_bytes(row.peak_bytes),
-         format_bytes(row.headroom_bytes), row.verdict]
-        + ([row.setting.settings if row.setting else ""] if settings else [])
-        for row in rows
-    ]  # fmt: skip
-    return table([*headers, *(["settings"] if settings else [])], cells)

@@ -22,7 +22,7 @@ ARGUMENTS = (
     "--disable-component-update",
     "--disable-sync",
 )
-PAGES = ("", "serve", "recommend", "compare", "recording", "explain", "accuracy")
+PAGES = ("", "serve", "recommend", "budget", "compare", "recording", "explain", "accuracy")
 """Every page's address: axe, the phone, the load and the pictures go through this list."""
 START_S = 60
 WORKERS = "1"

@@ -36,6 +36,7 @@ ALLOWED: dict[tuple[str, float], str] = {
     ("dtypes.py", 4.85): "dtype size: llama.cpp Q4_K_M, bits a weight as its README lists them",
     # other tools' defaults
     ("accuracy/sft_recipe.py", 0.05): TOOL + ": litgpt's lora_dropout",
+    ("accuracy/sft_recipe.py", 0.1): TOOL + ": lora_dropout of fms-acceleration's scenarios.yaml",
     ("families/megatron.py", 0.1): TOOL + ": Megatron-LM's hidden_dropout",
     (
         "answers/serving_changes.py",
@@ -85,9 +86,11 @@ ALLOWED: dict[tuple[str, float], str] = {
     ("risk.py", 0.05): "share: the risk that `fits` allows, and each tail of an interval",
     ("verbs/plan.py", 0.05): "share: the default of --risk",
     ("report/text.py", 0.005): "share: what prints as 0%",
+    ("answers/slower.py", 0.005): "share: what prints as 0%",
     ("terms/engine.py", 0.05): "share: the pool's low is its 5%",
     ("terms/engine.py", 0.45): "share: from the pool's 5% to its median",
     ("plan.py", 1.1): "share: the margin of searches, never a verdict",
+    ("speed/budget.py", 24.0): "unit: hours of a day",
     # reading
     ("doctor/candidates.py", 8.0): READING,
     ("doctor/candidates.py", 0.002): READING,

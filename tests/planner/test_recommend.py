@@ -201,15 +201,15 @@ def test_gpus_for_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recommend", "llama-3.1-8b", "--context", "8k", "--limit", "9", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert len(rows) == 9
-    memory = [row["vram_bytes"] for row in rows]
-    assert memory == sorted(memory)
+    usd = [row["spent"]["usd_middle"] for row in rows]
+    assert usd == sorted(usd)
     for row in rows:
         recipe = make_recipe(**row["setting"]["recipe"])
         made = plan(catalogue_model("llama-3.1-8b"), recipe, make_machine(row["gpu"]))
         assert made.fits
         assert made.peak_bytes == row["peak_bytes"]
     assert main(["recommend", "llama-3.1-8b", "--limit", "3"]) == 0
-    assert "the smallest memory first" in capsys.readouterr().out
+    assert "the cheapest first" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -227,6 +227,28 @@ def test_a_mistake_in_the_run_is_said_where_no_card_is_named(capsys) -> None:
     assert main([*line.split(), "--reshard-after-forward", "3"]) == 2
     said = capsys.readouterr()
     assert "reshard_after_forward: 3 does not divide the 8 ranks" in said.err + said.out
+
+
+@pytest.mark.parametrize("card", [["--gpu", "rtx-4090"], []])
+def test_a_context_beyond_the_model_s_own_is_said(
+    card: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["recommend", "phi-3-medium-4k", *card, "--context", "64k"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("phi-3-medium-4k reads 4,096 tokens at most; --context asks for 65,536")
+
+
+@pytest.mark.parametrize("asked", [["--gpu", "rtx-4090"], ["qwen3-0.6b"]])
+def test_an_unknown_framework_is_no_card_without_models(
+    asked: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["recommend", *asked, "--framework", "unsloht"]) == 2
+    assert "did you mean unsloth" in capsys.readouterr().err
+
+
+def test_a_model_too_large_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recommend", "llama-3.1-405b", "--gpu", "rtx-4090"]) == 0
+    assert "llama-3.1-405b fits NVIDIA GeForce RTX 4090" in capsys.readouterr().out
 
 
 def test_a_run_that_cannot_be_helped_is_none() -> None:

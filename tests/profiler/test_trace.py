@@ -1,6 +1,5 @@
 """The trace sees exactly what torch allocates, and follows CUDA where the CPU differs."""
 
-import time
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
