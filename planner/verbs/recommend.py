@@ -63,12 +63,14 @@ def _recommend(
     from planner.answers.cards import cards_for_model
     from planner.machines.machine import make_machine
     from planner.names import TASK_WORDS, word_of
+    from planner.run.framework import pick
     from planner.run.recipe import Task
     from planner.units import parse_count
     from planner.verbs.cards import models_csv, nothing, show_cards_for
     from planner.verbs.outputs import write_text
 
     tokens = parse_count(context, field="context")
+    pick(framework)  # an unknown one is refused here, not model by model
     task = word_of("task", task, [each.value for each in Task], TASK_WORDS)
     spending = spending_for(samples, epochs, price)
     if model is not None and gpu is None and vram is None:
