@@ -42,10 +42,12 @@ def run_demo_ranks(
         document = demo_document(chosen, output=output / f"seed-{seed}", steps=count, seed=seed)
         run, train = parse_run(document, root=Path.cwd())
         result = train_grpo(run, train, root=Path.cwd(), say=silent)
+        if result.stopped_by is not None:
+            raise VramwiseError("the demo was stopped", hint=f"its logs are in {output}")
         one.append([metrics["reward"] for metrics in result.metrics])
     say(f"the same on {nproc} ranks: weights, gradients and states divided by FSDP2")
     several = _on_ranks(chosen, output / f"ranks-{nproc}", count, nproc)
-    if min(map(len, (*one, several))) < count:
+    if len(several) < count:
         raise VramwiseError("the demo was stopped", hint=f"its logs are in {output}")
     found = Comparison(one, several)
     say(found.table(nproc))

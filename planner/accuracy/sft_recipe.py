@@ -129,7 +129,7 @@ def recipe_of(row: Row, model: ModelSpec) -> Recipe:
         values["lora"] = LoraSection(
             rank=row.integer("lora_rank") or _default_rank(row),
             targets=_targets(row, model),
-            dropout=0.05 if "litgpt" in row["framework"].lower() else 0.0,  # its default
+            dropout=_dropout(row),
         )
     return Recipe(**values)
 
@@ -158,6 +158,15 @@ def method_of(row: Row) -> Method:
     if name == "full":
         return Method.FULL
     raise NotCovered(f"method {text[:40]!r} is not a fine-tuning method that the planner knows")
+
+
+def _dropout(row: Row) -> float:
+    """Return LoRA's dropout: what the source's scripts say, which its rows do not repeat."""
+    if row.source == "fms-acceleration":
+        return 0.1  # lora_dropout in every scenario of scripts/benchmarks (876e2ed)
+    framework = row["framework"].lower()
+    # LitGPT's default, and ms-swift's (arguments.py, lora_dropout_p)
+    return 0.05 if "litgpt" in framework or "swift" in framework else 0.0
 
 
 def _default_rank(row: Row) -> int:

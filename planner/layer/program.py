@@ -227,10 +227,11 @@ class Program:
         """Record PEFT's base(x) + B(A(dropout(x))) * scaling; `base` is dropped."""
         s, tape = self.s, self.tape
         rows, columns = module.out_features, module.in_features
-        fused = "lora" in s.fused
+        with_dropout = "qlora" in s.fused and s.quantized
+        fused = with_dropout or ("lora" in s.fused and not s.dropout)
         inside = s.act if s.autocast or fused else s.adapter
         held: list[Value] = []
-        if s.quantized:
+        if s.quantized and not with_dropout:
             base = self.cast(base, base.size)  # PEFT clones what a 4-bit layer returns
         inner = x
         peft_casts = not fused and s.adapter != width and not (s.quantized and s.autocast)
@@ -238,7 +239,10 @@ class Program:
             inner = tape.op((x,), columns * s.adapter, same="cast")
             held.append(inner)  # PEFT's own variable, until its forward returns
         passing: list[Value] = []
-        if s.dropout:
+        if s.dropout and with_dropout:  # one function saves x and what is left of it, no mask
+            inner = tape.op((inner,), inner.size, saves=(inner,))
+            passing.append(inner)
+        elif s.dropout:
             mask = tape.value(columns, needs_grad=False)  # one byte an element
             inner = tape.op((inner,), inner.size, saves=(mask,))
             tape.drop(mask)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from planner.allocator.pool import Chunk
 from planner.layer.events import (
     KeptEvents,
+    LayerEvents,
     forward_events,
     kept_events,
     recomputed_events,
@@ -135,10 +136,6 @@ class Layers:
             return self._backward_kept(grad, grads)
         every = self.r.checkpoint_every if self.r.checkpointing is Checkpointing.EVERY_K else 1
         held = self._frozen_hooks
-        if self.r.switches.reentrant:
-            pick = reentrant_held_events if held else reentrant_events
-        else:
-            pick = recomputed_held_events if held else recomputed_events
         hooked: list[Chunk | None] = []
         order = self.order
         fetched = self._fetch(len(self.inputs) - 1)
@@ -151,16 +148,27 @@ class Layers:
                 grad = self._segment(segment, x, grad, grads)
                 continue
             self._gather(segment[0], backward=True)
-            events = pick(segment[0], self.model.hidden, self.settings)
+            lasting = held and number < len(self.inputs) - 1  # the last output is no layer's input
+            events = self._again(segment[0], held=lasting)
             left = self.player.play(events, self.tokens, {events.x: x, events.grad_out: grad})
             if held:
-                hooked += [grad, left.pop(events.x, None)]
+                hooked.append(left.pop(events.x, None))
+            if lasting:
+                hooked.append(grad)
                 left.pop(events.grad_out, None)
             grad = left.pop(events.grad_in)
             self.player.give(left.pop(events.x, None))
             self._reduce(segment[0], list(left.values()), grads)
         self.player.give(*hooked)
         return grad
+
+    def _again(self, layer: LayerSpec, *, held: bool) -> LayerEvents:
+        """Return a checkpointed layer's backward; `held`: somebody else has its output's gradient."""
+        if self.r.switches.reentrant:
+            pick = reentrant_held_events if held else reentrant_events
+        else:
+            pick = recomputed_held_events if held else recomputed_events
+        return pick(layer, self.model.hidden, self.settings)
 
     def _fetch(self, number: int) -> Chunk | None:
         """Return a checkpoint's input, brought back from the host if it was there."""

@@ -18,7 +18,7 @@ KbitUpcast = Literal["none", "norms", "all"]
 Temperature = Literal["none", "in-place", "copy"]
 TraceStep = Literal["none", "own", "trl", "trl-full", "hf", "hf-full"]
 Mask = Literal["never", "padding", "packed", "always"]
-Kernel = Literal["rmsnorm", "swiglu", "rope", "lora"]
+Kernel = Literal["rmsnorm", "swiglu", "rope", "lora", "qlora"]
 RopeTables = Literal["none", "model", "layers"]
 Warmup = Literal["none", "half", "stored"]
 
@@ -151,7 +151,8 @@ class Switches(Section):
     repeat_kv: frozenset[str] = frozenset()
     """Model types whose keys and values are repeated for every query head before attention."""
     fused: frozenset[Kernel] = frozenset()
-    """Kernels that keep fewer tensors than torch's operations: rmsnorm, swiglu, rope, lora."""
+    """Kernels that keep fewer tensors than torch's operations: rmsnorm, swiglu, rope, lora (without
+    dropout), qlora (adapters of quantised linears, dropout inside: fms-acceleration)."""
     tiled_norms: Flag = False
     """Norms run in the tiles of a tiled MLP."""
     tiles_by_default: Flag = False

@@ -496,8 +496,10 @@ def _checkpointed(
         low = mask + largest(widest.recompute_fetched, tokens).at(tokens) + leaf
         low += one if layers - resident > 1 else 0
     held = r.placement.holds_frozen_inputs and r.checkpointing is Checkpointing.FULL
-    if held:
-        low = work.at(tokens) + 2 * inputs * one
+    if (
+        held
+    ):  # all inputs, and their gradients: `work` has one, and the last layer's is nobody's input
+        low = work.at(tokens) + (inputs + max(0, inputs - 2)) * one
     lowest = [Moment(fixed + segment + low, work.weight_grads, 1)]
     if len(costs) > 1 and not offload and not held:
         below = fixed + segment + mask

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from planner.dtypes import element_bytes
+from planner.errors import UnsupportedError
 from planner.models.spec import ModelSpec
 from planner.run.recipe import Method
 from planner.run.resolved import Resolved
@@ -10,6 +11,9 @@ from planner.terms.counts import adapters, lora_of, rest_width
 from planner.terms.shards import adapter_shard
 from planner.terms.term import Term
 from planner.terms.weights import trained_width
+
+OWN_ADAPTERS = frozenset({"llamafactory", "ms-swift", "megatron", "torchtune", "litgpt"})
+"""Frameworks that do not hand `targets` to PEFT as they are: they list linears, or have LoRA of their own."""
 
 
 def pissa_work(model: ModelSpec, r: Resolved) -> Term:
@@ -42,10 +46,25 @@ class Group(NamedTuple):
     """Bytes of a parameter, and of its gradient unless somebody says otherwise."""
 
 
+def _refuse_expert_dropout(model: ModelSpec, r: Resolved) -> None:
+    """Refuse dropout of adapters on fused experts: PEFT adds their product to the weights.
+
+    peft 0.21 tuners/lora/layer.py, ParamWrapper: "does not work with lora_dropout != 0".
+    """
+    if not r.lora_dropout or r.linear_experts or r.framework.family in OWN_ADAPTERS:
+        return
+    if r.target_parameters or adapters(model, r).experts != (0, 0):
+        raise UnsupportedError(
+            f"lora.dropout: {r.lora_dropout:g}, but PEFT has no dropout for fused experts",
+            hint="0, or leave the experts out of lora.targets and lora.target_parameters",
+        )
+
+
 def lora(model: ModelSpec, r: Resolved) -> Term:
     """Return the adapters' bytes; 0 for full fine-tuning."""
     if r.method is Method.FULL or not r.trains:
         return Term("adapters", 0)
+    _refuse_expert_dropout(model, r)
     counts = adapters(model, r)
     width, whole = element_bytes(r.adapter_dtype), rest_width(r)
     saved, biases = counts.rest.saved_parameters, counts.rest.bias_parameters

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from planner.errors import UsageError
+from planner.errors import UnsupportedError, UsageError
 from planner.families import model_spec_from_config
 from planner.layer.costs import kept_costs, no_grad_costs
 from planner.layer.experts import loads, moe_block
@@ -166,3 +166,21 @@ def test_on_a_card_before_ampere_the_plan_says_what_runs() -> None:
     assert any("grouped_mm starts with compute capability 8.0" in n for n in found.assumptions)
     dense = plan(LLAMA, make_recipe(method="lora", framework="hf-trainer"), make_machine("t4"))
     assert dense.resolved.experts == ""
+
+
+def test_adapters_on_fused_experts_take_no_dropout() -> None:
+    experts = {"targets": "all-linear", "dropout": 0.05}
+    with pytest.raises(UnsupportedError, match=r"lora\.dropout: 0\.05, but PEFT has no dropout"):
+        planned(lora=experts)
+    with pytest.raises(UnsupportedError, match="fused experts"):
+        planned(
+            lora={
+                **experts,
+                "targets": ("q_proj",),
+                "target_parameters": ("mlp.experts.down_proj",),
+            }
+        )
+    assert planned(lora={**experts, "targets": "attention"}).peak_bytes
+    assert planned(lora=experts, framework="ms-swift").peak_bytes  # lists linears itself
+    # before transformers 5 each expert was a list of linears
+    assert planned(lora=experts, framework="peft-loop==4.49").peak_bytes

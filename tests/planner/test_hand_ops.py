@@ -216,6 +216,17 @@ def test_lora_on_a_quantised_base() -> None:
 def test_a_fused_lora_computes_in_16_bit() -> None:
     # fp32 factors, x as it is
     assert lora(fused=frozenset({"lora"})).kept == 144
+    # Unsloth leaves adapters with dropout to PEFT
+    assert lora(fused=frozenset({"lora"}), dropout=True) == lora(dropout=True)
+
+
+def test_a_fused_quantised_lora_saves_x_and_what_dropout_left() -> None:
+    # x 128, base 64, dropped out 128 without a mask, A's 16, B's 64, scaled 64; both 128 and A's 16 are kept
+    fused = {"fused": frozenset({"qlora"}), "autocast": True}
+    assert lora(quantized=True, dropout=True, **fused).forward == 464
+    assert lora(quantized=True, dropout=True, **fused).kept == 272
+    # a 16-bit base is PEFT's
+    assert lora(dropout=True, **fused) == lora(dropout=True, autocast=True)
 
 
 Q, K, OUT, LSE = 128, 64, 128, 16

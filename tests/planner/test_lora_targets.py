@@ -152,6 +152,8 @@ def test_dora_on_fused_experts_is_refused_as_peft_does(kind: str) -> None:
         lora_counts(spec_of(kind), rank=4, dora=True)
     with pytest.raises(ValueError, match="use_dora"):
         ask_peft(kind, "all-linear", use_dora=True)
+    with pytest.raises(ValueError, match="lora_dropout"):  # planner/terms/adapters.py refuses it
+        ask_peft(kind, "all-linear", lora_dropout=0.05)
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_moe"])

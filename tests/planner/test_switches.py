@@ -77,7 +77,7 @@ def test_every_switch_is_described(name: str) -> None:
         ({"reentrant": "yes"}, "reentrant: 'yes' is not allowed", "valid boolean"),
         ({"saved_input": "2"}, "saved_input: '2' is not allowed", "valid integer"),
         ({"saved_input": 16}, "saved_input: 16 is not allowed", "less than or equal to 8"),
-        ({"fused": ["rmsnorn"]}, "rmsnorn", "'rmsnorm', 'swiglu', 'rope' or 'lora'"),
+        ({"fused": ["rmsnorn"]}, "rmsnorn", "'rmsnorm', 'swiglu', 'rope', 'lora' or 'qlora'"),
         ({"transformers": "4.x"}, "transformers: '4.x' is not allowed", "pattern"),
     ],
 )

@@ -59,4 +59,4 @@ def test_two_ranks_learn_as_one_does(tmp_path):
         output=tmp_path / "demo", steps=40, model="small", nproc=2, say=lambda text: None
     )
     assert report["within"], report
-    assert report["equal_steps"] >= 20, report
+    assert report["ranks"][:5] == pytest.approx(report["one_rank"][0][:5], abs=1e-6)

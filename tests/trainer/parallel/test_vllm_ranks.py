@@ -2,6 +2,7 @@
 
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,7 +36,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("ranks")]
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [30, 40, 50, 60, 70]]
 GREEDY = SamplingSettings(num_generations=1, max_new_tokens=12, temperature=0.0, seed=3)
-
+SAMPLED = replace(GREEDY, temperature=1.0, num_generations=2)
 
 VOCABULARY, HIDDEN, MLP, LAYERS = 500, 128, 192, 3
 LAYER = 2 * HIDDEN**2 + 2 * HIDDEN * 64 + 3 * HIDDEN * MLP + 2 * HIDDEN + HIDDEN + 2 * 64
@@ -127,12 +128,16 @@ def pushed_twice(ranks, folder, method, degree):
 
 
 def answers(engine, ranks):
-    """Return tokens and log-probabilities of every prompt, whichever rank has asked it."""
+    """Return tokens and log-probabilities of every prompt, whichever rank has asked it; greedy, and sampled."""
     own = ranks.share(range(len(PROMPTS)))
-    made = engine.generate([PROMPTS[index] for index in own], GREEDY)
-    mine = {own[each.prompt_index]: (each.token_ids, each.logprobs) for each in made}
-    every = {key: value for part in ranks.gather_objects(mine) for key, value in part.items()}
-    return [every[index] for index in range(len(PROMPTS))]
+    found = []
+    for settings in (GREEDY, SAMPLED):
+        asked = replace(settings, numbers=tuple(own))
+        made = engine.generate([PROMPTS[index] for index in own], asked)
+        mine = [(own[each.prompt_index], (each.token_ids, each.logprobs)) for each in made]
+        every = [pair for part in ranks.gather_objects(mine) for pair in part]
+        found += [answer for _, answer in sorted(every, key=lambda pair: pair[0])]
+    return found
 
 
 def born_in_a_push(engine, policy):
