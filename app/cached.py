@@ -87,9 +87,9 @@ def layouts(run: Run, *, fitting: int) -> list[Tried]:
     return found
 
 
-def cards(run: Run, context: int, kinds: tuple[str, ...]) -> list[Card]:
-    """Return the GPUs of some kinds that take a run's model, the smallest first."""
-    found: list[Card] = ask(finder.cards, run, context, kinds, kind=workers.LONG)
+def cards(run: Run, context: int, kinds: tuple[str, ...], limit: int | None) -> list[Card]:
+    """Return the GPUs of some kinds that take a run's model, the cheapest first."""
+    found: list[Card] = ask(finder.cards, run, context, kinds, limit, kind=workers.LONG)
     return found
 
 

@@ -64,6 +64,7 @@ def themed(spec: Spec) -> Spec:
         "rule": {"color": ink},
         "bar": {"stroke": paper, "strokeWidth": 0.8},
         "rect": {"stroke": paper, "strokeWidth": 0.8},
-        "legend": {"symbolStrokeWidth": 0},
+        "legend": {"symbolStrokeWidth": 0, "labelColor": ink},
+        "axis": {"labelColor": ink, "titleColor": ink},
     }
     return {**spec, "config": config}

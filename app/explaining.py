@@ -94,7 +94,7 @@ def known_model(name: str) -> str | None:
 def show(found: Diagnosis) -> None:
     """Show every failure, the first cause first, and the whole report as text."""
     for note in found.notes:
-        st.caption(escape(note))
+        st.caption(_said(note))
     serving = serving_report(found.scan.vllm, found.context)
     if serving is not None:
         section("The server's memory")
@@ -106,6 +106,11 @@ def show(found: Diagnosis) -> None:
         st.code(diagnosis_text(found), language=None, wrap_lines=True)
 
 
+def _said(text: str) -> str:
+    """Return a sentence of the doctor's as it stands on the page."""
+    return escape(_OURS.sub(r"\1", text))
+
+
 def _failure(number: int, failure: Failure, *, many: bool) -> None:
     lead, *others = failure.causes
     with st.container(border=True):
@@ -114,8 +119,7 @@ def _failure(number: int, failure: Failure, *, many: bool) -> None:
         colour = CERTAINTY.get(lead.certainty.value, "gray")
         section(lead.title)
         st.badge(lead.certainty.value, color=colour)  # type: ignore[arg-type]
-        said = _OURS.sub(r"\1", lead.explanation)
-        st.markdown(escape(said[:1].upper() + said[1:]))
+        st.markdown(_said(lead.explanation[:1].upper() + lead.explanation[1:]))
         if lead.formula:
             st.code(lead.formula, language=None, wrap_lines=True)
         for cause in [other for other in others if other.certainty != "unknown"][:2]:
@@ -138,13 +142,13 @@ def _fixes(failure: Failure) -> None:
     if failure.advice.fixes:
         section("What to change")
         lines = [
-            f"{index}. {escape(fix.change)}"
+            f"{index}. {_said(fix.change)}"
             + (f" **saves {format_bytes(fix.saved_bytes)}**" if fix.saved_bytes else "")
             for index, fix in enumerate(failure.advice.fixes, 1)
         ]
         st.markdown("\n".join(lines))
     for warning in failure.advice.warnings:
-        st.warning(escape(f"Not: {warning}"), icon=":material/block:")
+        st.warning(_said(f"Not: {warning}"), icon=":material/block:")
     if failure.planned is not None:
         st.caption(escape(failure.planned.sentence()))
 

@@ -68,7 +68,7 @@ def tokens_label(tokens: int) -> str:
     return f"{tokens // 1024}K" if tokens >= 1024 else str(tokens)
 
 
-def cards(sent: Sent, context: int, kinds: tuple[str, ...]) -> list[Card]:
+def cards(sent: Sent, context: int, kinds: tuple[str, ...], limit: int | None) -> list[Card]:
     """Return the GPUs that take a run's model for its task, with settings that fit; the job of a worker."""
     run = received(sent)
     return cards_for_model(
@@ -80,6 +80,7 @@ def cards(sent: Sent, context: int, kinds: tuple[str, ...]) -> list[Card]:
         nodes=run.section.nodes,
         host_ram=run.section.host_ram,
         kinds=kinds,
+        limit=limit,
     )
 
 

@@ -22,8 +22,8 @@ from planner.units import format_bytes
 MODELS, GPUS = "models for my GPU", "GPUs for my model"
 FEW, MANY = 16, 80
 """Rows shown first, and at most."""
-FEW_CARDS = 24
-"""GPUs drawn first: the table has all of them."""
+FEW_CARDS = 48
+"""Pairs of a GPU and a method shown first, the smallest GPUs."""
 LEAST = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
@@ -201,8 +201,9 @@ def gpus() -> None:
     """Show which GPUs take a model, by method, with settings that fit."""
     run = inputs.run_from_state()
     tokens, kinds = int(state("context") or 2048), tuple(st.session_state["kinds"])
+    most = None if st.session_state.get("all_cards") else FEW_CARDS
     with st.spinner("Planning for every GPU ..."):
-        found = cached.cards(run, tokens, kinds) if kinds else []
+        found = cached.cards(run, tokens, kinds, most) if kinds else []
     times = f"{run.machine.num_gpus} x " if run.machine.num_gpus > 1 else ""
     if not found:
         st.info(
@@ -211,9 +212,10 @@ def gpus() -> None:
         )
         return
     cards = list(dict.fromkeys(card.gpu for card in found))
+    first = "The first " if len(found) == most else ""
     each = f", {run.machine.num_gpus} of each," if times else ""
     st.markdown(
-        f"**{len(cards)} kinds of GPU**{each} take **{escape(run.model.name)}** at {tokens:,} tokens "
+        f"{first}**{len(cards)} kinds of GPU**{each} take **{escape(run.model.name)}** at {tokens:,} tokens "
         f"for **{state('task')}**. Colour and number: the memory that is left. "
         f"Click a cell, or a row of the table, to open it in *{_opens()}*."
     )
@@ -222,14 +224,10 @@ def gpus() -> None:
     )
     rows = finder.card_rows(found)
     st.session_state["gpu_rows"] = found
-    shown = cards if st.session_state.get("all_cards") else cards[:FEW_CARDS]
-    if len(cards) > FEW_CARDS:
-        st.toggle(f"Draw all {len(cards)} GPUs", key="all_cards")
-    drawn = [row for row in rows if row["gpu"] in set(shown)]
+    if most is None or len(found) == most:
+        st.toggle("Show all of them", key="all_cards")
     draw(
-        maps.card_map(
-            drawn, gpus=shown, columns=list(dict.fromkeys(row["method"] for row in rows))
-        ),
+        maps.card_map(rows, gpus=cards, columns=list(dict.fromkeys(row["method"] for row in rows))),
         key="gpu_heat",
         on_select=_open_gpu_cell,
         alt=f"Which GPUs take {run.model.name}; the table below has the same.",

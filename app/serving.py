@@ -14,6 +14,7 @@ from planner.answers.serving_changes import Rescue
 from planner.exporters import export_run
 from planner.plan import Plan
 from planner.report.serving import headline
+from planner.run.engine_choices import DEFAULT_LORA_RANK
 from planner.run.framework import pick
 from planner.run.recipe import MAX_TOKENS
 from planner.units import format_bytes
@@ -57,12 +58,13 @@ def defaults() -> dict[str, Any]:
     law = pick(FIXED["framework"]).engine
     return {
         "engine.gpu_memory_utilization": f"{law.utilization:g}",
-        "engine.kv_dtype": "as the weights",
-        "quantization": "the checkpoint's",
+        "engine.kv_dtype": "auto",
+        "quantization": "as stored",
         "engine.cuda_graphs": True,
         "engine.max_num_seqs": "by the card",
         "engine.max_num_batched_tokens": "by the card",
         "engine.max_loras": "none",
+        "engine.max_lora_rank": DEFAULT_LORA_RANK,
         "prompt_length": "all of it",
         "completion_length": "none",
     }

@@ -262,7 +262,7 @@ def _import(raw: str, path: Path | None, context: Context) -> Imported:
     if path is not None and path.suffix == ".ipynb":
         raise UsageError(f"config: {path.name} is not a notebook: it is not JSON")
     shell = path is not None and path.suffix.lower() in _SHELL
-    if manifests.is_manifest(text) and not shell:
+    if manifests.is_manifest(text) and not shell and not _is_shell(text):
         return _from_manifest(text, context)
     document = _mapping_or_none(text)
     if document is not None:

@@ -216,12 +216,31 @@ def _submitted(found: Started) -> Started | None:
     return inside
 
 
+_IDLE = (
+    "echo",
+    "sleep",
+    "wait",
+    "cd",
+    "ls",
+    "rm",
+    "cp",
+    "mkdir",
+    "cat",
+    "tail",
+    "date",
+    "exit",
+    "true",
+)
+"""Commands that start no run, before or after the one of bash -c "..."."""
+
+
 def _inner(words: list[str]) -> list[str]:
     """Return the command of bash -c "...", the last one where there are several."""
     for index, word in enumerate(words[1:-1], 1):
         if word in ("-c", "-lc", "-ec", "-xc"):
             commands = parse_shell(words[index + 1]).commands
-            return commands[-1] if commands else []
+            working = [each for each in commands if each[0] not in _IDLE]
+            return (working or commands or [[]])[-1]
     return []
 
 
@@ -234,6 +253,7 @@ def _flags_off(found: Started, words: list[str]) -> list[str]:
             return words[index + 1 :]
         if not re.match(r"^--?[A-Za-z]", word):
             break
+        word = re.sub(r"^(-[A-Za-z])(?=\d+$)", r"\1=", word)  # srun -N1
         key, equals, value = word.lstrip("-").partition("=")
         index += 1
         if key in ("m", "module"):

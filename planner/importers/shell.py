@@ -18,7 +18,7 @@ _ARRAY = re.compile(
 )
 """An array: over several lines up to a bracket on a line of its own, so that its words may have brackets."""
 _ECHOED = re.compile(r"\$\([^()]*\|\|\s*echo (\w+)\s*\)")
-_VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?:(:?[-=+])([^{}]*))?\}|\$([A-Za-z_]\w*)")
+_VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*|\d)(?:(:?[-=+])([^{}]*))?\}|\$([A-Za-z_]\w*)")
 _UNSET_INSIDE = re.compile(r"\$\{([A-Za-z_]\w*)\}(?=[^{}\s]*\})")
 _ARRAY_USE = re.compile(r"\"?\$\{([A-Za-z_]\w*)\[[@*]\]\}\"?")
 _INNER = re.compile(r"\$\([^()]*\)")
@@ -78,7 +78,7 @@ def parse_shell(text: str) -> Script:
             r"^(?:if|then|else|fi|for|do|done|case|esac|set|function|\}|\{)\b|^[{}]$", line
         ):
             continue
-        line = _INNER.sub(lambda inner: inner.group().translate(_HIDDEN), line)
+        line = _INNER.sub(lambda inner: inner.group().translate(_HIDDEN), _quotes_hidden(line))
         for part in re.split(r"\s*(?:&&|\|\||;(?!;)|(?<!\|)\|(?!\|))\s*", line):
             _statement(script, part.strip().translate(_SHOWN), arrays)
     return script
@@ -213,6 +213,24 @@ def _chosen_arm(body: list[str]) -> list[str]:
     ]
     default = [arm for pattern, arm in arms if pattern in ("*", '""')]
     return [line for line in (wanted or default or [[]])[0] if line != ";;"]
+
+
+def _quotes_hidden(line: str) -> str:
+    """Return a line whose operators inside quotes are hidden: they belong to another shell (bash -c "a && b")."""
+    if not re.search("[|&;]", line) or not _closed(line):
+        return line
+    out, quote, escaped = [], "", False
+    for char in line:
+        out.append(char.translate(_HIDDEN) if quote else char)
+        if escaped:
+            escaped = False
+        elif char == "\\" and quote != "'":
+            escaped = True
+        elif quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+    return "".join(out)
 
 
 def _uncommented(line: str) -> str:

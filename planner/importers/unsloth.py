@@ -42,6 +42,7 @@ def read(calls: Calls, *, version: str | None = None) -> Imported:
     if given is None:
         settings.defaulted("dtype", "bf16 (fp16 on a T4)")
     recipe["mixed_precision"] = "bf16" if recipe["dtype"] != "fp16" else "fp16"
+    settings.raw("args.bf16", "args.fp16")
     length = settings.count("load.max_seq_length", to="context", default=2048) or 2048
     generations = _batch(settings, recipe, task, length)
     checkpointing = settings.raw(

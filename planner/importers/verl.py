@@ -157,11 +157,14 @@ def _degrees(settings: Settings, recipe: dict[str, Any], gpus: int, megatron: bo
 
 
 def _lora(settings: Settings) -> dict[str, Any]:
-    rank = settings.count(f"{_M}lora_rank", to="lora.rank")
+    rank = settings.count(f"{_M}lora_rank", f"{_M}lora.rank", to="lora.rank")
     if rank is None:  # 0, the default, is full fine-tuning
         settings.defaulted("method", "full (lora_rank 0)")
         return {}
-    named = settings.raw(f"{_M}target_modules", to="lora.targets", default="all-linear")
+    named = settings.raw(
+        f"{_M}target_modules", f"{_M}lora.target_modules", to="lora.targets", default="all-linear"
+    )
+    settings.quiet(f"={_M}lora.")
     return {"rank": rank, "targets": words.lora_targets(named)}
 
 
@@ -206,6 +209,10 @@ def _fixed_batch(settings: Settings, gpus: int) -> int | None:
 def _model_switches(settings: Settings, recipe: dict[str, Any]) -> None:
     on = settings.flag(f"{_M}enable_gradient_checkpointing", to="checkpointing", default=True)
     offload = settings.flag(f"{_M}enable_activation_offload", to="checkpointing")
+    inner = f"{_A}megatron.override_transformer_config.recompute"
+    if again := settings.raw(f"{inner}_granularity", to="checkpointing"):  # Megatron's own word
+        on = str(again) == "full"
+    settings.raw(f"{inner}_method", f"{inner}_num_layers", f"{inner}_modules")
     recipe["checkpointing"] = (
         Checkpointing.OFFLOAD
         if offload and on
@@ -307,6 +314,14 @@ def _drop_rest(settings: Settings) -> None:
         f"{_R}enable_",
         f"{_F}log_prob",
         "=actor_rollout_ref.hybrid_engine",
+        f"={_A}megatron.grad_offload",
+        f"={_A}use_torch_compile",
+        f"={_A}fsdp_config.use_orig_params",
+        f"={_A}ppo_max_token_len_per_gpu",
+        f"={_R}max_model_len",
+        f"={_R}async_engine",
+        f"={_F}strategy",
+        "=data.image_key",
         "=use_remove_padding",
     )
     settings.quiet(*prefixes)

@@ -6,7 +6,7 @@ from typing import Any
 
 from planner.importers.names import quantization_in_name
 from planner.importers.settings import Imported, Settings, as_int
-from planner.importers.shell import Script, flags
+from planner.importers.shell import Script, flags, parse_shell
 from planner.run.recipe import EngineKind, Method, Sharding, Task
 
 VERSION = "0.32"
@@ -32,6 +32,11 @@ _SHORT = {
 def read_script(script: Script, *, version: str | None = None) -> Imported | None:
     """Return the run of the first vLLM server command, or None."""
     for command in script.commands:
+        shell = next(
+            (i for i, word in enumerate(command[:-1]) if re.match(r"-[lex]*c$", word)), None
+        )
+        if shell is not None and "vllm" in command[shell + 1]:  # bash -c "...", docker's too
+            return read_script(parse_shell(command[shell + 1]), version=version)
         if (values := _command(command)) is not None:
             return read(values, version=version)
     return None

@@ -62,8 +62,8 @@ def communicators(machine: Machine, ranks: int) -> Measured:
     return constant("communicators_nvlink_bytes" if linked else "communicators_pcie_bytes")
 
 
-def graphs(*, piecewise: bool, quantized: bool, pieces: int) -> Measured:
-    """Return what `pieces` captured layers or pieces hold."""
-    if piecewise:
-        return constant("graph_piece_bytes").times(pieces)
+def graphs(*, piece: str, quantized: bool, pieces: int) -> Measured:
+    """Return what `pieces` captured layers, or pieces of the constant `piece` names, hold."""
+    if piece:
+        return constant(piece).times(pieces)
     return constant("graph_quantized_bytes" if quantized else "graph_bytes").times(pieces)

@@ -92,6 +92,10 @@ class EngineLaw(Section):
     """0 = none."""
     graph_step_above: Number = 256
     """Sizes go by 8 up to here, by 16 above; 0 = by 8 throughout."""
+    graph_piece: str = "graph_piece_bytes"
+    """The constant of data/calibration/vllm.json that says what a captured piece holds."""
+    graph_estimate: str = "graph_piece_estimate_bytes"
+    """The one that says what the start-up takes it for, where the budget holds the graphs."""
     piecewise: Flag = True
     """One graph a piece between attentions and size, not one a size."""
 

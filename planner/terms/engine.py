@@ -148,15 +148,19 @@ def capture_sizes(r: Resolved) -> tuple[int, ...]:
     return (*(size for size in (1, 2, 4) if size <= most), *by_eight, *by_sixteen)
 
 
-def captured(model: ModelSpec, r: Resolved) -> Measured:
-    """Return what captured CUDA graphs hold: one pool of the largest, and every graph's own nodes."""
+def captured(model: ModelSpec, r: Resolved, *, estimated: bool = False) -> Measured:
+    """Return what captured CUDA graphs hold: one pool of the largest, and every graph's own nodes.
+
+    `estimated`: what a release that counts them in its budget takes them for.
+    """
     sizes = capture_sizes(r)
     if not sizes:
         return FREE
     law, layers = r.framework.engine, -(-model.num_layers // r.pipeline_parallel)
     pieces = (layers + 1) * len(sizes) if law.piecewise else layers * len(sizes)
     quantized = r.quantization in ("nf4", "fp4")
-    nodes = graphs(piecewise=law.piecewise, quantized=quantized, pieces=pieces)
+    piece = (law.graph_estimate if estimated else law.graph_piece) if law.piecewise else ""
+    nodes = graphs(piece=piece, quantized=quantized, pieces=pieces)
     shared = int(2 * sizes[-1] * widest_layer(model, r))
     return Measured(*(size + shared for size in nodes))
 
@@ -223,7 +227,8 @@ def engine_costs(model: ModelSpec, r: Resolved, machine: Machine, weights: int) 
     outside, drawn = outside_torch(r, machine), captured(model, r)
     each = kv_sequence_bytes(model, r)
     law = r.framework.engine
-    fixed = slots + outside.typical + (drawn.typical if law.graphs_in_budget else 0)
+    counted = captured(model, r, estimated=True) if law.graphs_in_budget else FREE
+    fixed = slots + outside.typical + counted.typical
     pool, how = _pool(r, machine, (copy or weights) + fixed + step.peak, each)
     problem = ""
     if pool < each:
@@ -247,7 +252,7 @@ def engine_costs(model: ModelSpec, r: Resolved, machine: Machine, weights: int) 
         (copy, slots, outside.typical, drawn.typical, step.peak, _words(step)),
         f"vLLM start-up profile, {r.framework.title}: planner/terms/vllm_profile.py",
     )
-    figures = _figures(model, r, machine, step, outside, drawn, pool, how)
+    figures = _figures(model, r, machine, step, outside, drawn, counted, pool, how)
     resident = _resident(r, copy, held, pool)
     woken = resident
     if r.sleep_level:
@@ -278,12 +283,12 @@ def _figures(
     step: Profile,
     outside: Measured,
     drawn: Measured,
+    inside: Measured,
     pool: int,
     how: str,
 ) -> Serving:
     law, space = r.framework.engine, workspace(machine, trains=False).bytes
     loaded = vllm_weights(model, r)
-    inside = drawn if law.graphs_in_budget else FREE
     # what the parts may take more or less moves the pool by as much
     either = int(spread("weights") * loaded.total + spread("activation_peak") * step.peak)
     more = outside.high - outside.typical + inside.high - inside.typical + either

@@ -1,5 +1,8 @@
 """Verb recommend: models for a GPU, or GPUs for a model."""
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -63,12 +66,14 @@ def _recommend(
     from planner.answers.cards import cards_for_model
     from planner.machines.machine import make_machine
     from planner.names import TASK_WORDS, word_of
+    from planner.run.framework import pick
     from planner.run.recipe import Task
     from planner.units import parse_count
     from planner.verbs.cards import models_csv, nothing, show_cards_for
     from planner.verbs.outputs import write_text
 
     tokens = parse_count(context, field="context")
+    pick(framework)  # an unknown one is refused here, not model by model
     task = word_of("task", task, [each.value for each in Task], TASK_WORDS)
     spending = spending_for(samples, epochs, price)
     if model is not None and gpu is None and vram is None:
@@ -82,10 +87,11 @@ def _recommend(
 
     machine = make_machine(gpu, gpus=gpus, nodes=nodes, vram=vram, host_ram=host_ram)
     only = _named(model, offline=offline, token=token) if model is not None else None
-    rows = recommend(
-        machine, task=task, least_context=tokens, framework=framework, limit=limit, only=only,
-        spending=spending,
-    )  # fmt: skip
+    with _seldom_collected():
+        rows = recommend(
+            machine, task=task, least_context=tokens, framework=framework, limit=limit, only=only,
+            spending=spending,
+        )  # fmt: skip
     if csv is not None and write_text(models_csv(rows), csv, kind="csv"):
         return
     if as_json:
@@ -104,6 +110,17 @@ def _recommend(
         show(nothing(only, machine.label, tokens))
         return
     _print_models(rows, machine.label, machine.num_gpus > 1, tokens, limit)
+
+
+@contextmanager
+def _seldom_collected() -> Iterator[None]:
+    """Look for cycles less often: the blocks of a replay are many, linked both ways and soon gone."""
+    before = gc.get_threshold()
+    gc.set_threshold(50_000, 20, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _print_models(

@@ -18,7 +18,13 @@ from planner.plan import Plan
 from planner.quant.schemes import chosen
 from planner.quant.table import tensors
 from planner.run.resolved import Resolved
-from planner.terms.engine import capture_sizes, engine_costs, kv_sequence_bytes, outside_torch
+from planner.terms.engine import (
+    capture_sizes,
+    captured,
+    engine_costs,
+    kv_sequence_bytes,
+    outside_torch,
+)
 from planner.terms.vllm_blocks import VllmKv
 from planner.terms.vllm_profile import layer_width, profile
 from planner.terms.vllm_weights import vllm_weights
@@ -278,7 +284,9 @@ def test_a_budget_with_the_context_and_graphs() -> None:
     assert outside_torch(r, machine) == (context - most, context, context + most)
     found = serving(gpu_memory_utilization=0.5, cuda_graphs=True).serving
     assert found is not None
-    graphs = found.graphs
+    engine = {"max_num_seqs": 4, "max_num_batched_tokens": 512, "gpu_memory_utilization": 0.5}
+    drawing = choices(task="serve", framework="vllm", engine={**engine, "cuda_graphs": True})
+    graphs = captured(LLAMA, drawing, estimated=True)
     assert graphs.low < graphs.typical < graphs.high
     rotary, step = 4_096 * 16 * 2, 512 * 576 * 2
     either = int(WEIGHTS_SPREAD * (COPY + rotary) + PEAK_SPREAD * step)

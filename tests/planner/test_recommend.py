@@ -238,6 +238,14 @@ def test_a_context_beyond_the_model_s_own_is_said(
     assert out.startswith("phi-3-medium-4k reads 4,096 tokens at most; --context asks for 65,536")
 
 
+@pytest.mark.parametrize("asked", [["--gpu", "rtx-4090"], ["qwen3-0.6b"]])
+def test_an_unknown_framework_is_no_card_without_models(
+    asked: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["recommend", *asked, "--framework", "unsloht"]) == 2
+    assert "did you mean unsloth" in capsys.readouterr().err
+
+
 def test_a_model_too_large_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recommend", "llama-3.1-405b", "--gpu", "rtx-4090"]) == 0
     assert "llama-3.1-405b fits NVIDIA GeForce RTX 4090" in capsys.readouterr().out

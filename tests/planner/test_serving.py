@@ -153,7 +153,7 @@ def test_what_is_offered_starts_as_it_is_typed(
 
 def test_gpus_that_are_there_are_offered_first() -> None:
     view, _ = served("llama-3.1-70b", context=8192, machine=make_machine("h100-sxm", gpus=8))
-    assert view.changes[0].words == "--tensor-parallel-size 4"
+    assert view.changes[0].words == "--tensor-parallel-size 2"
     assert view.changes[0].gpus <= 8
 
 

@@ -322,9 +322,11 @@ def test_captured_sizes():
 def test_graphs_by_pieces_and_their_pool():
     model = model_spec_from_config(DENSE)
     one = resolved(model, framework="vllm==0.10.2", engine={"max_num_seqs": 10})
-    # five sizes x (two layers and what comes before and after) x 0.6 MiB, and 16 tokens' buffers
+    # five sizes x (two layers and what comes before and after) x 0.33 MiB, and 16 tokens' buffers
     pool = 2 * 16 * (64 + 2 * H + 3 * INNER)
-    assert captured(model, one).typical == 15 * 629146 + pool
+    assert captured(model, one).typical == 15 * 346030 + pool
+    early = resolved(model, framework="vllm==0.8.5", engine={"max_num_seqs": 10})
+    assert captured(model, early).typical > 2 * captured(model, one).typical
     old = resolved(model, framework="vllm==0.7.3", engine={"max_num_seqs": 8})
     assert captured(model, old).typical == 4 * LAYERS * 346030 + 2 * 8 * (3 * H + 3 * INNER)
     # Qwen3-4B on a T4, 160 sequences (F0075): 0.34 GiB
@@ -344,8 +346,28 @@ def test_graphs_are_in_the_budget_since_0_21():
         eager = served("llama-3.1-8b", h100, f"vllm=={version}", 8192, cuda_graphs=False)
         drawn = served("llama-3.1-8b", h100, f"vllm=={version}", 8192)
         taken = eager.kv.typical - drawn.kv.typical
-        assert drawn.graphs.typical > 0.5 * GiB
-        assert taken == (drawn.graphs.typical if inside else 0)
+        assert drawn.graphs.typical > 0.3 * GiB
+        if inside:  # the estimate, of which the capture needs less than half (F0629 to F0638)
+            assert 1.8 * drawn.graphs.typical < taken < 2.5 * drawn.graphs.typical
+        else:
+            assert taken == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "framework", "sequences", "logged_gib"),
+    [
+        ("llama-3.1-8b", "vllm==0.15.0", 256, 0.55),  # F0568
+        ("qwen2.5-7b", "vllm==0.8.4", 256, 1.44),  # F0543
+        ("qwen3-8b", "vllm==0.9.1", 256, 2.24),  # F0524
+        ("qwen3-32b", "vllm==0.8.3", 256, 3.17),  # F0404
+    ],
+)
+def test_graphs_of_the_logs(name: str, framework: str, sequences: int, logged_gib: float):
+    model = catalogue_model(name)
+    engine = {"max_num_seqs": sequences}
+    found = captured(model, resolved(model, framework=framework, engine=engine))
+    assert found.low < logged_gib * GiB < found.high * 1.05
+    assert found.typical == pytest.approx(logged_gib * GiB, rel=0.25)
 
 
 def test_what_is_outside_torch():

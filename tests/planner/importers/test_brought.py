@@ -140,3 +140,71 @@ def test_a_models_special_token_is_no_secret() -> None:
     found = import_config(text, tool="trl")
     assert not found.report.not_understood
     assert "abcd1234" not in str(found.to_dict())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'srun -N1 bash -c "cd /w && torchrun --nproc_per_node 4 {run} && echo done"',
+        "docker run --gpus all --entrypoint bash some/image -c 'pip install x; torchrun --nproc_per_node 4 {run}'",
+        "N=${{2:-4}}\ntorchrun --nproc_per_node $N {run}",
+    ],
+)
+def test_a_command_in_a_shells_quotes(line: str) -> None:
+    run = "src/train.py --stage sft --finetuning_type full --model_name_or_path Qwen/Qwen3-8B --cutoff_len 2048"
+    found = import_config(line.format(run=run))
+    assert (found.tool, found.run.machine.gpus) == ("llamafactory", 4)
+    assert found.run.recipe.context == 2048
+
+
+def test_a_server_in_a_shells_quotes() -> None:
+    line = "docker run --entrypoint bash vllm/vllm-openai:v0.10.0 -c 'pip install x; vllm serve Qwen/Qwen3-8B -tp 2'"
+    found = import_config(line)
+    assert (found.run.model, found.version) == ("Qwen/Qwen3-8B", "0.10.0")
+    assert found.run.recipe.engine.tensor_parallel == 2
+
+
+def test_verl_adapters_and_recomputation_by_their_newer_keys() -> None:
+    line = (
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=Qwen/Qwen3-8B "
+        "actor_rollout_ref.model.lora.rank=32 actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 "
+        "actor_rollout_ref.model.enable_gradient_checkpointing=False "
+        "+actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity=full"
+    )
+    recipe = import_config(line).run.recipe
+    assert (recipe.method, recipe.lora.rank, recipe.checkpointing) == ("lora", 32, "full")
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("huggyllama/llama-65b", 65_285_660_672),
+        ("baichuan-inc/Baichuan2-13B-Chat", 13_896_668_160),
+        ("LiquidAI/LFM2-350M", 354_483_968),
+        ("mistralai/Mistral-Large-Instruct-2407", 122_610_069_504),
+        ("Qwen/Qwen1.5-MoE-A2.7B-Chat", 14_315_784_192),
+    ],
+)
+def test_models_that_the_catalogue_lacks(name: str, parameters: int) -> None:
+    found = resolve_model(name)
+    assert found is not None
+    assert found.parameters == parameters
+
+
+def test_a_model_that_is_no_name() -> None:
+    rows = "\n".join(
+        f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]" for old, new in ("ab", "bc", "cd")
+    )
+    text = f'a: &a ["x", "x"]\n{rows}\nstage: sft\nfinetuning_type: lora\nmodel_name_or_path: *d\n'
+    with pytest.raises(UsageError, match="is not a name") as caught:
+        import_config(text)
+    assert len(caught.value.message) < 200
+
+
+def test_sglangs_largest_graph_is_read() -> None:
+    found = import_config(
+        "python -m sglang.launch_server --model-path Qwen/Qwen3-8B --chunked-prefill-size 4096 --cuda-graph-max-bs 64"
+    )
+    assert found.run.recipe.engine.max_num_batched_tokens == 4096
+    assert not found.report.not_understood
+    assert any("up to 64 sequences" in sentence for sentence in found.report.effects)
