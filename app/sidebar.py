@@ -1,9 +1,11 @@
 """The sidebar of "Will it fit?": model, machine, run and knobs, in the order people think of them."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import streamlit as st
+from streamlit.errors import StreamlitAPIException
 
 from app import inputs, knobs, runs, uploads
 from app.inputs import state
@@ -58,6 +60,7 @@ def machine_widgets() -> None:
     )  # fmt: skip
     inputs.gpu_to_address()
     if state("gpu") == OWN_SIZE:
+        _into_link("vram")
         st.number_input(
             "Memory torch sees (GiB)", 0.1, MAX_GIB, 24.0, 1.0, key="vram", bind="query-params",
             help="What torch.cuda.mem_get_info() says: 0.2 to 1.2 GiB less than on the box.",
@@ -69,6 +72,7 @@ def machine_widgets() -> None:
         placeholder="not judged",
     )  # fmt: skip
     if int(state("gpus") or 1) > 1:
+        _into_link("nodes")
         st.number_input(
             "Nodes", 1, MAX_GPUS, None, 1, key="nodes", bind="query-params",
             placeholder="as few as hold eight each", help="Hosts that the GPUs are in.",
@@ -110,7 +114,17 @@ def show() -> None:
     more = st.expander("More settings", key="more", on_change="rerun")
     if more.open or _more_is_set():  # thirty widgets that nobody looks at would cost every answer
         with more:
+            _into_link(*(k.key for k in KNOBS if k.group in MORE))
             _more(defaults)
+
+
+def _into_link(*keys: str) -> None:
+    """Put what a button or a file has set into the link; Streamlit does so for widgets it has shown before."""
+    for key in keys:
+        value = st.session_state.get(key)
+        if value is not None and key not in st.query_params:
+            with suppress(StreamlitAPIException):  # shown before
+                st.query_params[key] = str(value)
 
 
 def _more_is_set() -> bool:

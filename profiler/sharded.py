@@ -89,13 +89,17 @@ def divide(model: torch.nn.Module, layers: list[torch.nn.Module], shard: Shard) 
 
 
 def share_layers(model: Any, shard: Shard) -> None:
-    """Divide matrices as transformers' own tp_plan says, as DTensors on the meta device."""
+    """Divide matrices as transformers' own tp_plan says, as DTensors on the meta device.
+
+    Embedding and head, made apart here, are tied again as from_pretrained does once weights are loaded.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     apply_tensor_parallelism(
         model, init_device_mesh("cpu", (shard.tensor,), mesh_dim_names=("tp",))
     )
+    model.tie_weights(recompute_mapping=False)
 
 
 def by_kind(parameters: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:

@@ -164,7 +164,9 @@ def _dropout(row: Row) -> float:
     """Return LoRA's dropout: what the source's scripts say, which its rows do not repeat."""
     if row.source == "fms-acceleration":
         return 0.1  # lora_dropout in every scenario of scripts/benchmarks (876e2ed)
-    return 0.05 if "litgpt" in row["framework"].lower() else 0.0  # LitGPT's default
+    framework = row["framework"].lower()
+    # LitGPT's default, and ms-swift's (arguments.py, lora_dropout_p)
+    return 0.05 if "litgpt" in framework or "swift" in framework else 0.0
 
 
 def _default_rank(row: Row) -> int:

@@ -8,7 +8,7 @@ from planner.answers.changes import Change, apply
 from planner.errors import VramwiseError
 from planner.plan import Plan, plan
 from planner.run.recipe import Recipe
-from planner.speed.time import Time, time_of
+from planner.speed.time import Time
 
 HARDLY = 0.005
 """A smaller part is no price."""
@@ -30,7 +30,7 @@ class Slower(NamedTuple):
 
 def slower(base: Time | None, changed: Plan) -> Slower | None:
     """Return how much longer a changed run takes than one of that time; None = not known."""
-    time = time_of(changed) if base is not None else None
+    time = changed.time if base is not None else None
     if base is None or time is None or not base.tokens_per_s or not time.tokens_per_s:
         return None
     alike = round(base.tokens) == round(time.tokens)

@@ -51,7 +51,7 @@ class RankRun:
 def rank_runs(model: ModelSpec, r: Resolved) -> tuple[RankRun, ...]:
     """Return every distinct rank of a run, the first stage's first."""
     layout = r.layout
-    part = tensor_part(model, cuts(layout, r.switches))
+    part = tensor_part(model, cuts(layout, r.switches, tied=model.tied))
     stages = layout.pipeline
     if stages == 1:
         return (RankRun(0, layout.gpus, "all alike", part, _shared(r)),)
@@ -67,14 +67,18 @@ def rank_runs(model: ModelSpec, r: Resolved) -> tuple[RankRun, ...]:
     return tuple(found)
 
 
-def cuts(layout: Layout, switches: Switches) -> Cuts:
-    """Return over how many ranks matrices and experts are divided."""
+def cuts(layout: Layout, switches: Switches, *, tied: bool = False) -> Cuts:
+    """Return over how many ranks matrices and experts are divided.
+
+    transformers leaves an embedding whole, unless the head has its weights: then both are one divided tensor
+    (5.19 configuration_utils.py: embedding_rowwise).
+    """
     return Cuts(
         tensor=layout.tensor,
         expert=layout.expert,
         expert_tensor=layout.expert_tensor,
         vocab_padding=switches.vocab_padding,
-        whole_embedding=switches.tensor_plan == "transformers",
+        whole_embedding=switches.tensor_plan == "transformers" and not tied,
         whole_logits=switches.tensor_plan == "transformers",
     )
 

@@ -12,6 +12,9 @@ from planner.terms.shards import adapter_shard
 from planner.terms.term import Term
 from planner.terms.weights import trained_width
 
+OWN_ADAPTERS = frozenset({"llamafactory", "ms-swift", "megatron", "torchtune", "litgpt"})
+"""Frameworks that do not hand `targets` to PEFT as they are: they list linears, or have LoRA of their own."""
+
 
 def pissa_work(model: ModelSpec, r: Resolved) -> Term:
     """Return what PiSSA's start needs in passing: one adapted weight at a time is decomposed in fp32.
@@ -48,7 +51,7 @@ def _refuse_expert_dropout(model: ModelSpec, r: Resolved) -> None:
 
     peft 0.21 tuners/lora/layer.py, ParamWrapper: "does not work with lora_dropout != 0".
     """
-    if not r.lora_dropout or r.linear_experts:
+    if not r.lora_dropout or r.linear_experts or r.framework.family in OWN_ADAPTERS:
         return
     if r.target_parameters or adapters(model, r).experts != (0, 0):
         raise UnsupportedError(

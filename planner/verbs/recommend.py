@@ -1,5 +1,8 @@
 """Verb recommend: models for a GPU, or GPUs for a model."""
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -84,10 +87,11 @@ def _recommend(
 
     machine = make_machine(gpu, gpus=gpus, nodes=nodes, vram=vram, host_ram=host_ram)
     only = _named(model, offline=offline, token=token) if model is not None else None
-    rows = recommend(
-        machine, task=task, least_context=tokens, framework=framework, limit=limit, only=only,
-        spending=spending,
-    )  # fmt: skip
+    with _seldom_collected():
+        rows = recommend(
+            machine, task=task, least_context=tokens, framework=framework, limit=limit, only=only,
+            spending=spending,
+        )  # fmt: skip
     if csv is not None and write_text(models_csv(rows), csv, kind="csv"):
         return
     if as_json:
@@ -106,6 +110,17 @@ def _recommend(
         show(nothing(only, machine.label, tokens))
         return
     _print_models(rows, machine.label, machine.num_gpus > 1, tokens, limit)
+
+
+@contextmanager
+def _seldom_collected() -> Iterator[None]:
+    """Look for cycles less often: the blocks of a replay are many, linked both ways and soon gone."""
+    before = gc.get_threshold()
+    gc.set_threshold(50_000, 20, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _print_models(

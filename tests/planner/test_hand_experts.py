@@ -181,5 +181,6 @@ def test_adapters_on_fused_experts_take_no_dropout() -> None:
             }
         )
     assert planned(lora={**experts, "targets": "attention"}).peak_bytes
+    assert planned(lora=experts, framework="ms-swift").peak_bytes  # lists linears itself
     # before transformers 5 each expert was a list of linears
     assert planned(lora=experts, framework="peft-loop==4.49").peak_bytes

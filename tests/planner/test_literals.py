@@ -35,7 +35,7 @@ ALLOWED: dict[tuple[str, float], str] = {
     ("doctor/context.py", 1e9): UNIT,
     ("dtypes.py", 4.85): "dtype size: llama.cpp Q4_K_M, bits a weight as its README lists them",
     # other tools' defaults
-    ("accuracy/sft_recipe.py", 0.05): TOOL + ": litgpt's lora_dropout",
+    ("accuracy/sft_recipe.py", 0.05): TOOL + ": litgpt's and ms-swift's lora_dropout",
     ("accuracy/sft_recipe.py", 0.1): TOOL + ": lora_dropout of fms-acceleration's scenarios.yaml",
     ("families/megatron.py", 0.1): TOOL + ": Megatron-LM's hidden_dropout",
     (

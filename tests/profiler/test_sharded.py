@@ -78,6 +78,11 @@ PLANS = [
         2,
         {"method": "full", "parallel": {"tensor": 2}},
     ),  # transformers' tp_plan, as DTensors
+    (
+        "gemma2",
+        2,
+        {"method": "full", "parallel": {"tensor": 2}},
+    ),  # tied: embedding and head are one
 ]
 MORE = [
     (family, ranks, {"method": method})

@@ -3,8 +3,9 @@
 import json
 
 import pytest
+import torch
 
-from benchmarks import grpo_table, ranks_overhead, sft_vs_hf, trainer_vs_trl
+from benchmarks import cpu_speed, grpo_table, ranks_overhead, sft_vs_hf, trainer_vs_trl
 from benchmarks.side_by_side import HEAD, REST, Meter, check, completion_ids, prompts
 from planner.units import GiB
 from profiler.storages import StorageTracker
@@ -117,3 +118,20 @@ def test_the_plumbing_of_two_ranks_is_a_share_of_a_step(capfd):
     parts = made["pass_s"] + made["step_s"] + made["told_s"]
     assert 0 < made["overhead_ratio"] < 1
     assert 0 < parts <= made["seconds_per_step"] * 1.5, "medians of one run"
+
+
+def test_the_speed_model_is_held_against_a_real_step(capsys, tmp_path, monkeypatch):
+    """One shape, once: what is predicted and what is timed are of the same step. How near they are no test says."""
+    tiny = cpu_speed.Shape("tiny", 64, 1, 1, 32)
+    monkeypatch.setattr(cpu_speed, "SHAPES", (tiny,))
+    monkeypatch.setattr("profiler.speed_probe.CPU_SIDES", (64, 128))
+    monkeypatch.setattr("sys.argv", ["cpu_speed", "--rounds", "1", "--json", str(tmp_path / "j")])
+    threads = torch.get_num_threads()
+    try:
+        cpu_speed.main()
+    finally:
+        torch.set_num_threads(threads)
+    (row,) = json.loads((tmp_path / "j").read_text())["rows"]
+    assert row["predicted_s"] > 0
+    assert row["measured_s"] > 0
+    assert "tiny" in capsys.readouterr().out

@@ -231,7 +231,7 @@ FIELDS: dict[str, Case] = {
     "train.sampling.temperature": Case(0.5, "grpo"),
     "train.sampling.top_p": Case(0.5, "grpo"),
     "train.sampling.top_k": Case(3, "grpo"),
-    "train.sampling.stop": Case(["1"], "grpo"),
+    "train.sampling.stop": Case(list("0123456789 aeiou"), "grpo"),
     "train.sampling.min_p": Case(0.5, "grpo"),
     "train.sampling.repetition_penalty": Case(2.0, "grpo"),
     "train.sampling.presence_penalty": Case(2.0, "grpo"),

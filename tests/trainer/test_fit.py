@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import yaml
+from typer.testing import CliRunner
 
 from planner.errors import UsageError, VramwiseError
 from planner.machines.machine import Machine, make_machine
@@ -235,3 +236,19 @@ def test_a_budget_that_will_be_broken_is_named():
     fit, said = looked(9.0, 1.5, "<1h, <$1", usd=2.0)
     assert said[0].endswith("the run takes 2.5 h, $5.00; over 1 h and over $1")
     assert fit.over == ("hours", "dollars")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [(["--price", "2"], "--price: 2 has no effect without --fit"), (["--fit", "24GiB", "--nproc", "2"], "--fit: one process alone")],
+)  # fmt: skip
+def test_flags_that_cannot_be_honoured_are_refused(run_file, options, said):
+    import typer
+
+    from trainer.cli import register
+
+    app = typer.Typer()
+    register(app)
+    result = CliRunner().invoke(app, ["train", str(run_file()), *options])
+    assert isinstance(result.exception, UsageError)
+    assert said in result.exception.message

@@ -361,10 +361,11 @@ def test_the_preflight_runs_the_largest_shared_micro_batch(document, tmp_path):
     assert tokens == 400 + 8 * 19
     assert rows >= 2
     assert sharing.phases[0].name == "score"
-    biggest = {
-        share: max(entry.bytes for entry in ready.measured.largest)
+    blocks = {
+        share: {event.bytes for event in ready.measured.events if event.kind == "alloc"}
         for share, ready in measured.items()
     }
-    assert biggest[True] >= mask_bytes(rows, tokens, 4) > biggest[False]
+    assert mask_bytes(rows, tokens, 4) in blocks[True]
+    assert mask_bytes(rows, tokens, 4) not in blocks[False]
     for name in ("forward", "backward"):
         assert measured[True].measured_bytes[name] <= 1.1 * measured[True].planned_bytes[name]

@@ -142,13 +142,16 @@ def pushes(monkeypatch):
     """Return the list that grows by one for every time all weights reach the worker."""
     from vllm.v1.worker.cpu_worker import CPUWorker
 
-    made, real = [], CPUWorker.reload_weights
+    from trainer.engines.vllm_in_place import InPlace
 
-    def counted(self, *arguments, **options):
-        made.append(1)
-        return real(self, *arguments, **options)
+    made = []
+    for owner, name in ((CPUWorker, "reload_weights"), (InPlace, "write")):
 
-    monkeypatch.setattr(CPUWorker, "reload_weights", counted)
+        def counted(self, *arguments, real=getattr(owner, name), **options):
+            made.append(1)
+            return real(self, *arguments, **options)
+
+        monkeypatch.setattr(owner, name, counted)
     return made
 
 

@@ -189,3 +189,13 @@ def test_models_that_the_catalogue_lacks(name: str, parameters: int) -> None:
     found = resolve_model(name)
     assert found is not None
     assert found.parameters == parameters
+
+
+def test_a_model_that_is_no_name() -> None:
+    rows = "\n".join(
+        f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]" for old, new in ("ab", "bc", "cd")
+    )
+    text = f'a: &a ["x", "x"]\n{rows}\nstage: sft\nfinetuning_type: lora\nmodel_name_or_path: *d\n'
+    with pytest.raises(UsageError, match="is not a name") as caught:
+        import_config(text)
+    assert len(caught.value.message) < 200
