@@ -68,7 +68,8 @@ def calibrate() -> Calibration:
 
     with open_gpus() as gpus:
         found = measure(torch, gpus.read, gpus.versions().get("driver", "unknown"))
-    return replace(found, **speeds(torch.device("cuda", torch.cuda.current_device())))
+    rates: dict[str, Any] = {**speeds(torch.device("cuda", torch.cuda.current_device()))}
+    return replace(found, **rates)
 
 
 def calibrate_cpu() -> Calibration:

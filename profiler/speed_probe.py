@@ -36,7 +36,7 @@ def speeds(
     best = partial(best_seconds, device=device, clock=clock, repeats=repeats)
     on_gpu = device.type != "cpu"
     dtypes = DTYPES if on_gpu else {"fp32": torch.float32}
-    sides = GPU_SIDES if on_gpu else CPU_SIDES
+    sides: tuple[int, ...] = GPU_SIDES if on_gpu else CPU_SIDES
     size = GPU_BYTES if on_gpu else CPU_BYTES
     if on_gpu:
         free, _ = torch.cuda.mem_get_info(device)
@@ -68,12 +68,14 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, side: int, best: Best)
 def attention_rate(device: torch.device, dtype: torch.dtype, tokens: int, best: Best) -> int:
     """Return FLOP/s of causal attention, forward and backward: 2 products and 5, half of the pairs."""
     shape = (1, HEADS, tokens, HEAD_DIM)
-    rows = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
+    query, key, value = (
+        torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
+    )
     gradient = torch.ones(shape, device=device, dtype=dtype)
 
     def run() -> None:
-        out = torch.nn.functional.scaled_dot_product_attention(*rows, is_causal=True)
-        torch.autograd.grad(out, rows, gradient)
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        torch.autograd.grad(out, (query, key, value), gradient)
 
     pairs = tokens * tokens // 2
     return int(7 * 2 * pairs * HEADS * HEAD_DIM / best(run))

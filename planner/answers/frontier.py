@@ -159,7 +159,7 @@ def frontier(
             for parts in WAVES:
                 more = [
                     point
-                    for each in _variants(recipe, count, step.rows, parts)
+                    for each in _variants(recipe, count, step, parts)
                     if (point := _tried(model, each, machine, gpu, step, recipe, spending))
                     is not None
                 ]
@@ -322,22 +322,25 @@ class _Step(NamedTuple):
     rows: int
     """Sequences of a step on all GPUs."""
     tokens: int
+    group: int
+    """Sequences that one rank makes together: a prompt's completions."""
 
 
 def _step(made: Plan) -> _Step:
     r = made.whole[1] if made.whole is not None else made.resolved
     each = micro_batches(r) * r.layout.data
-    return _Step(r.batch * each, r.tokens * each)
+    group = r.num_generations if TASKS[r.task].generates else 1
+    return _Step(r.batch * each, r.tokens * each, max(1, group))
 
 
-def _variants(recipe: Recipe, count: int, rows: int, parts: int) -> Iterator[Recipe]:
-    """Yield the run's settings on so many GPUs, a step having so many sequences, generated in `parts`."""
+def _variants(recipe: Recipe, count: int, step: "_Step", parts: int) -> Iterator[Recipe]:
+    """Yield the run's settings on so many GPUs, a step staying as it is, its completions made in `parts`."""
     for divided in _layouts(recipe, count):
         inner = divided.parallel.tensor * divided.parallel.pipeline * divided.parallel.context
         ranks = max(1, count // inner)
-        if rows % ranks:
+        if step.rows % (ranks * step.group):
             continue
-        share = rows // ranks
+        share = step.rows // ranks
         own = recipe.micro_batch_size or 1
         sizes = {1, own, max(size for size in BATCHES if size <= share)}
         for size in sorted(each for each in sizes if share % each == 0):

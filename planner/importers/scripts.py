@@ -149,14 +149,14 @@ def from_python(source: str, context: Context) -> Imported:
         ]
         if isinstance(model := (calls.last("LLM") or {}).get("*0"), str):
             values.setdefault("model", model)
-        found = vllm.read(values, version=context.version_of("vllm"), is_call=True)
+        served = vllm.read(values, version=context.version_of("vllm"), is_call=True)
         for key in unknown_keys:
-            Settings.note_unknown(found.report, key)
+            Settings.note_unknown(served.report, key)
         if "tensor_parallel_size" in unknown_keys and context.gpus is None:
-            found.report.effects.append(
+            served.report.effects.append(
                 "tensor_parallel_size is what the machine has: planned on 1 GPU, say --gpus N"
             )
-        return found
+        return served
     if _has_trl(calls):
         return trl_script.read(calls, version=context.version_of("trl"))
     if calls.has("TrainingArguments", "Seq2SeqTrainingArguments"):

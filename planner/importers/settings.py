@@ -320,6 +320,10 @@ class Settings:
                 self.report.ignored_keys.append(key)
             else:
                 self.unread(key, value, MOVES_NOTE if MOVES.search(key) else "unknown")
+        if len(model) > 1000 or model.startswith("["):
+            raise UsageError(
+                f"{self.report.tool} config: model: {model[:60]!r}... is not a name or a path"
+            )
         recipe = self._companions(recipe)
         if isinstance(lora.get("targets"), tuple):
             lora = {**lora, "targets": self._existing(model, lora["targets"])}

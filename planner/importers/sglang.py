@@ -90,6 +90,10 @@ def read(given: dict[str, Any], *, version: str | None = None) -> Imported:
         "grammar",
         "is-embedding",
     )
+    if largest := settings.count("cuda-graph-max-bs", to="engine.cuda_graphs"):
+        settings.effect(
+            f"CUDA graphs of up to {largest} sequences: planned as vLLM's, which are more"
+        )
     kv = settings.raw("kv-cache-dtype", to="engine.kv_dtype")
     offload = settings.raw("cpu-offload-gb")
     if offload and as_int(offload) != 0:

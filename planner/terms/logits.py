@@ -191,7 +191,9 @@ def _new_head_gradient(model: ModelSpec, r: Resolved) -> int:
     # a head that runs chunk by chunk: a chunk's gradient, and the sum it is added to
     copies = 2 if r.law.chunk_count > 1 else 1
     each = whole_width(r) if waits and r.method is Method.FULL else head_gradient_width(r)
-    return copies * model.vocab * model.hidden * each
+    # transformers' tp_plan divides the head's rows and gathers its logits, `model.vocab` wide
+    ranks = r.layout.tensor if r.switches.tensor_plan == "transformers" else 1
+    return copies * -(-model.vocab // ranks) * model.hidden * each
 
 
 def _passing_head_gradient(model: ModelSpec, r: Resolved) -> int:

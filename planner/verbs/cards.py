@@ -48,7 +48,7 @@ def show_cards(
         times = f", {asked.gpus} of each," if asked.gpus > 1 else ""
         show(
             f"No GPU given: {len(fitting)} of {len(rows)} kinds of cards{times} take this run, {RULE}"
-            f"\n\n{cards_table(fitting[:FEW])}\n\n{_more(fitting)}--gpu NAME plans it on one, with "
+            f"\n\n{cards_table(fitting[:FEW])}\n\n{_more(fitting)}{_smallest(fitting)}--gpu NAME plans it on one, with "
             f"every assumption; {other}"
         )
     else:
@@ -61,6 +61,14 @@ def show_cards(
         if as_json:  # the document above is the whole answer
             raise typer.Exit(DoesNotFitError.exit_code)
         raise DoesNotFitError("does not fit any card", hint="`vramwise recommend MODEL`")
+
+
+def _smallest(fitting: "list[Card]") -> str:
+    """Return the card with the least memory, of equal ones the cheapest."""
+    from planner.units import format_bytes
+
+    least = min(fitting, key=lambda row: row.vram_bytes)
+    return f"the smallest that takes it: {least.gpu} ({format_bytes(least.vram_bytes)})\n"
 
 
 def _more(fitting: "list[Card]") -> str:
@@ -82,7 +90,7 @@ def spent_note(rows: "Sequence[Spent | None]") -> str:
     if known.of == PER_RUN:
         note = "times in brackets hold 85% of measured runs; dollars go with them and with the prices' range"
     else:
-        note = "of a million tokens: --samples, --total-steps or --lengths FILE makes it the run's"
+        note = "of a million tokens: --samples 10000 says what the run takes"
     priced = any(row is not None and row.usd_low is not None for row in rows)
     return (
         f"{note}; {'--price 2.4 states yours' if priced else 'no price is listed: --price 2.4'}\n"

@@ -189,3 +189,22 @@ def test_models_that_the_catalogue_lacks(name: str, parameters: int) -> None:
     found = resolve_model(name)
     assert found is not None
     assert found.parameters == parameters
+
+
+def test_a_model_that_is_no_name() -> None:
+    rows = "\n".join(
+        f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]" for old, new in ("ab", "bc", "cd")
+    )
+    text = f'a: &a ["x", "x"]\n{rows}\nstage: sft\nfinetuning_type: lora\nmodel_name_or_path: *d\n'
+    with pytest.raises(UsageError, match="is not a name") as caught:
+        import_config(text)
+    assert len(caught.value.message) < 200
+
+
+def test_sglangs_largest_graph_is_read() -> None:
+    found = import_config(
+        "python -m sglang.launch_server --model-path Qwen/Qwen3-8B --chunked-prefill-size 4096 --cuda-graph-max-bs 64"
+    )
+    assert found.run.recipe.engine.max_num_batched_tokens == 4096
+    assert not found.report.not_understood
+    assert any("up to 64 sequences" in sentence for sentence in found.report.effects)
