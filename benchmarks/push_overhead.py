@@ -42,6 +42,8 @@ from trainer.parallel.sharding import over_ranks, shard_policy
 from trainer.small_model import make_small_model
 
 SCHEMA_VERSION = 1
+# torch 2.13 has a new name, and warns of the old one
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def least(ranks: Ranks, turns: int, **works: Callable[[], Any]) -> dict[str, float]:
@@ -88,7 +90,7 @@ def measure(ranks: Ranks, folder: str, options: argparse.Namespace) -> dict[str,
 
     def plain() -> None:
         for part, target in zip(parts, wholes, strict=True):
-            dist.all_gather_into_tensor(target, part)
+            _gather(target, part)
 
     def load() -> None:
         with unpacked_cpu_linears():

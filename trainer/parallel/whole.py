@@ -42,12 +42,12 @@ def gather_into(target: Tensor, parameter: Tensor) -> None:
 
     Where every rank has as many rows nothing is whole in between.
     """
-    divided = isinstance(parameter, DTensor) and _group(parameter).size() > 1
-    if not divided or len(parameter) % _group(parameter).size() or not target.is_contiguous():
-        target.copy_(whole(parameter))
-        return
-    assert isinstance(parameter, DTensor)
-    _gather(target, parameter.to_local().detach().contiguous(), group=_group(parameter))
+    if isinstance(parameter, DTensor) and target.is_contiguous():
+        group = _group(parameter)
+        if group.size() > 1 and parameter.shape[0] % group.size() == 0:
+            _gather(target, parameter.to_local().detach().contiguous(), group=group)
+            return
+    target.copy_(whole(parameter))
 
 
 def _group(parameter: DTensor) -> Any:
