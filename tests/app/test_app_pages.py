@@ -37,6 +37,7 @@ def open_page(name: str, **parameters: str) -> AppTest:
 def test_every_page_runs_and_names_itself(name: str) -> None:
     at = open_page(name)
     assert len(at.title) == 1
+    assert at.main.children[0].type == "title"  # nothing is written above it
     assert not at.error
 
 

@@ -35,7 +35,7 @@ PICTURES = {
 }
 TRACED = ("--method", "lora", "--context", "1024", "--gpu", "rtx-4090", "--layers", "4")
 COLOURS = 192
-"""The commonest ones: a third of the bytes, and what is flat keeps its exact colour."""
+"""A third of the bytes, and every term keeps its exact colour."""
 
 
 def example_recording(folder: Path) -> Path:
@@ -58,7 +58,7 @@ def prepare(page: Any, name: str, recording: Path) -> None:
 
 
 def smaller(path: Path) -> None:
-    """Reduce a picture to a palette: its commonest colours as they are, the others by the nearest of these."""
+    """Reduce a picture to a palette: what is flat keeps its colour, edges of letters take the nearest."""
     import numpy as np
     from PIL import Image
 
@@ -67,10 +67,13 @@ def smaller(path: Path) -> None:
     found, places, counts = np.unique(
         pixels.reshape(-1, 3), axis=0, return_inverse=True, return_counts=True
     )
-    common = found[np.argsort(-counts)[:COLOURS]]
+    places = places.reshape(pixels.shape[:2])
+    flat = (places[:-1, :-1] == places[1:, :-1]) & (places[:-1, :-1] == places[:-1, 1:])
+    flats = np.bincount(places[:-1, :-1][flat], minlength=len(found))
+    common = found[np.lexsort((-counts, -flats))[:COLOURS]]
     far = ((found[:, None, :].astype(int) - common[None, :, :]) ** 2).sum(axis=2)
     nearest = far.argmin(axis=1).astype(np.uint8)
-    reduced = Image.fromarray(nearest[places.reshape(-1)].reshape(pixels.shape[:2]), mode="P")
+    reduced = Image.fromarray(nearest[places], mode="P")
     reduced.putpalette(common.tobytes())
     reduced.save(path, optimize=True)
 
