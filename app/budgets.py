@@ -78,9 +78,9 @@ def _slider(label: str, stops: Sequence[float], key: str, said: Any) -> float | 
         st.session_state[key] = ALL
     chosen = st.select_slider(
         f"{label}, at most", options, key=key,
-        format_func=lambda each: ALL if each == ALL else said(float(each)),
+        format_func=lambda each: said(each) if isinstance(each, float) else ALL,
     )  # fmt: skip
-    return None if chosen == ALL else float(chosen)
+    return chosen if isinstance(chosen, float) else None
 
 
 def _verdict(found: Frontier, kept: Sequence[Point], budget: Budget) -> None:
