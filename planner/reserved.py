@@ -46,6 +46,8 @@ def reserved(
         pressed = _replayed(model, r, workspace, resident, lengths, capacity_bytes, capacity_bytes)
         if not pressed.full:
             on_card = max(peak, pressed.reserved_bytes)
+        elif max(peak, free.needed_bytes) <= capacity_bytes:  # it goes through, and fills the card
+            on_card = capacity_bytes
     return Reserved(max(peak, free.needed_bytes), on_card, with_room, free.loaded_bytes)
 
 

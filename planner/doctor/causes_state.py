@@ -153,7 +153,8 @@ def gathered(signals: Signals) -> Cause | None:
         certainty=Certainty.PROVEN if one_layer or exceeds else Certainty.CONSISTENT,
         explanation="one sharded layer is gathered to be computed with, and there was no room for it."
         if one_layer
-        else "all sharded parameters are gathered on every GPU for generation.",
+        else "all sharded parameters are gathered on every GPU"
+        + (" for generation." if in_generation else ", whole and at once."),
         formula=formula,
     )
 

@@ -45,7 +45,7 @@ def test_more_cards_are_set_with_the_change_that_needs_them() -> None:
     at = open_serve(model="llama-3.1-70b", gpu="h100-sxm", context="8192")
     wider = next(button for button in at.button if "GPUs" in button.label)
     wider.click().run()
-    assert at.session_state["gpus"] == at.session_state["tensor_parallel"] == 4
+    assert at.session_state["gpus"] == at.session_state["tensor_parallel"] == 2
     assert "Starts" in at.header[0].value
 
 

@@ -145,13 +145,16 @@ def pushes(monkeypatch):
     from trainer.engines.vllm_in_place import InPlace
 
     made = []
-    for owner, name in ((CPUWorker, "reload_weights"), (InPlace, "write")):
 
-        def counted(self, *arguments, real=getattr(owner, name), **options):
+    def counted(real):
+        def push(self, *arguments, **options):
             made.append(1)
             return real(self, *arguments, **options)
 
-        monkeypatch.setattr(owner, name, counted)
+        return push
+
+    for owner, name in ((CPUWorker, "reload_weights"), (InPlace, "write")):
+        monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
     return made
 
 
