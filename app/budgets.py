@@ -73,7 +73,7 @@ def stops(values: Sequence[float]) -> list[float]:
 
 
 def _slider(label: str, stops: Sequence[float], key: str, said: Any) -> float | None:
-    options = [*stops, ALL]
+    options: list[Any] = [*stops, ALL]
     if st.session_state.get(key) not in options:  # another run has other figures
         st.session_state[key] = ALL
     chosen = st.select_slider(

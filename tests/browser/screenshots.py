@@ -25,7 +25,7 @@ PICTURES = {
     "will-it-fit": "?model=llama-3.1-8b&framework=trl&method=lora&context=8192&batch=4",
     "serve": "serve?model=llama-3.1-8b&gpu=rtx-4090&context=32768",
     "recommend": "recommend?gpu=rtx-4090-laptop",
-    "budget": "budget?model=llama-3.1-8b&context=4096&accum=16",
+    "budget": "budget?model=llama-3.1-8b&context=4096&accumulation=16",
     "gpus": "recommend?look_for=GPUs+for+my+model&model=llama-3.1-8b&context=8192",
     "compare": "compare?model=llama-3.1-8b&context=4096",
     "published": "compare?compare=510.8+GB+to+54.3+GB",
