@@ -68,7 +68,7 @@ def end(process, limit_s=400.0):
         out, err = process.communicate(timeout=limit_s)
     finally:
         process.kill()
-    noise = ("step ", "32 of 32", "recipe: ")
+    noise = ("step ", "32 of 32", "recipe: ", "forecast: ")
     return (
         process.returncode,
         out,
