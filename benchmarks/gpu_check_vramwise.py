@@ -58,6 +58,7 @@ def run_vramwise(
         # the trainer's marks in its steps, and the recorder's in its rehearsal
         live.phases.wrap_marker(PhaseMemory, "__call__")
         live.phases.wrap_marker(LiveRecording, "phase")
+        live.phases.wrap_turn(LiveRecording, "turn")
         train_run(run_file, resume=False, say=lambda _text: None)
     steps = read_metrics(folder / "run" / METRICS_FILE)
     rehearsal = json.loads((folder / "run" / PREFLIGHT_FILE).read_text())

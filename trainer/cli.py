@@ -53,7 +53,7 @@ def train(
     fit: Annotated[
         str | None,
         typer.Option(
-            help='choose settings that meet a budget: "24GiB, <6h, <$5", any of the three'
+            help="choose settings that meet a budget: '24GiB, <6h, <$5', any of the three"
         ),
     ] = None,
     price: Annotated[

@@ -1,4 +1,4 @@
-"""`vramwise train RUN.yaml --fit "24GiB, <6h, <$5"`: choose, confirm, and hold a run to what was promised.
+"""`vramwise train RUN.yaml --fit '24GiB, <6h, <$5'`: choose, confirm, and hold a run to what was promised.
 
 The search is trainer/fit_search.py; a trace of the chosen step confirms it, the rehearsal at step 0 runs it, the
 first steps are measured and the estimate is corrected by them; trainer/ladder.py goes on when memory runs out.

@@ -98,7 +98,7 @@ def _loss(ready: "Preflight", live: LiveRecording, batch: MicroBatch) -> Tensor:
     with live.phase("forward"):
         hidden, routers = hidden_and_routers(policy, batch, routers=bool(ready.recipe.router_loss))
     if hidden.requires_grad:
-        hidden.register_hook(lambda _: live.phases.change("backward"))
+        hidden.register_hook(lambda _: live.turn("backward"))
     with live.phase("loss"):
         scored = log_probs(policy, batch, hidden, entropy=True, **ready.shape)
         share = sft_loss(scored.logp, num_tokens=len(batch.targets))

@@ -194,7 +194,7 @@ def _dumped(calls: Calls, shell: str) -> dict[str, str]:
 
 def text_lines(source: str) -> list[str]:
     """Return a source's lines, continued ones joined, so that a cell's command is whole."""
-    joined = re.sub(r"\\\n\s*#?", " ", source)
+    joined = re.sub(r"\\\n\s*#?(?:\s*!)?", " ", source)
     return joined.split("\n")
 
 

@@ -1,4 +1,4 @@
-"""What somebody has: "24GiB, <6h, <$5" as limits on memory, hours and dollars."""
+"""What somebody has: '24GiB, <6h, <$5' as limits on memory, hours and dollars."""
 
 import re
 from collections.abc import Mapping
@@ -8,7 +8,8 @@ from planner.errors import UsageError
 from planner.units import format_bytes, parse_bytes
 
 MEMORY, HOURS, DOLLARS = "memory", "hours", "dollars"
-HINT = 'limits with commas between them: "24GiB, <6h, <$5"; hours as 6h, 90min or 2d'
+HINT = "limits with commas between them: '24GiB, <6h, <$5'; hours as 6h, 90min or 2d"
+SHELL = "in single quotes, '24GiB, <6h, <$5': between double ones a shell reads $5 as a variable"
 _HOURS = {"h": 1.0, "hour": 1.0, "hours": 1.0, "min": 1 / 60, "d": 24.0, "day": 24.0, "days": 24.0}
 _TIME = re.compile(r"^(\d+(?:\.\d+)?) ?(min|h|hours?|d|days?)$")
 _MONEY = re.compile(r"^(?:\$ ?(\d+(?:\.\d+)?)|(\d+(?:\.\d+)?) ?(?:usd|dollars?|\$))$")
@@ -54,7 +55,7 @@ def parse_budget(text: str) -> Budget:
     for part in text.split(","):
         said = part.strip().lower().removeprefix("<").removeprefix("=").strip()
         if not said:
-            continue
+            raise UsageError(f"budget: {text[:60]!r} has a limit without a figure", hint=SHELL)
         name, value = _limit(said, part.strip())
         if name in found:
             raise UsageError(f"budget: {name} is limited twice in {text[:60]!r}", hint=HINT)

@@ -35,7 +35,7 @@ def _frontier(
         str | None, typer.Option("--cards", help="Of these cards alone: rtx-4090,h100.")
     ] = None,
     budget: Annotated[
-        str | None, typer.Option("--budget", help='Limits: "24GiB, <6h, <$5".')
+        str | None, typer.Option("--budget", help="Limits: '24GiB, <6h, <$5'.")
     ] = None,
     samples: Annotated[
         int | None, typer.Option("--samples", help="Samples (GRPO: prompts) of the data set.")

@@ -92,6 +92,18 @@ class PhaseTracker:
         setattr(owner, name, marked)
         self._undo.append(lambda: setattr(owner, name, original))
 
+    def wrap_turn(self, owner: Any, name: str) -> None:
+        """Follow a loop that goes on to another phase inside a marked one: `owner.name(phase)`."""
+        original = vars(owner)[name]
+
+        @functools.wraps(original)
+        def turned(instance: Any, phase: str) -> None:
+            self.change(phase)
+            original(instance, phase)
+
+        setattr(owner, name, turned)
+        self._undo.append(lambda: setattr(owner, name, original))
+
     def know(self, models: Iterable[Any], optimizers: Iterable[Any] = ()) -> None:
         """Count these in before their first pass or step."""
         for model in models:

@@ -87,5 +87,5 @@ def test_a_session_that_lasts_a_day_keeps_no_more_than_a_new_one() -> None:
         at.session_state["context"] = context
         at.run()
         assert not at.exception
-        kept.append(set(at.session_state.filtered_state))
+        kept.append(set(at.session_state.to_dict()))
     assert kept[1] == kept[-1]
