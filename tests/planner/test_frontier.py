@@ -108,7 +108,9 @@ def test_budgets(text, budget):
     assert parse_budget(text) == budget
 
 
-@pytest.mark.parametrize("text", ["", "24GiB, <", "5 parsecs", "24GiB, 16GiB", "<0h", "$", "5 EUR", "24GiB 6h"])
+@pytest.mark.parametrize(
+    "text", ["", "24GiB, <", "5 parsecs", "24GiB, 16GiB", "<0h", "$", "5 EUR", "24GiB 6h"]
+)
 def test_a_budget_that_cannot_be_read_is_one_line(text):
     with pytest.raises(UsageError, match=r"^budget: ") as raised:
         parse_budget(text)
