@@ -16,7 +16,6 @@ from trainer.batching import MicroBatch
 from trainer.config import TrainSection
 from trainer.model import Policy
 from trainer.optim import NO_SCALE, LossScale, apply_step, make_optimizer
-from trainer.parallel.ranks import Ranks
 from trainer.phase_memory import PhaseMemory
 from trainer.schedule import learning_rate
 
@@ -111,13 +110,11 @@ def _random_state(device: torch.device) -> Callable[[], None]:
 
 
 @contextmanager
-def _no_step_again(ranks: Ranks) -> Iterator[None]:
-    """End the run where one of several ranks has no memory for its step: the others have stepped."""
+def _no_step_again() -> Iterator[None]:
+    """End the run where memory runs out in the step: some weights, or other ranks, have stepped already."""
     try:
         yield
     except torch.OutOfMemoryError:
-        if not ranks.several:
-            raise
         raise VramwiseError(
             "out of memory in the optimizer's step",
             hint="optimizer_offload: true, or an 8-bit optimizer; --resume goes on at the last checkpoint",
@@ -241,7 +238,7 @@ class Stepper:
         if math.isfinite(float(total)):
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            with self._memory("step"), _no_step_again(ranks):
+            with self._memory("step"), _no_step_again():
                 norm, stepped, self.scale = apply_step(
                     self.optimizer,
                     self._parameters,

@@ -1,4 +1,5 @@
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -171,6 +172,27 @@ def test_one_sequence_that_does_not_fit_is_one_error(document, tmp_path):
 
     with pytest.raises(VramwiseError, match="one sequence of 46 tokens"):
         ready.stepper.run(0, micro_batches=lambda budget: [None], loss=out_of_memory, longest=46)
+
+
+def test_a_step_that_ran_out_of_memory_is_not_done_twice(document, tmp_path, monkeypatch):
+    """Weights before the one that found no memory have changed: doing it again would move them twice."""
+    ready = limited(document, tmp_path, 10**12)
+    steps = []
+
+    def step(self, closure=None):
+        steps.append(1)
+        raise torch.OutOfMemoryError("no")
+
+    monkeypatch.setattr(type(ready.stepper.optimizer), "step", step)
+    weight = next(p for p in ready.policy.model.parameters() if p.requires_grad)
+    with pytest.raises(VramwiseError, match="out of memory in the optimizer's step"):
+        ready.stepper.run(
+            0,
+            micro_batches=lambda budget: [SimpleNamespace(num_tokens=1)],
+            loss=lambda batch: (weight.sum(), None),
+            longest=1,
+        )
+    assert len(steps) == 1
 
 
 def test_a_pretended_device_counts_what_lives(tmp_path):
