@@ -87,11 +87,11 @@ def lever_buttons(run: Run, result: Plan) -> None:
     """Show what lowers the peak, each as one button that applies it."""
     section("What would lower it")
     whole = None if result.fits else st.empty()
-    levers = cached.levers(run)
+    levers = cached.levers(run, judged=not result.fits)
     if not levers:
         st.caption("Nothing single lowers the peak of this run.")
     for number, lever in enumerate(levers[:MOST_LEVERS]):
-        _lever_button(number, lever, run, helps=lever.verdict == "fits" and not result.fits)
+        _lever_button(number, lever, run, helps=lever.verdict == "fits")
     if whole is not None:
         with whole.container():
             _combination_button(run)
@@ -99,11 +99,11 @@ def lever_buttons(run: Run, result: Plan) -> None:
 
 def _lever_button(number: int, lever: Lever, run: Run, *, helps: bool) -> None:
     changes = " Changes the result." if lever.change.changes_objective else ""
-    then = MARKS[lever.verdict][2].lower()
+    then = f" Then: {MARKS[lever.verdict][2].lower()}." if lever.verdict else ""
     st.button(
         f"{change_label(lever.change)}: saves {format_bytes(lever.saved_bytes, digits=1)}",
         key=f"lever_{number}",
-        help=f"{lever.price}. Then: {then}.{changes}",
+        help=f"{lever.price}.{then}{changes}",
         icon=":material/check_circle:" if helps else ":material/trending_down:",
         width="stretch",
         on_click=_apply,

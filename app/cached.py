@@ -51,9 +51,9 @@ def plan_of(run: Run) -> Plan:
     return found
 
 
-def levers(run: Run) -> list[Lever]:
-    """Return the changes that lower a run's peak."""
-    found: list[Lever] = ask(jobs.levers, run)
+def levers(run: Run, *, judged: bool) -> list[Lever]:
+    """Return the changes that lower a run's peak; `judged`: and whether it fits with each."""
+    found: list[Lever] = ask(jobs.levers, run, judged)
     return found
 
 

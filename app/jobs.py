@@ -36,6 +36,7 @@ class Lever(NamedTuple):
     change: Change
     saved_bytes: int
     verdict: str
+    """Empty where nobody asked: a run that fits needs none."""
     price: str
     """In words and in time."""
 
@@ -59,11 +60,13 @@ def _replayed(result: Plan) -> Plan:
     return result
 
 
-def levers(sent: Sent) -> list[Lever]:
-    """Return the single changes that lower a run's peak, the most bytes first."""
+def levers(sent: Sent, judged: bool) -> list[Lever]:
+    """Return the single changes that lower a run's peak, the most bytes first; `judged`: with verdicts."""
     with _received(sent) as run:
         return [
-            Lever(found.change, found.saved_bytes, found.plan.verdict, found.price)
+            Lever(
+                found.change, found.saved_bytes, found.plan.verdict if judged else "", found.price
+            )
             for found in _singles(run)
         ]
 

@@ -43,7 +43,7 @@ def others() -> None:
         return
     run = runs.run_of(DEFAULTS)
     try:
-        cached.levers(run)
+        cached.levers(run, judged=not cached.plan_of(run).fits)
         for framework in jobs.side_by_side(DEFAULTS["task"]):
             recipe = run.recipe.model_copy(update={"framework": framework})
             cached.plan_of(runs.run_of(DEFAULTS, recipe=recipe))
