@@ -84,18 +84,16 @@ def proved(
     end: Plan,
     start_bytes: int,
     find: Callable[[int, float], Settled],
-    spare: float,
 ) -> Settled | None:
     """Return what `find(tokens, fragmented)` finds at the longest length that fits when it is replayed.
 
     `end`: the plan at the longest that has room; `start_bytes`: the peak at the first length. Where a replay
     needs more than there is, the next length is where a line from the first length to that need meets it.
-    With `spare` times the peak there is room for any fragments, and nothing is replayed.
     """
     index, fragmented = lengths.index(end.resolved.seq_tokens), USUAL
     for _ in range(TRIES):
         made = find(lengths[index], fragmented)
-        if made.plan.has_room_for(spare) or made.plan.fits:
+        if made.plan.fits:
             return made
         if index == 0 or not made.plan.resolved.trains:
             return None

@@ -30,7 +30,7 @@ from planner.terms.counts import base_weights
 OWN, OTHER = "vramwise", "hf-trainer"
 BATCHES = (2, 4, 8, 16, 32, 64)
 USUAL_SPARE, GENERATING, RECURRENT = 1.15, 1.3, 1.4
-"""A replay of any run of the catalogue needs less than this over what is alive (a slow test holds it)."""
+"""Room over what is alive at which a search begins: most runs' fragments need less, and each row is replayed."""
 TRAINING: dict[str, dict[str, Any]] = {
     "full": {"method": "full"},
     "lora": {"method": "lora"},
@@ -269,15 +269,14 @@ def furthest(
         other = same or quickest(model, recipes[1:], machine, tokens, fragmented)
         return other or Settled(plan(model, at(full, tokens), machine))
 
-    far = proved(lengths, end, base.plan.peak_bytes, find, spare(model, task))
-    if far is None:
-        if near is None or not near.plan.fits:
-            return None
-        far = near
-    if near is None:  # the same settings hold a shorter context, if it fragments no more
+    far = proved(lengths, end, base.plan.peak_bytes, find)
+    near = near and _batched(model, near, machine, spare(model, task))
+    if near is None and far is not None:  # the same settings hold a shorter context
         shorter = far._replace(plan=plan(model, at(far.recipe, least), machine))
-        near = shorter if shorter.plan.fits else far
-    near = _batched(model, near, machine, spare(model, task))
+        near = _batched(model, shorter, machine, spare(model, task)) or far
+    far = far or near
+    if far is None or near is None:
+        return None
     longest_one = setting(far, spending)
     return Recommendation(
         **{each.name: getattr(longest_one, each.name) for each in fields(Setting)},
@@ -288,7 +287,7 @@ def furthest(
 
 
 def spare(model: ModelSpec, task: str) -> float:
-    """Return room for fragments where no replay follows, over what is alive: more than any of the catalogue needs."""
+    """Return room for fragments over what is alive, by what the model's steps and the task leave behind."""
     if any(mixer.state_shapes for layer in model.layers for mixer in layer.mixers):
         return RECURRENT
     return GENERATING if TASKS[Task(task)].generates else USUAL_SPARE
@@ -297,7 +296,7 @@ def spare(model: ModelSpec, task: str) -> float:
 def comfortable(
     model: ModelSpec, recipes: Sequence[Recipe], machine: Machine, tokens: int, task: str
 ) -> Settled | None:
-    """Return the quickest settings with room for any fragments, so that nothing is replayed."""
+    """Return the quickest settings with room for the fragments that such runs have."""
     return quickest(model, recipes, machine, tokens, spare(model, task))
 
 
@@ -311,14 +310,19 @@ def _weights_fit(model: ModelSpec, recipe: Recipe, machine: Machine) -> bool:
         return False
 
 
-def _batched(model: ModelSpec, found: Settled, machine: Machine, fragmented: float) -> Settled:
-    """Return the same settings with the largest micro-batch that has room; serving has its own."""
-    if not found.plan.resolved.trains:
-        return found
+def _batched(
+    model: ModelSpec, found: Settled, machine: Machine, fragmented: float
+) -> Settled | None:
+    """Return the same settings with the largest micro-batch that fits when replayed; serving has its own.
+
+    None where not even the batch they have fits.
+    """
+    sizes = [found]
     room = found.plan.trusted_bytes(fragmented)
     grows = 0
-    for size in BATCHES:  # the first pair of plans says what a sequence takes
-        if found.plan.peak_bytes + (size - found.plan.resolved.batch) * grows > room:
+    for size in BATCHES if found.plan.resolved.trains else ():
+        last = sizes[-1].plan  # the first pair of plans says what a sequence takes
+        if last.peak_bytes + (size - last.resolved.batch) * grows > room:
             break
         try:
             larger = plan(
@@ -328,11 +332,11 @@ def _batched(model: ModelSpec, found: Settled, machine: Machine, fragmented: flo
             break
         if not larger.has_room_for(fragmented):
             break
-        more = larger.resolved.batch - found.plan.resolved.batch
+        more = larger.resolved.batch - last.resolved.batch
         if more > 0:  # some frameworks raise a small batch by themselves
-            grows = (larger.peak_bytes - found.plan.peak_bytes) // more
-        found = found._replace(plan=larger)
-    return found
+            grows = (larger.peak_bytes - last.peak_bytes) // more
+        sizes.append(found._replace(plan=larger))
+    return next((each for each in reversed(sizes) if each.plan.fits), None)
 
 
 def setting(found: Settled, spending: Spending = spent) -> Setting:

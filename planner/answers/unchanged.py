@@ -73,27 +73,27 @@ def settle(
 
     `fragmented`: room for what the allocator cannot use, over what is alive. `before`: changes it has already.
     """
-    made = list(before)
-    refused: set[str] = set()
-    recipes = [recipe]
+    trail = [(recipe, before)]
+    offered: set[str] = set()
     while True:
+        asked, made = trail[-1]
         try:
-            found = plan(model, recipes[-1], machine)
+            found = plan(model, asked, machine)
         except VramwiseError:
             found = None
         if found is not None and found.has_room_for(fragmented):
-            return Settled(found, tuple(made))
+            return Settled(found, made)
         if found is None or not found.host_fits:  # the last change is not one that helps here
-            if len(recipes) == 1:
+            trail.pop()
+            if not trail:
                 return None
-            refused.add(made.pop().name)
-            recipes.pop()
             continue
-        step = next(_helpful(found, recipes[-1], machine, fragmented, refused), None)
+        step = next(_helpful(found, asked, machine, fragmented, offered), None)
         if step is None:
             return None
-        made = [each for each in made if not set(each.update) & set(step.update)] + [step]
-        recipes.append(apply(recipes[-1], step))
+        offered.add(step.name)  # once: what a machine sets aside would be offered for ever
+        kept = tuple(each for each in made if not set(each.update) & set(step.update))
+        trail.append((apply(asked, step), (*kept, step)))
 
 
 def strongest(model: ModelSpec, start: Settled, divided: Recipe, machine: Machine) -> Recipe:
@@ -111,7 +111,7 @@ def strongest(model: ModelSpec, start: Settled, divided: Recipe, machine: Machin
 
 
 def _helpful(
-    found: Plan, recipe: Recipe, machine: Machine, fragmented: float, refused: Set[str]
+    found: Plan, recipe: Recipe, machine: Machine, fragmented: float, offered: Set[str]
 ) -> Iterator[Change]:
     """Yield changes of what is too large, the least slow first."""
     room = found.trusted_bytes(fragmented)
@@ -119,7 +119,7 @@ def _helpful(
     options = list(_all_changes(found.resolved, recipe, machine, _wave(found, room)))
     for change in sorted(options, key=lambda each: each.rank):
         phases = _phases(change)
-        if change.name not in refused and (not over or over & phases):
+        if change.name not in offered and (not over or over & phases):
             yield change
 
 

@@ -43,11 +43,15 @@ class CardSpeed(NamedTuple):
     def ceiling(self, dtype: str) -> tuple[float, bool]:
         """Return the fastest matmul in a dtype, and whether it was measured; (0, False): not known.
 
-        A card without the dtype computes in another: what it would use is `peaks` of fp32.
+        A card without the dtype computes in another: what it would use is fp32. A processor has no sheet:
+        only what was measured on it.
         """
         if dtype in self.measured:
             return self.measured[dtype], True
-        return self.peaks.get(dtype) or self.peaks.get("fp32", 0.0), False
+        sheet = self.peaks.get(dtype) or self.peaks.get("fp32")
+        return (
+            (sheet, False) if sheet else (self.measured.get("fp32", 0.0), "fp32" in self.measured)
+        )
 
     def fastest(self, dtype: str) -> float:
         """Return what no matmul exceeds: the sheet's peak, or a measurement above it."""

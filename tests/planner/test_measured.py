@@ -107,3 +107,13 @@ def test_a_processor_computes_while_it_starts_operations():
     work = Pass("x", flops=1e9, moved_bytes=1e9, launches=1000)
     each = 1e9 / (100e9 * p.product) + 1e9 / 10e9 + 1000 * 20e-6
     assert seconds(work, speed, p).seconds == pytest.approx(each)
+
+
+def test_a_processor_has_what_was_measured_for_any_dtype():
+    """A GRPO run's decode asks for bf16, which a processor without it computes as fp32."""
+    machine = Machine(vram_bytes=16 * GiB, context_bytes=0, cpu=True, measured=PROCESSOR)
+    lengths = {"context": 512, "prompt_length": 128, "completion_length": 384}
+    made = planned(machine, task="grpo", framework="vramwise", dtype="fp32", **lengths)
+    assert time_of(made).step_seconds > 0
+    card, _ = speed_of(machine)
+    assert card.ceiling("bf16") == (100e9, True)

@@ -254,3 +254,10 @@ def test_a_model_too_large_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_run_that_cannot_be_helped_is_none() -> None:
     machine = make_machine(vram="8GiB")
     assert settle(catalogue_model("llama-3.1-70b"), make_recipe(method="qlora"), machine) is None
+
+
+def test_a_lever_that_a_machine_sets_aside_is_not_offered_for_ever() -> None:
+    """A processor has no second memory: offloaded checkpoints stay where they are."""
+    machine = Machine(vram_bytes=2 << 30, context_bytes=0, cpu=True)
+    recipe = make_recipe(task="sft", method="full", context=1 << 16, framework="vramwise")
+    assert settle(catalogue_model("llama-3.1-8b"), recipe, machine) is None
