@@ -150,7 +150,21 @@ def checkpointing_of(recipe: Recipe, defaults: dict[str, Any], machine: Machine)
     return Checkpointing.FULL if machine.cpu and chosen is Checkpointing.OFFLOAD else chosen
 
 
-def dtypes(model: ModelSpec, recipe: Recipe, defaults: dict[str, Any]) -> tuple[str, str]:
+def dtypes(
+    model: ModelSpec, recipe: Recipe, framework: Framework, machine: Machine
+) -> tuple[str, str]:
+    """Return the dtype of the weights, and the one of autocast ("" for none)."""
+    defaults = framework.task_defaults(recipe.task.value)
+    dtype, autocast = _asked_dtypes(model, recipe, defaults)
+    switches = framework.switches_of(recipe.task.value)
+    if switches.fp32_weights_for_fp16 and recipe.method is Method.FULL:
+        no_bf16 = machine.gpu is not None and not machine.gpu.bf16_native
+        if dtype == "fp16" or (no_bf16 and dtype == "bf16"):
+            return "fp32", "fp16"
+    return dtype, autocast
+
+
+def _asked_dtypes(model: ModelSpec, recipe: Recipe, defaults: dict[str, Any]) -> tuple[str, str]:
     name = choose(recipe.dtype, defaults, "dtype", "bf16")
     dtype = normal_dtype(model.checkpoint_dtype if name == "checkpoint" else name)
     if name == "checkpoint" and dtype == "fp32" and recipe.task is Task.SERVE:

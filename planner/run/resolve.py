@@ -72,7 +72,7 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     trains = task is not Task.SERVE
     layout = layout_of(model, recipe, machine.num_gpus, switches.tensor_plan)
     refuse_unplanned(model, recipe, layout, framework)
-    dtype, autocast = dtypes(model, recipe, defaults)
+    dtype, autocast = dtypes(model, recipe, framework, machine)
     deepspeed = by_deepspeed(recipe, machine)
     if deepspeed:  # its engine casts the module, and nothing runs in autocast
         dtype, autocast = autocast or dtype, ""

@@ -53,6 +53,9 @@ class Switches(Section):
     replicates_by_fsdp2: Flag = False
     """Data parallel ranks are replicas of FSDP2 (a mesh of N x 1): units are copied before they run and
     reduced through its buffers, and no DistributedDataParallel is made."""
+    fp32_weights_for_fp16: Flag = False
+    """A model of which all is trained, on a card without bf16 or with fp16 asked for, has fp32 weights under
+    fp16 autocast (unsloth models/vision.py: "Float16 full finetuning uses more memory")."""
     divides_packed_bytes: Flag = False
     """4-bit weights are divided as the bytes they are. Elsewhere they must be stored as a float dtype
     (bnb_4bit_quant_storage): uint8, the default, stays whole on every rank (accelerate 1.15

@@ -208,3 +208,28 @@ def test_a_notebooks_row_is_planned_by_its_release() -> None:
 def test_copied_outputs_are_no_runs() -> None:
     with pytest.raises(NotARun, match="copy of Gemma2"):
         predict_sft(_row("nb/Falcon_H1_(0.5B)-Alpaca.ipynb", "peak_reserved"))
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "weights", "autocast"),
+    [
+        ("t4", None, 4, "fp16"),
+        ("t4", "bf16", 4, "fp16"),
+        ("l4", None, 2, "bf16"),
+        ("l4", "fp16", 4, "fp16"),
+    ],
+)
+def test_a_whole_model_in_fp16_has_fp32_weights(
+    card: str, dtype: str | None, weights: int, autocast: str
+) -> None:
+    """Unsloth makes them so, and takes fp16 by itself where a card has no bf16."""
+    model = catalogue_model("qwen3-0.6b")
+    made = plan(
+        model, Recipe(method=Method.FULL, framework="unsloth", dtype=dtype), make_machine(card)
+    )
+    loaded = next(term for term in made.phase("load").terms if term.name == "weights")
+    tables = rope_tables(model, made.resolved)
+    assert loaded.bytes == weights * model.parameters + sum(tables)
+    assert made.resolved.autocast == autocast
+    lora = plan(model, Recipe(framework="unsloth"), make_machine(card))
+    assert lora.resolved.dtype == "bf16"
