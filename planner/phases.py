@@ -6,7 +6,7 @@ from typing import Any
 from planner.dtypes import element_bytes
 from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
-from planner.run.recipe import VLLM, EngineKind
+from planner.run.recipe import VLLM, EngineKind, Task
 from planner.run.resolved import Resolved
 from planner.run.tasks import TASKS
 from planner.terms.activations import Activations
@@ -125,8 +125,12 @@ def budget(model: ModelSpec, r: Resolved, machine: Machine) -> Budget:
                 resident,
             )
         )
+    # PPO's passes are over before the first backward of a step
+    again = r.micro_batches > 1 and r.task is not Task.PPO
     for side in passes(model, r, acts, head):
         alive = (base, adapter, space) if side.before_training else fixed
+        if again and not side.before_training:
+            alive = (*alive, held)
         phases.append(_phase(side.name, *merged(*alive, seen.no_grad, *side.terms, resident)))
     # what outlives is of the step before
     acting, flown, stays = _forward(model, r, flat, acts)

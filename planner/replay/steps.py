@@ -312,7 +312,11 @@ class Run:
             player.give(*waiting)
         if units is not None:
             units.backward_starts()
-        grad = head.run(out, outside, accumulate=accumulate)
+        # autograd has one node for a tied weight: what the head made waits for what the embedding will make
+        tied = trains_tied(self.model, self.r) and self.r.law.kind != "tiled"
+        waits = accumulate and units is None and tied
+        own: list[Chunk] = []
+        grad = head.run(out, own if waits else outside, accumulate=accumulate and not waits)
         self.outputs = head.outputs
         left = player.play(events.backward, tokens, {**kept, events.backward.grad_out: grad})
         grad = left.pop(events.backward.grad_in)
@@ -322,7 +326,7 @@ class Run:
         first = running.layers.backward(done, grad, grads)
         player.give(*running.rotary, *running.masked)
         self._embedding_grad(tokens, outside, accumulate=accumulate)
-        player.give(first)
+        player.give(first, *own)
         self._into_buckets(outside)
         if units is not None:
             units.finish(outside, grads)

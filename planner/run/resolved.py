@@ -236,6 +236,11 @@ class Resolved:
         )
 
     @property
+    def micro_batches(self) -> int:
+        """Batches whose losses a step adds up; under GradCache each of them has several backwards."""
+        return self.grad_accum // -(-self.batch // self.at_once)
+
+    @property
     def compute_dtype(self) -> str:
         """dtype inside linears and attention."""
         return self.autocast or self.dtype

@@ -11,7 +11,7 @@ from planner.terms.activations import Activations
 from planner.terms.adapters import trains_embedding, trains_head, trains_tied
 from planner.terms.communication import PASSING, Buffers, term
 from planner.terms.embedding import backward_blocks
-from planner.terms.gradients import gradient_width, reduce_width, whole_width
+from planner.terms.gradients import adds_in_place, gradient_width, reduce_width, whole_width
 from planner.terms.logits import head_gradient_width
 from planner.terms.running import running_term
 from planner.terms.term import Term
@@ -173,8 +173,14 @@ def _embedding_moment(model: ModelSpec, r: Resolved, total: int) -> tuple[int, i
         # it, and then torch adds them into a third buffer
         copies = 2 if r.law.kind == "full" and r.law.chunk_count < 2 else 1
         grads += copies * model.vocab * model.hidden * head_gradient_width(r)
-    elif r.columns:
+    elif r.columns and not r.cached:
         # another text's gradient of the embedding is there when this one's is made
+        grads += model.vocab * model.hidden * head_gradient_width(r)
+    # a tied head of ours adds into the gradient itself; FSDP1's flat gradients are added up at once
+    straight = trains_tied(model, r) and r.law.kind == "tiled"
+    flat = r.placement.gathers and not r.placement.flat_buffers
+    if adds_in_place(r) and zero is None and not (straight or flat):
+        # made beside the one of the micro-batches before, to which it is added
         grads += model.vocab * model.hidden * head_gradient_width(r)
     return grads, _embedded(model, r) + scratch
 

@@ -75,7 +75,7 @@ def step_options(
         length=resolved.seq_tokens,
         padded=resolved.padded,
         completion=resolved.completion_tokens,
-        gradient_accumulation=resolved.grad_accum,
+        gradient_accumulation=resolved.micro_batches,
         steps=steps,
         layers=layers,
         fp32_outputs=resolved.switches.fp32_outputs and bool(resolved.autocast),

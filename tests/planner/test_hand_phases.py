@@ -142,6 +142,24 @@ def test_the_embeddings_gradient_comes_last() -> None:
 
 
 @pytest.mark.parametrize(
+    ("model", "fields", "more"),
+    [
+        (LLAMA, {}, 128_000),  # the embedding's new gradient beside the one it is added to
+        (TIED, {}, 3 * 128_000),  # the head's, the embedding's and their sum beside it
+        (TIED, {"framework": "liger"}, 2 * 128_000),
+        # our head adds its own into the one that is there
+        (TIED, {"framework": "vramwise", "loss": "chunked"}, 128_000),
+    ],
+)
+def test_an_accumulated_embeddings_gradient_is_made_beside_the_old_one(
+    model: ModelSpec, fields: dict[str, Any], more: int
+) -> None:
+    found = embedding(model, 16, gradient_accumulation=2, **fields)
+    whole = WEIGHTS if model is LLAMA else 350_080
+    assert found["gradients"] == whole + more
+
+
+@pytest.mark.parametrize(
     ("tokens", "scratch"),
     [
         (3_072, 0),

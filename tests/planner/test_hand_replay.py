@@ -371,6 +371,9 @@ def test_a_tied_embedding_has_a_third_buffer() -> None:
     # the head's gradient, the embedding's own and their sum
     found = replay_run(TIED, r).allocated_bytes
     assert found == 2 * TIED_WEIGHTS + 2 * 128_000 + STREAM
+    # accumulated: beside the sum of the micro-batches before
+    again = replay_run(TIED, replace(r, grad_accum=2)).allocated_bytes
+    assert again == found + 128_000
 
 
 def test_units_are_made_flat_before_they_are_cut() -> None:

@@ -23,13 +23,31 @@ CASES: dict[str, dict[str, Any]] = {
     "reward": {**LORA, "task": "reward"},
     "distill": {**LORA, "task": "distill", "teacher": "smollm2-360m"},
     "embed": {"task": "embed", "method": "full", "framework": "hf-trainer"},
+    "GradCache": {"task": "embed", "method": "full", "framework": "hf-trainer", "mini_batch": 1},
+    "GradCache, accumulated": {
+        "task": "embed",
+        "method": "full",
+        "framework": "hf-trainer",
+        "mini_batch": 1,
+        "gradient_accumulation": 2,
+    },
+    "kto, accumulated": {**LORA, "task": "kto", "method": "full", "gradient_accumulation": 2},
+    "dpo, accumulated": {**LORA, "task": "dpo", "method": "full", "gradient_accumulation": 2},
+    "sft, accumulated": {"method": "full", "framework": "hf-trainer", "gradient_accumulation": 2},
+    "sft, units": {
+        "method": "full",
+        "framework": "hf-trainer",
+        "gradient_accumulation": 2,
+        "sharding": "fsdp2",
+    },
+    "sft, ours": {"method": "full", "framework": "vramwise", "gradient_accumulation": 2},
     "evaluation": {
         "method": "lora",
         "framework": "hf-trainer",
         "evaluation": {"samples": 4, "batch_size": 1, "logits": True},
     },
 }
-FAST = ("dpo", "reward", "evaluation")
+FAST = ("dpo", "reward", "evaluation", "sft, accumulated", "sft, ours", "sft, units")
 
 
 @pytest.mark.parametrize(
@@ -39,7 +57,8 @@ def test_every_phase_of_a_task_is_as_large_as_planned(name: str) -> None:
     config = shorten(load_catalogue()["smollm2-135m"]["config"], 2)
     recipe = make_recipe(**{"dtype": "bf16", "context": 128, "micro_batch_size": 2, **CASES[name]})
     model = model_spec_from_config(config, name=name, source="test")
-    planned = plan(model, recipe, Machine(vram_bytes=1024 * GiB))
+    gpus = 2 if "sharding" in CASES[name] else 1
+    planned = plan(model, recipe, Machine(vram_bytes=1024 * GiB, num_gpus=gpus))
     found = compare(planned, trace(subject_for(planned.resolved, recipe, config)))
     for cell in found.totals:
         if cell.phase != "load":
