@@ -8,7 +8,7 @@ from planner.answers.recommend import Recommendation, recommend
 from planner.answers.spent import Spent
 from planner.models.spec import ModelSpec
 from planner.report.time import HOUR, between, dollars, span
-from planner.run.recipe import MachineSection
+from planner.run.recipe import MachineSection, Task
 from planner.run.runfile import machine_of
 from planner.units import format_bytes
 
@@ -39,7 +39,12 @@ def recommended(
         return low <= model.parameters / 1e9 <= high and all(word in name for word in words)
 
     return recommend(
-        machine, task=task, least_context=least, framework=framework, wanted=wanted, limit=limit
+        machine,
+        task=task,
+        least_context=least,
+        framework=None if task == Task.SERVE else framework,
+        wanted=wanted,
+        limit=limit,
     )
 
 
@@ -75,7 +80,7 @@ def cards(sent: Sent, context: int, kinds: tuple[str, ...], limit: int | None) -
         run.model,
         task=run.recipe.task.value,
         context=context,
-        framework=run.recipe.framework,
+        framework=None if run.recipe.task is Task.SERVE else run.recipe.framework,
         gpus=run.section.gpus,
         nodes=run.section.nodes,
         host_ram=run.section.host_ram,

@@ -4,7 +4,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from planner.answers.longest import USUAL
-from planner.answers.recommend import Setting, comfortable, quickest, setting, starts, variants
+from planner.answers.recommend import (
+    Setting,
+    comfortable,
+    quickest,
+    runner,
+    setting,
+    starts,
+    variants,
+)
 from planner.answers.spent import Spending, Spent, order, priced_cards, spent
 from planner.answers.unchanged import Settled
 from planner.errors import VramwiseError
@@ -92,7 +100,7 @@ def cards_for_model(
     *,
     task: str = "sft",
     context: int = 2048,
-    framework: str = "vramwise",
+    framework: str | None = None,
     gpus: int = 1,
     nodes: int | None = None,
     host_ram: str | None = None,
@@ -106,6 +114,7 @@ def cards_for_model(
     price are all planned, the others as far as `limit` reaches, the smallest first.
     """
     found: list[Card] = []
+    framework = runner(task, framework)
     if model.longest and context > model.longest:
         return found
     priced = priced_cards()

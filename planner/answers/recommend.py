@@ -15,11 +15,12 @@ from planner.answers.ranking import Worth, price_penalty, worth
 from planner.answers.slower import Lever, lever_times
 from planner.answers.spent import Spending, Spent, spent
 from planner.answers.unchanged import Settled, flags, settle, strongest
-from planner.errors import VramwiseError
+from planner.errors import UsageError, VramwiseError
 from planner.machines.machine import Machine
 from planner.models.catalogue import catalogue_model, catalogue_names
 from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
+from planner.run.framework import pick, with_task
 from planner.run.recipe import Loss, ParallelSection, Recipe, Sharding, Task
 from planner.run.resolve import resolve
 from planner.run.resolved import Resolved
@@ -28,6 +29,8 @@ from planner.run.tasks import TASKS
 from planner.terms.counts import base_weights
 
 OWN, OTHER = "vramwise", "hf-trainer"
+RUNNERS = (OWN, "trl", OTHER, "vllm")
+"""Whose runs are shown when nobody is named: the first that has the task."""
 BATCHES = (2, 4, 8, 16, 32, 64)
 USUAL_SPARE, GENERATING, RECURRENT = 1.15, 1.3, 1.4
 """Room over what is alive at which a search begins: most runs' fragments need less, and each row is replayed."""
@@ -96,7 +99,7 @@ def recommend(
     *,
     task: str = "sft",
     least_context: int = 2048,
-    framework: str = "vramwise",
+    framework: str | None = None,
     limit: int | None = None,
     wanted: Callable[[str, ModelSpec], bool] | None = None,
     only: ModelSpec | None = None,
@@ -104,10 +107,12 @@ def recommend(
 ) -> list[Recommendation]:
     """Return the best `limit` (None: all) models and methods that fit, the best first: see ranking.RULE.
 
+    `framework`: None for the first of RUNNERS; UsageError for one that does not have the task.
     `wanted`: of which catalogue models, by name and size; `only`: of this model alone. Pairs are planned in the order of what they could
     be worth, so that those behind the last row that is asked for are never planned.
     """
     found: list[Recommendation] = []
+    framework = runner(task, framework)
     models = {
         name: model
         for name in (catalogue_names() if only is None else [only.name])
@@ -175,6 +180,19 @@ class _Pair(NamedTuple):
     worth: Worth
 
 
+def runner(task: str, framework: str | None) -> str:
+    """Return the framework of a task's rows; raises UsageError for one that does not have the task."""
+    wanted = Task(task)
+    if framework is None:
+        return next(name for name in RUNNERS if wanted in pick(name).tasks)
+    if not pick(framework).has(wanted):
+        raise UsageError(
+            f"framework: {framework} has no {task} of its own",
+            hint=f"{', '.join(with_task(wanted))} have",
+        )
+    return framework
+
+
 def variants(task: str) -> dict[str, dict[str, Any]]:
     """Return the methods of a task: a label, and the fields of the recipe."""
     return SERVING if task == Task.SERVE else TRAINING
@@ -183,7 +201,7 @@ def variants(task: str) -> dict[str, dict[str, Any]]:
 def starts(task: str, label: str, framework: str, machine: Machine) -> list[Recipe]:
     """Return the quickest recipes of a method: one for each layout of the GPUs, the quickest first."""
     fields: dict[str, Any] = {"task": task, "micro_batch_size": 1, **METHODS[label]}
-    fields["framework"] = "vllm" if task == Task.SERVE else framework
+    fields["framework"] = framework
     if machine.gpu is not None and not machine.gpu.bf16_native:
         fields["dtype"] = "fp16"
     if task == Task.SERVE:
@@ -260,8 +278,9 @@ def furthest(
     full = strongest(model, base, recipes[-1], machine)
 
     end = longest(model, full, machine, lengths, USUAL)
-    if end is None:
-        return None
+    if end is None:  # a larger share of the card for vLLM may leave too little for its graphs
+        full = base.recipe
+        end = longest(model, full, machine, lengths, USUAL)
 
     def find(tokens: int, fragmented: float) -> Settled:
         # what is slowed down at the least context is so at a longer one
@@ -269,7 +288,7 @@ def furthest(
         other = same or quickest(model, recipes[1:], machine, tokens, fragmented)
         return other or Settled(plan(model, at(full, tokens), machine))
 
-    far = proved(lengths, end, base.plan.peak_bytes, find)
+    far = None if end is None else proved(lengths, end, base.plan.peak_bytes, find)
     near = near and _batched(model, near, machine, spare(model, task))
     if near is None and far is not None:  # the same settings hold a shorter context
         shorter = far._replace(plan=plan(model, at(far.recipe, least), machine))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from planner.datafiles import data_dir
 from planner.errors import UnknownNameError, UsageError
 from planner.run.framework_files import Framework, load_frameworks
+from planner.run.recipe import Task
 
 if TYPE_CHECKING:
     from packaging.version import Version
@@ -123,6 +124,19 @@ def families() -> dict[str, list[Framework]]:
     for law in frameworks().values():
         found.setdefault(law.family, []).append(law)
     return {name: sorted(laws, key=_age, reverse=True) for name, laws in sorted(found.items())}
+
+
+def with_task(task: Task) -> list[str]:
+    """Return the families whose newest law names a task among its own."""
+    return [name for name in families() if task in frameworks()[name].tasks]
+
+
+def without_task(framework: Framework, task: Task) -> str:
+    """Return what to know of a task that a framework does not have, or nothing."""
+    if task is Task.SERVE or framework.has(task):
+        return ""
+    has = ", ".join(with_task(task))
+    return f"{framework.title} has no {task} of its own ({has} have): planned as a loop on it"
 
 
 def laws_of(family: str, variant: str = "") -> list[Framework]:

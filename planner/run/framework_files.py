@@ -46,6 +46,8 @@ class Framework:
     """The releases whose code was read, or that were measured."""
     extends: str = ""
     aliases: tuple[str, ...] = ()
+    tasks: tuple[Task, ...] = ()
+    """What it has a command or trainer for; empty: any, a loop of one's own."""
     defaults: dict[str, dict[str, Any]] = field(default_factory=dict)
     switches: Switches = field(default_factory=Switches)
     task_switches: dict[str, Switches] = field(default_factory=dict)
@@ -78,6 +80,10 @@ class Framework:
                 if key in laws:
                     return laws[key]
         return self.logits[loss] if loss in self.logits else common[USUAL.get(loss, loss)]
+
+    def has(self, task: Task) -> bool:
+        """Say whether it runs a task by itself."""
+        return not self.tasks or task in self.tasks
 
     @property
     def range(self) -> str:
@@ -127,6 +133,7 @@ class _File(Section):
     read: str = ""
     extends: str = ""
     aliases: tuple[str, ...] = ()
+    tasks: tuple[Task, ...] = ()
     source: str
     retrieved: str
     notes: str = ""
@@ -139,7 +146,7 @@ class _File(Section):
 
 
 _INHERITED = (
-    *("defaults", "switches", "task_switches", "logits", "engine", "deepspeed", "package"),
+    *("tasks", "defaults", "switches", "task_switches", "logits", "engine", "deepspeed", "package"),
 )
 
 

@@ -30,7 +30,7 @@ from planner.run.companions import companions
 from planner.run.compiling import compile_fields
 from planner.run.engine_choices import choose, engine_fields, engine_kind, four_bit_refusal
 from planner.run.experts import expert_fields
-from planner.run.framework import fallback_note, pick
+from planner.run.framework import fallback_note, pick, without_task
 from planner.run.image_fields import image_fields, image_notes, sees_images_whole
 from planner.run.lora_fields import lora_fields, with_start
 from planner.run.parallel import layout_of, refuse_unplanned
@@ -68,7 +68,8 @@ def resolve(model: ModelSpec, recipe: Recipe, machine: Machine) -> Resolved:
     framework = on_card(pick(recipe.framework), machine)
     switches = framework.switches_of(task.value)
     defaults = framework.task_defaults(task.value)
-    notes = [*filter(None, [fallback_note(framework, recipe.framework)]), *started]
+    said = (fallback_note(framework, recipe.framework), without_task(framework, task))
+    notes = [*filter(None, said), *started]
     trains = task is not Task.SERVE
     layout = layout_of(model, recipe, machine.num_gpus, switches.tensor_plan)
     refuse_unplanned(model, recipe, layout, framework)

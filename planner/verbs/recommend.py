@@ -40,7 +40,10 @@ def _recommend(
     host_ram: Annotated[str | None, typer.Option("--host-ram", help="Host memory.")] = None,
     task: Annotated[str, typer.Option("--task", help="sft, grpo, dpo, serve ...")] = "sft",
     context: Annotated[str, typer.Option("--context", help="Least context wanted: 8k.")] = "2048",
-    framework: Annotated[str, typer.Option("--framework", help="Framework.")] = "vramwise",
+    framework: Annotated[
+        str | None,
+        typer.Option("--framework", help="Whose runs; else this trainer's where it has the task."),
+    ] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, help="Rows at most.")] = 40,
     samples: Annotated[
         int | None, typer.Option("--samples", help="Samples (GRPO: prompts): the run's hours.")
@@ -66,14 +69,12 @@ def _recommend(
     from planner.answers.cards import cards_for_model
     from planner.machines.machine import make_machine
     from planner.names import TASK_WORDS, word_of
-    from planner.run.framework import pick
     from planner.run.recipe import Task
     from planner.units import parse_count
     from planner.verbs.cards import models_csv, nothing, show_cards_for
     from planner.verbs.outputs import write_text
 
     tokens = parse_count(context, field="context")
-    pick(framework)  # an unknown one is refused here, not model by model
     task = word_of("task", task, [each.value for each in Task], TASK_WORDS)
     spending = spending_for(samples, epochs, price)
     if model is not None and gpu is None and vram is None:

@@ -11,7 +11,7 @@ from packaging.version import Version
 from planner.datafiles import data_dir
 from planner.errors import UnknownNameError, UnsupportedError, UsageError
 from planner.machines.machine import make_machine
-from planner.models.catalogue import catalogue_model
+from planner.models.catalogue import catalogue_model, catalogue_names
 from planner.plan import plan
 from planner.report import text as plan_text
 from planner.run.framework import families, frameworks, pick, spelled
@@ -309,3 +309,41 @@ def test_a_chunked_loss_is_ligers_where_no_other_is_there(name: str) -> None:
     law = pick(name).law("sft", "chunked")
     assert law == pick("liger").law("sft", "chunked")
     assert law.head_grad == (("fp32 gradient of the head", "fp32"),)
+
+
+def test_megatron_plans_every_model_of_attention_and_refuses_the_others_by_name() -> None:
+    recipe = make_recipe(framework="megatron", method="full", context=512)
+    refused = set()
+    for name in catalogue_names():
+        try:
+            plan(catalogue_model(name), recipe, CARD)
+        except UnsupportedError:
+            refused.add(name)
+    assert {name.partition("-")[0] for name in refused} == {
+        *("falcon", "mamba", "mamba2", "nemotron")
+    }
+    with pytest.raises(UnsupportedError, match="no attention with an MLP cannot be planned under"):
+        plan(catalogue_model("mamba2-130m"), recipe, CARD)
+
+
+def test_a_task_that_a_framework_does_not_have_is_said() -> None:
+    made = plan(
+        catalogue_model("qwen3-0.6b"),
+        make_recipe(task="grpo", framework="litgpt", method="lora"),
+        CARD,
+    )
+    assert any(note.startswith("LitGPT has no grpo of its own (axolotl, ") for note in made.assumptions)
+    for family in ("trl", "peft-loop"):
+        other = plan(
+            catalogue_model("qwen3-0.6b"),
+            make_recipe(task="grpo", framework=family, method="lora"),
+            CARD,
+        )
+        assert not any("of its own" in note for note in other.assumptions)
+
+
+def test_every_family_states_its_tasks_or_has_none() -> None:
+    loops = {name for name in families() if not frameworks()[name].tasks}
+    assert loops == {"fused-logp-loop", "peft-loop"}
+    for law in frameworks().values():
+        assert law.has(Task.SFT) or law.family == "vllm"

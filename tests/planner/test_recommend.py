@@ -9,7 +9,14 @@ from app.cli import main
 from planner.answers.cards import cards_for_model, cards_for_run
 from planner.answers.longest import contexts
 from planner.answers.ranking import RULE, release_of, worth
-from planner.answers.recommend import Recommendation, comfortable, recommend, setting, starts
+from planner.answers.recommend import (
+    Recommendation,
+    comfortable,
+    recommend,
+    runner,
+    setting,
+    starts,
+)
 from planner.answers.unchanged import settle
 from planner.machines.machine import Machine, make_machine
 from planner.models.catalogue import catalogue_model, catalogue_names
@@ -244,6 +251,52 @@ def test_an_unknown_framework_is_no_card_without_models(
 ) -> None:
     assert main(["recommend", *asked, "--framework", "unsloht"]) == 2
     assert "did you mean unsloth" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("task", "framework", "others"),
+    [
+        ("grpo", "hf-trainer", "axolotl, ms-swift, torchtune, trl, unsloth, verl, vramwise have"),
+        ("serve", "hf-trainer", "vllm have"),
+        ("sft", "vllm", "vramwise have"),
+        ("dpo", "vramwise", "axolotl, llamafactory"),
+    ],
+)
+@pytest.mark.parametrize("asked", [["--gpu", "rtx-4090"], ["qwen3-0.6b"]])
+def test_a_framework_without_the_task_is_refused_by_name(
+    asked: list[str], task: str, framework: str, others: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["recommend", *asked, "--task", task, "--framework", framework]) == 2
+    err = capsys.readouterr().err
+    assert f"framework: {framework} has no {task} of its own" in err
+    assert others in err
+
+
+@pytest.mark.parametrize(
+    ("task", "family"),
+    [("sft", "vramwise"), ("dpo", "trl"), ("embed", "hf-trainer"), ("serve", "vllm")],
+)
+def test_without_a_framework_rows_are_of_the_first_that_has_the_task(
+    task: str, family: str
+) -> None:
+    assert runner(task, None) == family
+    (row,) = recommend(make_machine("rtx-4090"), task=task, wanted=some("qwen3-0.6b"), limit=1)
+    assert row.recipe.get("framework", "vramwise") == family
+
+
+def test_a_serving_release_is_kept() -> None:
+    card = make_machine("rtx-4090")
+    (row,) = recommend(
+        card, task="serve", framework="vllm==0.11.0", wanted=some("qwen3-0.6b"), limit=1
+    )
+    assert row.recipe["framework"] == "vllm==0.11.0"
+
+
+def test_megatron_is_recommended_without_what_it_cannot_be_planned_with() -> None:
+    rows = recommend(
+        make_machine("h100-sxm"), framework="megatron", wanted=some("qwen3-0.6b", "mamba2-130m")
+    )
+    assert {(row.model, row.method) for row in rows} == {("qwen3-0.6b", "full")}
 
 
 def test_a_model_too_large_is_named(capsys: pytest.CaptureFixture[str]) -> None:
