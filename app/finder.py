@@ -2,13 +2,16 @@
 
 from typing import Any
 
-from app.runs import Sent, received
+from app.runs import DEFAULTS, Sent, received
 from planner.answers.cards import BROAD_KINDS, Card, cards_for_model
-from planner.answers.recommend import Recommendation, recommend
+from planner.answers.recommend import Recommendation, recommend, starts, variants
 from planner.answers.spent import Spent
+from planner.errors import VramwiseError
+from planner.models.hub import find_model
 from planner.models.spec import ModelSpec
 from planner.report.time import HOUR, between, dollars, span
 from planner.run.recipe import MachineSection
+from planner.run.resolve import resolve
 from planner.run.runfile import machine_of
 from planner.units import format_bytes
 
@@ -41,6 +44,23 @@ def recommended(
     return recommend(
         machine, task=task, least_context=least, framework=framework, wanted=wanted, limit=limit
     )
+
+
+def refusals(section: MachineSection, task: str, framework: str) -> list[str]:
+    """Return why each method that a framework does not plan, of any model, has no row."""
+    machine, model = machine_of(section), find_model(str(DEFAULTS["model"]), offline=True)
+    said = []
+    for label in variants(task):
+        reasons = []
+        recipes = starts(task, label, framework, machine)
+        for recipe in recipes:
+            try:
+                resolve(model, recipe, machine)
+            except VramwiseError as error:
+                reasons.append(error.message)
+        if len(reasons) == len(recipes):
+            said += reasons[:1]
+    return said
 
 
 def heat_rows(found: list[Recommendation]) -> list[dict[str, Any]]:

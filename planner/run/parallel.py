@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from planner.errors import UnsupportedError, UsageError
-from planner.models.spec import ModelSpec
+from planner.models.spec import MixerKind, MlpKind, ModelSpec
 from planner.run.framework import frameworks
 from planner.run.framework_files import Framework
 from planner.run.recipe import Method, ParallelSection, Recipe, Sharding, Task
@@ -297,6 +297,15 @@ def refuse_unplanned(model: ModelSpec, recipe: Recipe, layout: Layout, law: Fram
                 f"{field}: {value.value} cannot be planned under {law.title} yet",
                 hint=", ".join(known),
             )
+    if switches.layers == "megatron" and any(
+        layer.mlp.kind is MlpKind.NONE or layer.mixer.kind is MixerKind.NONE
+        for layer in model.layers
+    ):
+        raise UnsupportedError(
+            f"framework: {law.title} cannot be planned for {model.name} yet: a layer of it has a token mixer "
+            "or an MLP, not both",
+            hint="--framework hf-trainer or vramwise",
+        )
     several = layout.tensor * layout.pipeline * layout.context * layout.expert > 1
     if several and recipe.task is not Task.SFT:
         raise UnsupportedError(
