@@ -4,7 +4,7 @@ from typing import Any
 
 from app.runs import Sent, received
 from planner.answers.cards import BROAD_KINDS, Card, cards_for_model
-from planner.answers.recommend import Recommendation, recommend
+from planner.answers.recommend import Recommendation, recommend, refusals
 from planner.answers.spent import Spent
 from planner.models.spec import ModelSpec
 from planner.report.time import HOUR, between, dollars, span
@@ -42,10 +42,20 @@ def recommended(
         machine,
         task=task,
         least_context=least,
-        framework=None if task == Task.SERVE else framework,
+        framework=_trainer(task, framework),
         wanted=wanted,
         limit=limit,
     )
+
+
+def refusals_for(section: MachineSection, task: str, framework: str) -> list[str]:
+    """Return why each method that a framework does not plan, of any model, has no row."""
+    return refusals(machine_of(section), task, _trainer(task, framework))
+
+
+def _trainer(task: str, framework: str) -> str | None:
+    """Return the framework that a page's choice names; serving has its own."""
+    return None if task == Task.SERVE else framework
 
 
 def heat_rows(found: list[Recommendation]) -> list[dict[str, Any]]:
@@ -80,7 +90,7 @@ def cards(sent: Sent, context: int, kinds: tuple[str, ...], limit: int | None) -
         run.model,
         task=run.recipe.task.value,
         context=context,
-        framework=None if run.recipe.task is Task.SERVE else run.recipe.framework,
+        framework=_trainer(run.recipe.task, run.recipe.framework),
         gpus=run.section.gpus,
         nodes=run.section.nodes,
         host_ram=run.section.host_ram,

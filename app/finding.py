@@ -10,7 +10,7 @@ from app import cached, finder, inputs, maps, runs, sidebar, spread
 from app.draw import draw
 from app.inputs import state
 from app.knobs import BY_KEY
-from app.words import escape
+from app.words import escape, in_app
 from planner.answers.cards import Card
 from planner.answers.ranking import RULE
 from planner.answers.recommend import Recommendation
@@ -79,6 +79,8 @@ def models() -> None:
             tuple(st.session_state["sizes"]),
             most,
         )
+    for reason in finder.refusals_for(section, state("task"), state("framework")):
+        st.caption(escape(in_app(reason)))
     if not shown:
         st.info("Nothing fits. Try a shorter context, another size or more GPUs.")
         return

@@ -31,6 +31,8 @@ from planner.terms.counts import base_weights
 OWN, OTHER = "vramwise", "hf-trainer"
 RUNNERS = (OWN, "trl", OTHER, "vllm")
 """Whose runs are shown when nobody is named: the first that has the task."""
+PLAIN = "qwen3-0.6b"
+"""A model of layers that every framework has."""
 BATCHES = (2, 4, 8, 16, 32, 64)
 USUAL_SPARE, GENERATING, RECURRENT = 1.15, 1.3, 1.4
 """Room over what is alive at which a search begins: most runs' fragments need less, and each row is replayed."""
@@ -191,6 +193,22 @@ def runner(task: str, framework: str | None) -> str:
             hint=f"{', '.join(with_task(wanted))} have",
         )
     return framework
+
+
+def refusals(machine: Machine, task: str, framework: str | None) -> list[str]:
+    """Return why each method that a framework does not plan, of any model, has no row."""
+    model, said = catalogue_model(PLAIN), []
+    for label in variants(task):
+        recipes = starts(task, label, runner(task, framework), machine)
+        reasons = []
+        for recipe in recipes:
+            try:
+                resolve(model, recipe, machine)
+            except VramwiseError as error:
+                reasons.append(error.message)
+        if len(reasons) == len(recipes):
+            said += reasons[:1]
+    return said
 
 
 def variants(task: str) -> dict[str, dict[str, Any]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from planner.errors import UnsupportedError, UsageError
-from planner.models.spec import MlpKind, ModelSpec
+from planner.models.spec import MixerKind, MlpKind, ModelSpec
 from planner.run.framework import frameworks
 from planner.run.framework_files import Framework
 from planner.run.recipe import Method, ParallelSection, Recipe, Sharding, Task
@@ -290,14 +290,6 @@ def refuse_unplanned(model: ModelSpec, recipe: Recipe, layout: Layout, law: Fram
             f"parallel.tensor: {layout.tensor}, but bitsandbytes' packed weights are not divided by tensor",
             hint="--shard fsdp2 divides them",
         )
-    if switches.layers == "megatron" and any(
-        layer.mlp.kind is MlpKind.NONE or len(layer.mixers) != 1 for layer in model.layers
-    ):
-        raise UnsupportedError(
-            f"model: layers of {model.model_type} that are no attention with an MLP cannot be planned under "
-            f"{law.title} yet",
-            hint="--framework torchtitan",
-        )
     for field, known in MEGATRON.items() if switches.layers == "megatron" else ():
         value = getattr(recipe, field)
         if value is not None and value.value not in known:
@@ -305,6 +297,17 @@ def refuse_unplanned(model: ModelSpec, recipe: Recipe, layout: Layout, law: Fram
                 f"{field}: {value.value} cannot be planned under {law.title} yet",
                 hint=", ".join(known),
             )
+    if switches.layers == "megatron" and any(
+        layer.mlp.kind is MlpKind.NONE
+        or layer.mixer.kind is MixerKind.NONE
+        or len(layer.mixers) != 1
+        for layer in model.layers
+    ):
+        raise UnsupportedError(
+            f"framework: {law.title} cannot be planned for {model.name} yet: its layers are not one "
+            "token mixer and one MLP",
+            hint="--framework hf-trainer or vramwise",
+        )
     several = layout.tensor * layout.pipeline * layout.context * layout.expert > 1
     if several and recipe.task is not Task.SFT:
         raise UnsupportedError(

@@ -84,7 +84,7 @@ def _recommend(
         show_cards_for(spec, cards, task=task, context=tokens, gpus=gpus, csv=csv, as_json=as_json)
         return
     from planner.answers.ranking import RULE
-    from planner.answers.recommend import recommend
+    from planner.answers.recommend import recommend, refusals
 
     machine = make_machine(gpu, gpus=gpus, nodes=nodes, vram=vram, host_ram=host_ram)
     only = _named(model, offline=offline, token=token) if model is not None else None
@@ -107,6 +107,8 @@ def _recommend(
             }
         )
         return
+    for reason in refusals(machine, task, framework):
+        show(reason)
     if not rows:
         show(nothing(only, machine.label, tokens))
         return

@@ -130,6 +130,16 @@ def test_recommend_filters() -> None:
     assert not at.exception
 
 
+def test_recommend_says_which_methods_a_framework_does_not_plan() -> None:
+    at = open_page("recommend", gpu="h100", framework="megatron", task="sft", search="llama-3.2-1b")
+    assert set(at.dataframe[0].value["method"]) == {"full"}
+    said = "\n".join(caption.value for caption in at.caption)
+    for method in ("qlora", "lora"):
+        assert f"method\\: {method} cannot be planned under Megatron-LM yet" in said
+    own = open_page("recommend", gpu="h100", task="sft", search="llama-3.2-1b")
+    assert not any("cannot be planned" in caption.value for caption in own.caption)
+
+
 def test_one_click_opens_page_one_filled_in() -> None:
     at = open_page("recommend", gpu="rtx-4090-laptop", rank="64", framework="unsloth")
 

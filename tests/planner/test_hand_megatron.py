@@ -297,3 +297,9 @@ def test_the_command_line_answers_with_the_fullest_stage_of_512_gpus(capsys) -> 
     step = {term["name"]: term["bytes"] for term in answer["phases"][-1]["terms"]}
     assert 6 * GB < step["gradients"] / 4 < 6.6 * GB  # elements: 405B over 64, an end more or less
     assert answer["peak_phase"] in {"forward", "loss", "backward"}
+
+
+@pytest.mark.parametrize("name", ["nemotron-h-8b", "mamba-2.8b"])
+def test_a_layer_without_an_mlp_is_refused_by_name(name):
+    with pytest.raises(UnsupportedError, match=f"framework: Megatron-LM .* for {name} yet"):
+        plan(find_model(name, offline=True), recipe(sharding="none"), gpus(1))

@@ -299,6 +299,17 @@ def test_megatron_is_recommended_without_what_it_cannot_be_planned_with() -> Non
     assert {(row.model, row.method) for row in rows} == {("qwen3-0.6b", "full")}
 
 
+def test_the_methods_that_a_framework_does_not_plan_are_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["recommend", "qwen3-0.6b", "--gpu", "rtx-4090", "--framework", "megatron"]) == 0
+    out = capsys.readouterr().out
+    for method in ("lora", "qlora"):
+        assert f"method: {method} cannot be planned under Megatron-LM yet" in out
+    assert main(["recommend", "qwen3-0.6b", "--gpu", "rtx-4090"]) == 0
+    assert "cannot be planned" not in capsys.readouterr().out
+
+
 def test_a_model_too_large_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recommend", "llama-3.1-405b", "--gpu", "rtx-4090"]) == 0
     assert "llama-3.1-405b fits NVIDIA GeForce RTX 4090" in capsys.readouterr().out
