@@ -30,7 +30,6 @@ from trainer.parallel.sharding import refuse_over_ranks
 from trainer.preflight import (
     choose_layout,
     longest_prompt,
-    longest_sequence,
     settled,
     solve,
 )
@@ -40,9 +39,8 @@ from trainer.run_folder import check_output
 from trainer.say import Say, silent
 from trainer.schedule import check_steps
 from trainer.sft import make_order
-from trainer.sft_data import read_examples
 from trainer.step_size import step_prompts
-from trainer.validation import load_validation, read_held_out
+from trainer.validation import load_validation, read_held_out, read_run_examples
 
 
 def check_run(
@@ -143,8 +141,7 @@ def _data(given: Given, say: Say) -> tuple[int | None, int]:
         )
         say(f"data: {prompts.summary()}")
         return len(samples), len(held_out or ())
-    limit = longest_sequence(run)
-    examples = read_examples(samples, tokenizer, train.dataset, limit=limit, loss_on=train.loss_on)
+    examples = read_run_examples(samples, run, train, tokenizer)
     say(f"data: {examples.summary()}")
     _, per_epoch = make_order(examples, run, train)
     held = None if held_out is None else read_held_out(held_out, run, train, tokenizer)

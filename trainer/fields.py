@@ -53,7 +53,7 @@ ENGINE_HINTS = {
     "tensor_parallel": "1, or engine kind vllm-push: there as many neighbouring ranks are one engine",
     "pipeline_parallel": "1: the trainer generates on its own device",
     "data_parallel": "1: the trainer generates on its own device",
-    "sync": "nothing: weights go to the engine a layer at a time",
+    "sync": "leave it out: weights go to the engine a layer at a time",
 }
 ONLY_GRPO = (
     "rewards", "sampling", "loss", "updates_per_rollout", "num_iterations", "share_prefix"
@@ -79,7 +79,10 @@ def refuse_unhonoured(run: RunFile, train: BaseModel) -> None:
     """Raise UnsupportedError or UsageError for the first field that the trainer would not act on."""
     recipe = run.recipe
     for name, value, allowed in _recipe(recipe):
-        raise UnsupportedError(f"{name}: {value} cannot be trained", hint=f"use {allowed}")
+        # no value of a field that the trainer never reads can be trained
+        why = allowed.removeprefix("leave it out: ")
+        hint = f"use {allowed}" if why == allowed else f"leave it out: {why}"
+        raise UnsupportedError(f"{name}: {value} cannot be trained", hint=hint)
     if recipe.task is Task.GRPO or recipe.engine != type(recipe.engine)():
         _refuse_engine(recipe)
     _refuse_train(recipe, train)
@@ -140,21 +143,21 @@ def _recipe(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
     rules: tuple[tuple[str, bool, str], ...] = (
         ("algorithm", (recipe.algorithm or algorithms[0]).lower() not in algorithms, ", ".join(dict.fromkeys(algorithms))),
         ("quantization", recipe.method is not Method.QLORA and recipe.quantization not in (None, "none"), f"none with method {recipe.method}, or method qlora (nf4 or fp4)"),
-        ("offload", recipe.offload != OffloadSection(), "nothing: the trainer offloads layer inputs, and states by optimizer_offload"),
+        ("offload", recipe.offload != OffloadSection(), "leave it out: the trainer offloads layer inputs, and states by optimizer_offload"),
         ("entropy", recipe.entropy, "false: the trainer's entropy comes with its log-probabilities, without copies of logits"),
         ("images", recipe.images > 0, "0: the trainer trains on text alone"),
         ("videos", recipe.videos > 0, "0: the trainer trains on text alone"),
-        ("image_size", recipe.image_size is not None, "nothing: the trainer trains on text alone"),
-        ("image_tokens", recipe.image_tokens is not None, "nothing: the trainer trains on text alone"),
-        ("video_frames", recipe.video_frames is not None, "nothing: the trainer trains on text alone"),
+        ("image_size", recipe.image_size is not None, "leave it out: the trainer trains on text alone"),
+        ("image_tokens", recipe.image_tokens is not None, "leave it out: the trainer trains on text alone"),
+        ("video_frames", recipe.video_frames is not None, "leave it out: the trainer trains on text alone"),
         ("audio", recipe.audio > 0, "0: the trainer trains on text alone"),
-        ("audio_seconds", recipe.audio_seconds is not None, "nothing: the trainer trains on text alone"),
-        ("loads", recipe.loads is not None, "nothing: how ranks read weights is the trainer's own"),
+        ("audio_seconds", recipe.audio_seconds is not None, "leave it out: the trainer trains on text alone"),
+        ("loads", recipe.loads is not None, "leave it out: how ranks read weights is the trainer's own"),
         ("sharding", recipe.sharding not in SHARDED, "none, ddp or fsdp2: several GPUs are FSDP2's, each with all of the weights or a part"),
-        *((f"parallel.{name}", getattr(recipe.parallel, name) != ParallelSection.model_fields[name].default, "nothing: the trainer divides samples, weights and states over its ranks, by data_shard and data_replicate") for name in OTHER_DEGREES),
+        *((f"parallel.{name}", getattr(recipe.parallel, name) != ParallelSection.model_fields[name].default, "leave it out: the trainer divides samples, weights and states over its ranks, by data_shard and data_replicate") for name in OTHER_DEGREES),
         ("accumulate_sync", recipe.accumulate_sync is False, "true: gradients are summed over ranks after every micro-batch"),
         ("bucket_views", recipe.bucket_views, "false: replicas are FSDP2's, without buckets"),
-        ("buckets", recipe.buckets != BucketsSection(), "nothing: the trainer does not run DeepSpeed"),
+        ("buckets", recipe.buckets != BucketsSection(), "leave it out: the trainer does not run DeepSpeed"),
         ("mixed_precision", recipe.mixed_precision not in (None, "none"), "none: set dtype instead"),
         ("gradient_dtype", recipe.gradient_dtype not in (None, trained), f"{trained}: a gradient has its weight's dtype"),
         ("optimizer_in_backward", recipe.optimizer_in_backward, "false: the norm of all gradients is clipped before the step"),
@@ -162,16 +165,16 @@ def _recipe(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
         ("master_weights", bool(recipe.master_weights) and (matrix or trained == "fp32"), "false: fp32 weights are their own masters"),
         ("loss", recipe.loss is Loss.FULL, "chunked: the trainer never makes full logits"),
         ("compile", recipe.compile, "false"),
-        ("evaluation", recipe.evaluation != type(recipe.evaluation)(), "nothing: train.validation says when and on what"),
-        *((name, getattr(recipe, name) is not None, "nothing: other tasks have it") for name in OTHER_TASKS),
+        ("evaluation", recipe.evaluation != type(recipe.evaluation)(), "leave it out: train.validation says when and on what"),
+        *((name, getattr(recipe, name) is not None, "leave it out: other tasks have it") for name in OTHER_TASKS),
         ("save", recipe.save != "none", "none: train.save_every writes checkpoints"),
         ("resume", recipe.resume, "false: vramwise train RUN.yaml --resume goes on with one"),
         ("compile_loss", bool(recipe.compile_loss), "false"),
-        ("float8", recipe.float8 is not None, "nothing: the trainer multiplies in 16 or 32 bits"),
+        ("float8", recipe.float8 is not None, "leave it out: the trainer multiplies in 16 or 32 bits"),
         ("float8_all_gather", recipe.float8_all_gather, "false"),
         ("checkpointing", recipe.checkpointing in SELECTIVE, "none, full, every-k or offload"),
         ("experts_implementation", recipe.experts_implementation not in (None, "grouped_mm"), "grouped_mm, transformers' own choice"),
-        ("expert_capacity_factor", recipe.expert_capacity_factor is not None, "nothing: the experts take all tokens"),
+        ("expert_capacity_factor", recipe.expert_capacity_factor is not None, "leave it out: the experts take all tokens"),
         ("reference", recipe.reference not in (None, Reference.NONE, Reference.ADAPTER_OFF), "adapter-off"),
         ("reference", bool(recipe.beta) and recipe.reference is Reference.NONE, "adapter-off, or beta: 0"),
         ("beta", bool(recipe.beta) and recipe.method is Method.FULL, "0 with method full: its reference would be a second copy; adapters need none"),

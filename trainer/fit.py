@@ -153,22 +153,15 @@ def _data(given: Given) -> tuple[int | None, int | None]:
     """Return (rows of an epoch, tokens of a sample on average); None where the data does not say."""
     from trainer.data import load_samples
     from trainer.model import load_tokenizer
-    from trainer.preflight import longest_sequence
     from trainer.sft import make_order
-    from trainer.sft_data import read_examples
+    from trainer.validation import read_run_examples
 
     run, train = given.run, given.train
     samples = load_samples(train.dataset, root=given.root)
     if run.recipe.task is not Task.SFT:
         return len(samples), None
     tokenizer = load_tokenizer(run.model, revision=run.revision)
-    examples = read_examples(
-        samples,
-        tokenizer,
-        train.dataset,
-        limit=longest_sequence(run),
-        loss_on=train.loss_on,
-    )
+    examples = read_run_examples(samples, run, train, tokenizer)
     _, per_epoch = make_order(examples, run, train)
     if run.recipe.packing:
         return per_epoch, None

@@ -24,14 +24,20 @@ from trainer.packing import PackedOrder
 from trainer.parallel.dealing import blank_batch, deal, evened
 from trainer.parallel.ranks import ALONE, Ranks
 from trainer.parallel.together import largest
-from trainer.preflight import Preflight, longest_sequence, prepare
+from trainer.preflight import Preflight, prepare
 from trainer.router_loss import balance_loss, router_coefficient
 from trainer.run_folder import check_output, run_folder
 from trainer.say import Say, silent
 from trainer.scoring import hidden_and_routers, log_probs
 from trainer.session import Result, Session
-from trainer.sft_data import Examples, read_examples
-from trainer.validation import Validation, load_validation, loss_measure, read_held_out
+from trainer.sft_data import Examples
+from trainer.validation import (
+    Validation,
+    load_validation,
+    loss_measure,
+    read_held_out,
+    read_run_examples,
+)
 
 if TYPE_CHECKING:
     from trainer.fit import Fit
@@ -68,14 +74,7 @@ def train_sft(
     check_columns(samples, train.dataset, task="sft")
     # every row once, before any weight is loaded
     tokenizer = load_tokenizer(run.model, revision=run.revision)
-    examples = read_examples(
-        samples,
-        tokenizer,
-        train.dataset,
-        limit=longest_sequence(run),
-        loss_on=train.loss_on,
-        say=say,
-    )
+    examples = read_run_examples(samples, run, train, tokenizer, say=say)
     say(examples.summary())
     for number in range(min(train.print_completions, len(examples))):
         say(f"example {number + 1}, the loss is on what is in brackets: {examples.text_of(number)}")

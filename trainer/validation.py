@@ -15,7 +15,7 @@ from typing import Any
 from planner.errors import UsageError
 from planner.run.recipe import RunFile, Task
 from trainer import checkpoint as checkpoints
-from trainer.config import TrainSection
+from trainer.config import DatasetSection, TrainSection
 from trainer.data import Samples, check_columns, load_samples, tokenize_prompt
 from trainer.evaluation import check_metric, measure_loss, measure_rewards, refuse_overlap
 from trainer.metrics import MetricsLog
@@ -24,6 +24,7 @@ from trainer.parallel.ranks import ALONE, Ranks
 from trainer.preflight import Preflight, longest_sequence
 from trainer.rewards import Rewards, check_reward_columns
 from trainer.rollout import sampling_settings
+from trainer.say import Say, silent
 from trainer.sft_data import Examples, read_examples
 
 EVALUATIONS_FILE = "evaluations.jsonl"
@@ -52,12 +53,29 @@ def read_held_out(held_out: Samples, run: RunFile, train: TrainSection, tokenize
     """Return the held-out SFT samples as tokens."""
     assert train.validation is not None
     check_metric(train.evaluation, SMALLER_IS_BETTER)
+    return read_run_examples(held_out, run, train, tokenizer, section=train.validation)
+
+
+def read_run_examples(
+    samples: Samples,
+    run: RunFile,
+    train: TrainSection,
+    tokenizer: Any,
+    *,
+    section: DatasetSection | None = None,
+    say: Say = silent,
+) -> Examples:
+    """Return SFT samples as the run file cuts and scores them, by the columns of `section` or train.dataset.
+
+    Raises UsageError for a row that cannot be understood, or when none is left.
+    """
     return read_examples(
-        held_out,
+        samples,
         tokenizer,
-        train.validation,
+        section or train.dataset,
         limit=longest_sequence(run),
         loss_on=train.loss_on,
+        say=say,
     )
 
 

@@ -469,6 +469,7 @@ def test_a_changed_field_has_an_effect_or_is_refused_by_name(name, run_of, obser
         text = f"{caught.value.message} ({caught.value.hint})"
         assert named(text, name), text
         assert caught.value.hint, "what is allowed"
+        assert "nothing: " not in caught.value.hint, "a sentence that can be followed"
         return
     before = observe(run_of(name, case, changed=False))
     if name != "train.overwrite":

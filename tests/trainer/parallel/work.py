@@ -16,14 +16,13 @@ from trainer.config import parse_run
 from trainer.data import Order, load_samples
 from trainer.grpo import Grpo
 from trainer.parallel.ranks import Ranks
-from trainer.preflight import longest_prompt, longest_sequence, prepare
+from trainer.preflight import longest_prompt, prepare
 from trainer.prompt_data import read_prompts
 from trainer.rewards import load_rewards
 from trainer.rollout import sampling_settings
 from trainer.session import Session
 from trainer.sft import loss, make_order, next_batch, split
-from trainer.sft_data import read_examples
-from trainer.validation import loss_measure, read_held_out, reward_measure
+from trainer.validation import loss_measure, read_held_out, read_run_examples, reward_measure
 
 
 def prepared(ranks: Ranks, document: dict[str, Any], root: str) -> Any:
@@ -46,13 +45,7 @@ def gradients(policy: Any) -> dict[str, torch.Tensor]:
 def sft_batches(ready: Any, run: Any, train: Any, root: str) -> Any:
     """Return a function that takes the next step's batch."""
     samples = load_samples(train.dataset, root=Path(root))
-    examples = read_examples(
-        samples,
-        ready.policy.tokenizer,
-        train.dataset,
-        limit=longest_sequence(run),
-        loss_on=train.loss_on,
-    )
+    examples = read_run_examples(samples, run, train, ready.policy.tokenizer)
     order, _ = make_order(examples, run, train)
     return lambda: next_batch(examples, order, ready=ready)
 
