@@ -29,6 +29,7 @@ from trainer.devices import check_driver, check_dtype, limited, occupied, run_de
 from trainer.engines import make_engine
 from trainer.engines.protocol import Engine
 from trainer.engines.vllm_settings import settle_engine
+from trainer.engines.vllm_width import widened, with_graphs
 from trainer.evaluation_phase import check_evaluation_fits, evaluation_phase
 from trainer.fields import machine_note, other_framework, unread_notes
 from trainer.model import Policy, load_policy
@@ -158,7 +159,11 @@ def prepare(
     layout, asked = choose_layout(spec, wanted, train)
     if asked:  # samples in one row: planned with the mask that keeps them apart
         wanted = wanted.model_copy(update={"packing": True})
-    recipe, planned = solve(spec, wanted, machine, train, held=held, ranks=ranks.size)
+    recipe, planned = with_graphs(
+        wanted,
+        lambda each: solve(spec, each, machine, train, held=held, ranks=ranks.size),
+        say=say,
+    )
     if asked == "train.padding_free" and layout is Layout.ROWS:
         say(_masked_rows(planned))
     other = other_framework(spec, run.recipe, recipe, machine)
@@ -168,6 +173,9 @@ def prepare(
         say(note)
     per_step = within_epoch(recipe, train, per_epoch, say=say, ranks=ranks.size)
     check_prompts(recipe, per_step, ranks)
+    recipe, planned = widened(
+        spec, recipe, planned, machine, prompts=-(-per_step // ranks.size), say=say
+    )
     train = with_epochs(train, per_epoch=per_epoch or 1, per_step=per_step)
     if held_out >= ranks.size:  # fewer than ranks are each one's
         held_out = -(-held_out // ranks.size)
