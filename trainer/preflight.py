@@ -16,7 +16,15 @@ from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
 from planner.run.lora_fields import with_start
 from planner.run.parallel import layout_of
-from planner.run.recipe import Attention, Checkpointing, Method, Recipe, RunFile, Task
+from planner.run.recipe import (
+    Attention,
+    Checkpointing,
+    EngineKind,
+    Method,
+    Recipe,
+    RunFile,
+    Task,
+)
 from planner.run.resolve import resolve
 from planner.terms.activations import MLP_TILE_TOKENS
 from planner.units import format_bytes, parse_bytes
@@ -189,16 +197,27 @@ def prepare(
         on_host=ranks.several,
     )
     # before anything else is allocated: vllm-shared brings the policy's weights with it
-    engine = None
-    if recipe.task is Task.GRPO and not ranks.several:
-        engine = make_engine(policy, recipe=recipe, plan=planned, guided=guides(train))
+    engine, generates = None, recipe.task is Task.GRPO
+    wanted_engine: dict[str, Any] = {"recipe": recipe, "plan": planned, "guided": guides(train)}
+    if generates and not ranks.several:
+        engine = make_engine(policy, **wanted_engine)
         engine.release()
+    sharing_engine = None
+    if generates and ranks.several and recipe.engine.kind is EngineKind.VLLM_SHARED:
+        from trainer.engines.vllm_shared import VllmSharedEngine
+
+        sharing_engine = VllmSharedEngine(policy, **wanted_engine, ranks=ranks)
     layers = apply_memory_choices(policy, recipe, must_tile=bool(run.recipe.tiled_mlp), say=say)
     if ranks.several:
-        policy = shard_policy(policy, recipe, degrees, ranks)
+        stay = sharing_engine.shared if sharing_engine else ()
+        policy = shard_policy(policy, recipe, degrees, ranks, stay=stay)
         ranks = policy.ranks
-        if recipe.task is Task.GRPO:
-            engine = make_engine(policy, recipe=recipe, plan=planned, guided=guides(train))
+        if sharing_engine:
+            sharing_engine.follow(policy)
+            engine = sharing_engine
+        elif generates:
+            engine = make_engine(policy, **wanted_engine)
+        if engine is not None:
             engine.release()
     if asked:
         check_apart(policy, asked=asked)

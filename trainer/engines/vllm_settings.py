@@ -24,6 +24,7 @@ from trainer.engines.vllm_platform import (
     vllm_platform,
 )
 from trainer.model import DTYPES, Policy
+from trainer.parallel.ranks import Ranks
 
 KERNEL_BLOCK, KERNEL_BLOCK_CPU = 16, 32
 """Tokens that an attention kernel takes at a time (flash_attn.py: MultipleOf(16); platforms/cpu.py: 32)."""
@@ -131,16 +132,23 @@ def sleep_level(recipe: Recipe) -> int:
 
 
 def settings_for(
-    policy: Policy, *, recipe: Recipe, plan: Plan | None, kind: EngineKind, guided: bool = False
+    policy: Policy,
+    *,
+    recipe: Recipe,
+    plan: Plan | None,
+    kind: EngineKind,
+    guided: bool = False,
+    ranks: Ranks | None = None,
 ) -> VllmSettings:
     """Return the engine settings of a run: lengths and sizes from the recipe, KV bytes from the plan.
 
+    `ranks`: of a run whose policy is not laid out over them yet; None: the policy's.
     Without a plan the pool holds every sequence at full length, in vLLM's own blocks.
     Raises UsageError for what this vLLM, this card or what is free of it cannot do.
     """
     recipe = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"kind": kind})})
     refuse_four_bit(recipe)
-    ranks = policy.ranks
+    ranks = policy.ranks if ranks is None else ranks
     check_device(policy.device, local_rank=ranks.local_rank)
     check_dtype(policy.dtype)
     resolved = plan.resolved if plan is not None else None

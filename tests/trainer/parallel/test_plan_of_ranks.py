@@ -96,7 +96,9 @@ def test_what_several_ranks_cannot_do_is_refused_by_name(sft_document, grpo_docu
     cases = {
         "recipe.checkpointing: every-k": sft_document(checkpointing="every-k", sharding="fsdp2"),
         "recipe.optimizer: muon": sft_document(optimizer="muon", sharding="fsdp2"),
-        "recipe.engine.kind: vllm-shared": grpo_document(engine={"kind": "vllm-shared"}),
+        "recipe.engine.kind: vllm-shared": grpo_document(
+            sharding="fsdp2", engine={"kind": "vllm-shared"}
+        ),
         "parallel.data_shard: 2": sft_document(parallel={"data_shard": 2}),
     }
     for message, made in cases.items():
