@@ -43,7 +43,7 @@ ENGINE_FIELDS: dict[EngineKind, tuple[str, ...]] = {
     EngineKind.TRANSFORMERS: ("max_num_seqs", "max_num_batched_tokens"),
     EngineKind.VLLM_SHARED: _IN_PROCESS,
     EngineKind.VLLM_PUSH: (*_IN_PROCESS, "tensor_parallel"),
-    EngineKind.VLLM_SERVER: ("url", "timeout_s"),
+    EngineKind.VLLM_SERVER: ("url", "timeout_s", "transfer"),
     EngineKind.NONE: (),
 }
 """What each engine reads beside its kind."""

@@ -12,9 +12,7 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from peft import LoraConfig, get_peft_model
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 from planner.models.hub import find_model
 from planner.run.parallel import layout_of
@@ -23,6 +21,7 @@ from planner.units import MiB
 from profiler.torch_recorder import record
 from tests.trainer.parallel.gloo import on_ranks
 from tests.trainer.parallel.processes import ended, kill, said, start
+from tests.trainer.serving import save_word_tokenizer
 from trainer.config import parse_run
 from trainer.engines import vllm_group
 from trainer.engines.protocol import SamplingSettings
@@ -66,9 +65,7 @@ def folder(tmp_path_factory):
         eos_token_id=1,
     )
     AutoModelForCausalLM.from_config(config).float().save_pretrained(path)
-    words = {f"w{index}": index for index in range(VOCABULARY)}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1").save_pretrained(path)
+    save_word_tokenizer(path, VOCABULARY)
     return str(path)
 
 
