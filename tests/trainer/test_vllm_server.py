@@ -2,14 +2,13 @@
 
 import json
 import urllib.request
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from planner.errors import UsageError, VramwiseError
@@ -18,11 +17,12 @@ from planner.run.parallel import layout_of
 from planner.run.recipe import Method, Recipe
 from tests.trainer import store_wire
 from tests.trainer.parallel.gloo import free_port, on_ranks
+from tests.trainer.policies import policy_over
 from tests.trainer.serving import save_word_tokenizer, serving
 from trainer.engines import vllm_transfer
 from trainer.engines.protocol import SamplingSettings
 from trainer.engines.vllm_server import VllmServerEngine
-from trainer.model import Policy, load_policy
+from trainer.model import load_policy
 from trainer.parallel.sharding import over_ranks, shard_policy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm")]
@@ -61,18 +61,6 @@ def server(folder, tmp_path_factory):
         yield url
 
 
-def make_policy(folder, model, method):
-    return Policy(
-        model=model,
-        tokenizer=SimpleNamespace(eos_token_id=1),
-        method=method,
-        source=folder,
-        revision=None,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
-
-
 def recipe(url, method, **changes):
     return Recipe(task="grpo", method=method, **{"context": 64, "engine": {"url": url}} | changes)
 
@@ -100,7 +88,7 @@ def test_adapters_and_then_full_weights_reach_the_server(server, folder):
         base, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
     )
     engine = VllmServerEngine(
-        make_policy(folder, model, Method.LORA), recipe=recipe(server, "lora")
+        policy_over(folder, model, Method.LORA), recipe=recipe(server, "lora")
     )
     agrees(engine, model)
     with torch.no_grad():
@@ -115,7 +103,7 @@ def test_adapters_and_then_full_weights_reach_the_server(server, folder):
     with torch.no_grad():
         for parameter in full.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.02)
-    engine = VllmServerEngine(make_policy(folder, full, Method.FULL), recipe=recipe(server, "full"))
+    engine = VllmServerEngine(policy_over(folder, full, Method.FULL), recipe=recipe(server, "full"))
     agrees(engine, full)
     engine.close()
 
@@ -143,7 +131,7 @@ def test_all_weights_reach_the_server_by_vllms_own_transfer(server, folder, wire
         model = get_peft_model(
             model, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
         )
-    policy = make_policy(folder, model, Method(method))
+    policy = policy_over(folder, model, Method(method))
     asked = recipe(server, method, engine={"url": server, "transfer": "nccl"})
     engine = VllmServerEngine(policy, recipe=asked)
     try:
@@ -195,7 +183,7 @@ def test_a_transfer_that_cannot_be_is_refused_before_anything_waits(server, fold
     def start(method="full", transfer="nccl", url=server):
         model = AutoModelForCausalLM.from_pretrained(folder)
         asked = recipe(url, method, engine={"url": url, "transfer": transfer})
-        VllmServerEngine(make_policy(folder, model, Method(method)), recipe=asked)
+        VllmServerEngine(policy_over(folder, model, Method(method)), recipe=asked)
 
     with pytest.raises(
         UsageError, match="nccl sends from a GPU, and the policy is on cpu"
@@ -218,7 +206,7 @@ def test_a_sender_that_fails_is_one_line(server, folder, wire, monkeypatch):
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     asked = recipe(server, "full", engine={"url": server, "transfer": "nccl"})
-    engine = VllmServerEngine(make_policy(folder, model, Method.FULL), recipe=asked)
+    engine = VllmServerEngine(policy_over(folder, model, Method.FULL), recipe=asked)
     monkeypatch.setattr(engine._sender._engine.client, "start_weight_update", fails)
     try:
         with pytest.raises(VramwiseError) as caught:
@@ -240,12 +228,18 @@ def served_from_two(ranks, folder, url, method):
         for _, rows in policy.stepped():
             rows.add_(torch.randn_like(rows) * 0.3)
     engine.update_weights()
-    agrees(engine, lambda input_ids: policy.whole(lambda: policy.model(input_ids=input_ids)))
+    if method == "qlora":  # the server's base is not in 4 bits: what reaches it is the adapter
+        base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        handed = ranks.broadcast_object(str(engine._folder))
+        agrees(engine, PeftModel.from_pretrained(base, handed))
+        ranks.barrier()
+    else:
+        agrees(engine, lambda input_ids: policy.whole(lambda: policy.model(input_ids=input_ids)))
     engine.close()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("method", ["lora", "full", "qlora"])
 def test_what_two_ranks_hold_reaches_the_server_whole(server, folder, method):
     on_ranks(2, served_from_two, folder, server, method)
 
@@ -254,7 +248,7 @@ def test_a_context_longer_than_the_servers_is_refused(server, folder):
     model = AutoModelForCausalLM.from_pretrained(folder)
     with pytest.raises(UsageError, match="takes 128"):
         VllmServerEngine(
-            make_policy(folder, model, Method.FULL), recipe=recipe(server, "full", context=4096)
+            policy_over(folder, model, Method.FULL), recipe=recipe(server, "full", context=4096)
         )
 
 
@@ -262,5 +256,5 @@ def test_a_server_that_is_not_there_is_one_clear_error(folder):
     model = AutoModelForCausalLM.from_pretrained(folder)
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(VramwiseError, match="no answer from the vLLM server") as caught:
-        VllmServerEngine(make_policy(folder, model, Method.FULL), recipe=recipe(url, "full"))
+        VllmServerEngine(policy_over(folder, model, Method.FULL), recipe=recipe(url, "full"))
     assert "vllm serve" in caught.value.hint

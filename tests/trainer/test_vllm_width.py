@@ -86,6 +86,15 @@ def test_what_is_stated_stays_and_says_the_rest():
     assert wide(machine, both)[0] == both
 
 
+def test_more_than_has_room_is_refused_by_name():
+    with pytest.raises(
+        VramwiseError, match="max_num_seqs: 256 sequences of 2,048 tokens"
+    ) as caught:
+        wide(make_machine("rtx-4090"), recipe(max_num_seqs=STEP))
+    assert "does not fit" in caught.value.message
+    assert "leave it out" in caught.value.hint
+
+
 @pytest.mark.parametrize("kind", ["transformers", "vllm-server", None])
 def test_other_engines_are_left_alone(kind):
     asked = recipe().model_copy(

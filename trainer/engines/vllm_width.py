@@ -57,7 +57,8 @@ def widened(
     """Return the recipe with how many of a step's sequences vLLM generates at once, its pool, and their plan.
 
     `prompts`: of a step, on one rank. What the recipe states stays: the number, or the pool, which then says the
-    number. The pool is what vLLM's blocks of so many sequences at full length take.
+    number. The pool is what vLLM's blocks of so many sequences at full length take. Raises VramwiseError where the
+    number has no room.
     """
     engine = recipe.engine
     if not generates_inside(recipe) or (engine.max_num_seqs and engine.kv_bytes):
@@ -85,20 +86,30 @@ def widened(
         return wider, plan(spec, wider, machine)
 
     if engine.max_num_seqs:
-        return sized(engine.max_num_seqs)
-    least, most = (1 if engine.kv_bytes else min(r.max_num_seqs, step)), step
-    best = sized(least)
-    while least < most:
-        middle = (least + most + 1) // 2
+        made = sized(engine.max_num_seqs)
+        if not made[1].may_run:
+            size = format_bytes(made[1].resolved.kv_bytes)
+            raise VramwiseError(
+                f"recipe.engine.max_num_seqs: {engine.max_num_seqs} sequences of {r.seq_tokens:,} tokens need a "
+                f"KV cache of {size}, with which the run does not fit: {made[1].why}",
+                hint="fewer, or leave it out: then as many as have room",
+            )
+        return made
+    count, most, best = 1, step, sized(1)
+    while count < most:
+        middle = (count + most + 1) // 2
         trial = sized(middle)
-        room = pool(middle) <= engine.kv_bytes if engine.kv_bytes else True
+        room = not engine.kv_bytes or pool(middle) <= engine.kv_bytes
         if room and trial[1].verdict == "fits":
-            least, best = middle, trial
+            count, best = middle, trial
         else:
             most = middle - 1
-    if least < step:
+    usual = min(r.max_num_seqs, step)
+    if count < usual and not engine.kv_bytes and (trial := sized(usual))[1].may_run:
+        count, best = usual, trial  # tight, as it was planned so far
+    if count < step:
         say(
-            f"vLLM generates {least} of a step's {step} sequences at once: a KV cache of "
+            f"vLLM generates {count} of a step's {step} sequences at once: a KV cache of "
             f"{format_bytes(best[1].resolved.kv_bytes)}"
         )
     return best
