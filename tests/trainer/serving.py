@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.trainer.parallel.gloo import free_port
 
-START_LIMIT_S = 180
+START_LIMIT_S = 420
 
 
 def save_word_tokenizer(folder: Path, size: int) -> None:
