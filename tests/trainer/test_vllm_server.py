@@ -48,7 +48,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(folder, tmp_path_factory):
+def started(folder, tmp_path_factory):
     flags = (
         *("--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "8", "--enforce-eager"),
         *("--kv-cache-memory-bytes", str(16 * 2**20)),
@@ -59,6 +59,21 @@ def server(folder, tmp_path_factory):
     )
     with serving(folder, tmp_path_factory.mktemp("log"), *flags, TORCHDYNAMO_DISABLE="1") as url:
         yield url
+
+
+@pytest.fixture
+def server(started, folder):
+    """The server with its base as it was, whatever the tests before have sent it."""
+    reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+    post(started, "/collective_rpc", reload)
+    return started
+
+
+def post(url, path, body):
+    request = urllib.request.Request(
+        url + path, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
+    )
+    urllib.request.urlopen(request, timeout=60).read()
 
 
 def recipe(url, method, **changes):
@@ -114,13 +129,6 @@ def wire(server, monkeypatch):
     store_wire.install(monkeypatch.setattr)
     monkeypatch.setattr(vllm_transfer, "check_policy", lambda policy, kind: None)
     post(server, "/collective_rpc", {"method": "use_store_wire"})
-
-
-def post(url, path, body):
-    request = urllib.request.Request(
-        url + path, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
-    )
-    urllib.request.urlopen(request, timeout=60).read()
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])

@@ -37,6 +37,8 @@ from trainer.parallel.together import together
 
 ADAPTER_NAME = "vramwise-policy"
 CONNECT_TIMEOUT_S = 10.0
+DESCRIBE_TIMEOUT_S = 120.0
+"""/server_info looks through the server's whole environment when it is first asked: 10 s and more on a busy host."""
 
 
 class VllmServerEngine:
@@ -63,7 +65,7 @@ class VllmServerEngine:
         self._sender: WeightSender | None = None
         if kind != "folder":
             self._sender = WeightSender(
-                policy, kind=kind, url=self._url, get=self._get, post=self._post
+                policy, kind=kind, url=self._url, get=self._describe, post=self._post
             )
         alone = policy.method is not Method.FULL and not needs_merging(policy.model)
         self._adapter = alone and self._sender is None
@@ -188,6 +190,9 @@ class VllmServerEngine:
 
     def _get(self, path: str) -> Any:
         return self._send(urllib.request.Request(self._url + path), timeout_s=CONNECT_TIMEOUT_S)
+
+    def _describe(self, path: str) -> Any:
+        return self._send(urllib.request.Request(self._url + path), timeout_s=DESCRIBE_TIMEOUT_S)
 
     def _post(self, path: str, body: dict[str, Any] | None) -> Any:
         data = b"" if body is None else json.dumps(body).encode()
