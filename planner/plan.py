@@ -17,7 +17,7 @@ from planner.run.experts import LOOPS, uneven_notes
 from planner.run.framework import planned_as, spelled
 from planner.run.made import made
 from planner.run.ranks import RankPeak, RankRun, rank_runs
-from planner.run.recipe import VLLM, Recipe, Task
+from planner.run.recipe import VLLM, EngineKind, Recipe, Task
 from planner.run.resolve import resolve
 from planner.run.resolved import Resolved
 from planner.run.task_model import task_model
@@ -446,6 +446,11 @@ def _not_modeled(model: ModelSpec, r: Resolved) -> tuple[str, ...]:
         notes.append(
             "vision or audio encoder: vLLM's profile runs it on the largest inputs and caches what it "
             "makes; only its weights are counted (one log's peak was six times the text's)"
+        )
+    if r.trains and r.engine is EngineKind.VLLM_SERVER and r.transfer == "ipc":
+        notes.append(
+            "transfer ipc: the server that holds its weights and KV pool on this GPU, and the buffer of one "
+            "tensor through which weights reach it"
         )
     if missing := left_out(model, r):
         notes.append(missing)

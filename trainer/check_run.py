@@ -22,6 +22,7 @@ from planner.units import format_bytes
 from trainer.config import TrainSection, with_epochs
 from trainer.data import check_columns, load_samples
 from trainer.devices import this_machine
+from trainer.engines.vllm_width import widened, with_graphs
 from trainer.evaluation_phase import check_evaluation_fits, evaluation_phase
 from trainer.fields import unread_notes
 from trainer.foreign import Given, read_given
@@ -56,7 +57,7 @@ def check_run(
         given, _ = fit(given, budget, price=price, say=say)
     run, train = given.run, given.train
     check_output(train, resume=False)
-    recipe, planned = _planned(run, train)
+    recipe, planned = _planned(run, train, say)
     for note in unread_notes(run.recipe, planned.resolved):
         say(note)
     rows, held_out = _data(given, say)
@@ -94,7 +95,7 @@ def vars_of(difference: Any) -> dict[str, str]:
     return {name: getattr(difference, name) for name in names}
 
 
-def _planned(run: RunFile, train: TrainSection) -> tuple[Recipe, Plan]:
+def _planned(run: RunFile, train: TrainSection, say: Say) -> tuple[Recipe, Plan]:
     spec = find_model(run.model, revision=run.revision)
     started, _ = with_start(spec, with_train(run).recipe)
     ranks = run.machine.gpus
@@ -104,7 +105,11 @@ def _planned(run: RunFile, train: TrainSection) -> tuple[Recipe, Plan]:
     if asked:
         wanted = wanted.model_copy(update={"packing": True})
     machine = replace(_machine(run, train), num_gpus=ranks)
-    return solve(spec, wanted, machine, train, ranks=ranks)
+    recipe, planned = with_graphs(
+        wanted, lambda each: solve(spec, each, machine, train, ranks=ranks), say=say
+    )
+    prompts = -(-step_prompts(recipe, train, ranks) // ranks)
+    return widened(spec, recipe, planned, machine, prompts=prompts, say=say)
 
 
 def _machine(run: RunFile, train: TrainSection) -> Machine:

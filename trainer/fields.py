@@ -38,12 +38,12 @@ MATRIX = (Optimizer.ADAFACTOR, Optimizer.MUON)
 """Torch's own optimizers: they have neither masters nor state on the host, and betas of their own."""
 NO_BETAS = (*MATRIX, Optimizer.SGD)
 NO_EPS = (*NO_BETAS, Optimizer.SGD_MOMENTUM, Optimizer.LION, Optimizer.LION_8BIT)
-_IN_PROCESS = ("kv_bytes", "max_num_seqs", "max_num_batched_tokens", "sleep_level", "cuda_graphs", "timeout_s", "kv_dtype", "block_size")  # fmt: skip
+_IN_PROCESS = ("kv_bytes", "max_num_seqs", "max_num_batched_tokens", "sleep_level", "cuda_graphs", "timeout_s", "kv_dtype", "block_size", "prefix_caching")  # fmt: skip
 ENGINE_FIELDS: dict[EngineKind, tuple[str, ...]] = {
     EngineKind.TRANSFORMERS: ("max_num_seqs", "max_num_batched_tokens"),
     EngineKind.VLLM_SHARED: _IN_PROCESS,
     EngineKind.VLLM_PUSH: (*_IN_PROCESS, "tensor_parallel"),
-    EngineKind.VLLM_SERVER: ("url", "timeout_s"),
+    EngineKind.VLLM_SERVER: ("url", "timeout_s", "transfer"),
     EngineKind.NONE: (),
 }
 """What each engine reads beside its kind."""

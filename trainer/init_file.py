@@ -18,6 +18,7 @@ from planner.plan import Plan, plan
 from planner.run.recipe import MachineSection, Recipe, RunFile
 from planner.run.runfile import validate
 from planner.units import format_bytes
+from trainer.engines.vllm_width import widened
 from trainer.init_words import COMMENTED, MEANING, allowed
 
 TASKS = ("sft", "grpo")
@@ -95,6 +96,7 @@ def start(
             least = smallest
         if smallest.fits:
             chosen, planned = _largest(spec, recipes, smallest, machine)
+            chosen, planned = widened(spec, chosen, planned, machine, prompts=PROMPTS)
             name = spec.hub_id or model
             return Start(run=_run(task, name, chosen, section), plan=planned, tried=tried)
     if least is None:

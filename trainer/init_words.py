@@ -31,6 +31,7 @@ MEANING: dict[str, str] = {
     "recipe.engine": "what generates",
     "recipe.engine.kind": "transformers: the policy itself; vllm-shared: vLLM on the policy's own weights",
     "recipe.engine.max_num_seqs": "sequences generated at once",
+    "recipe.engine.kv_bytes": "bytes of its KV cache; both left out: as many sequences of a step as have room",
     "recipe.optimizer": "states of 8 bytes a weight (adamw), 2 (8bit) or less",
     "recipe.optimizer_offload": "states wait in host memory",
     "recipe.attention": "None = sdpa",

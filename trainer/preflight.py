@@ -16,7 +16,15 @@ from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
 from planner.run.lora_fields import with_start
 from planner.run.parallel import layout_of
-from planner.run.recipe import Attention, Checkpointing, Method, Recipe, RunFile, Task
+from planner.run.recipe import (
+    Attention,
+    Checkpointing,
+    EngineKind,
+    Method,
+    Recipe,
+    RunFile,
+    Task,
+)
 from planner.run.resolve import resolve
 from planner.terms.activations import MLP_TILE_TOKENS
 from planner.units import format_bytes, parse_bytes
@@ -29,6 +37,7 @@ from trainer.devices import check_driver, check_dtype, limited, occupied, run_de
 from trainer.engines import make_engine
 from trainer.engines.protocol import Engine
 from trainer.engines.vllm_settings import settle_engine
+from trainer.engines.vllm_width import widened, with_graphs
 from trainer.evaluation_phase import check_evaluation_fits, evaluation_phase
 from trainer.fields import machine_note, other_framework, unread_notes
 from trainer.model import Policy, load_policy
@@ -158,7 +167,11 @@ def prepare(
     layout, asked = choose_layout(spec, wanted, train)
     if asked:  # samples in one row: planned with the mask that keeps them apart
         wanted = wanted.model_copy(update={"packing": True})
-    recipe, planned = solve(spec, wanted, machine, train, held=held, ranks=ranks.size)
+    recipe, planned = with_graphs(
+        wanted,
+        lambda each: solve(spec, each, machine, train, held=held, ranks=ranks.size),
+        say=say,
+    )
     if asked == "train.padding_free" and layout is Layout.ROWS:
         say(_masked_rows(planned))
     other = other_framework(spec, run.recipe, recipe, machine)
@@ -168,6 +181,9 @@ def prepare(
         say(note)
     per_step = within_epoch(recipe, train, per_epoch, say=say, ranks=ranks.size)
     check_prompts(recipe, per_step, ranks)
+    recipe, planned = widened(
+        spec, recipe, planned, machine, prompts=-(-per_step // ranks.size), say=say
+    )
     train = with_epochs(train, per_epoch=per_epoch or 1, per_step=per_step)
     if held_out >= ranks.size:  # fewer than ranks are each one's
         held_out = -(-held_out // ranks.size)
@@ -181,16 +197,27 @@ def prepare(
         on_host=ranks.several,
     )
     # before anything else is allocated: vllm-shared brings the policy's weights with it
-    engine = None
-    if recipe.task is Task.GRPO and not ranks.several:
-        engine = make_engine(policy, recipe=recipe, plan=planned, guided=guides(train))
+    engine, generates = None, recipe.task is Task.GRPO
+    wanted_engine: dict[str, Any] = {"recipe": recipe, "plan": planned, "guided": guides(train)}
+    if generates and not ranks.several:
+        engine = make_engine(policy, **wanted_engine)
         engine.release()
+    sharing_engine = None
+    if generates and ranks.several and recipe.engine.kind is EngineKind.VLLM_SHARED:
+        from trainer.engines.vllm_shared import VllmSharedEngine
+
+        sharing_engine = VllmSharedEngine(policy, **wanted_engine, ranks=ranks)
     layers = apply_memory_choices(policy, recipe, must_tile=bool(run.recipe.tiled_mlp), say=say)
     if ranks.several:
-        policy = shard_policy(policy, recipe, degrees, ranks)
+        stay = sharing_engine.shared if sharing_engine else ()
+        policy = shard_policy(policy, recipe, degrees, ranks, stay=stay)
         ranks = policy.ranks
-        if recipe.task is Task.GRPO:
-            engine = make_engine(policy, recipe=recipe, plan=planned, guided=guides(train))
+        if sharing_engine:
+            sharing_engine.follow(policy)
+            engine = sharing_engine
+        elif generates:
+            engine = make_engine(policy, **wanted_engine)
+        if engine is not None:
             engine.release()
     if asked:
         check_apart(policy, asked=asked)

@@ -108,6 +108,7 @@ def engine_fields(
         "pipeline_parallel": section.pipeline_parallel,
         "data_parallel": section.data_parallel,
         "sync": section.sync or switches.sync_unit,
+        "transfer": section.transfer,
         "expert_parallel": section.expert_parallel,
         "prefix_caching": law.prefix_caching
         if section.prefix_caching is None

@@ -216,6 +216,9 @@ class EngineSection(Section):
         "http://127.0.0.1:8000"
     )
     """vllm-server: where `vllm serve` listens."""
+    transfer: Literal["folder", "nccl", "ipc"] = "folder"
+    """vllm-server: adapters, or all weights, through a folder that both sides see; or all weights, adapters folded
+    in, by vLLM's own weight transfer: nccl to other GPUs and hosts, ipc on the same GPUs."""
     timeout_s: Annotated[float, Field(gt=0, le=86400)] = 1800.0
     """A rollout that takes longer is aborted."""
 

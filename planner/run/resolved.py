@@ -1,6 +1,7 @@
 """Resolved: a recipe with every choice made; what the terms read."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from planner.run.companions import Companion
 from planner.run.framework_files import Framework
@@ -164,6 +165,8 @@ class Resolved:
     data_parallel: int
     sync: str | int
     """What is whole at once while weights are pushed: tensor, layer, model, or a part of so many."""
+    transfer: Literal["folder", "nccl", "ipc"]
+    """How weights reach a server."""
     expert_parallel: bool
     engine_offload_bytes: int
     """Of one GPU's weights, in host memory."""

@@ -104,6 +104,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[["Resolved"], bool], str], ...] = 
     (("parallel.schedule", "parallel.virtual_stages"), lambda r: r.layout.pipeline > 1, "there is no pipeline"),
     (("parallel.context_kind",), lambda r: r.layout.context > 1, "no sequence is divided"),
     (("bucket_views",), lambda r: r.placement.buckets, "no ddp has buckets"),
+    (("engine.transfer",), lambda r: r.trains and r.engine is EngineKind.VLLM_SERVER, "no server gets weights"),
     (("engine.sync",), lambda r: r.pushes and r.placement.gathers, "no divided weights are pushed to an engine"),
     (("loads",), lambda r: r.placement.weight_shards > 1, "no weights are divided"),
     (

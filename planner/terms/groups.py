@@ -55,6 +55,9 @@ def communicators(r: Resolved, machine: Machine) -> Communicators:
 
 def _engine_groups(r: Resolved) -> list[Group]:
     """Return vLLM's groups (distributed/parallel_state.py), where its budget does not count them itself."""
+    if r.trains and r.engine is EngineKind.VLLM_SERVER and r.transfer == "nccl":
+        # the first rank and the server's workers, of which there is one at least
+        return [Group("vllm weight transfer", 2)]
     here = r.engine in VLLM and not (r.trains and r.engine is EngineKind.VLLM_SERVER)
     if not here or r.framework.engine.communicators_in_budget:
         return []

@@ -56,6 +56,24 @@ def test_each_degree_has_a_communicator() -> None:
     assert named == {"vllm tensor": 2, "vllm pipeline": 2, "vllm data": 2}
 
 
+def test_weights_that_nccl_takes_to_a_server_need_a_communicator() -> None:
+    def named(**engine: Any) -> dict[str, int]:
+        r = choices(LLAMA, gpus(1), task="grpo", engine={"kind": "vllm-server", **engine})
+        return {group.name: group.size for group, _ in communicators(r, gpus(1)).groups}
+
+    assert named() == named(transfer="ipc") == {}
+    assert named(transfer="nccl") == {"vllm weight transfer": 2}
+
+
+def test_a_server_on_the_trainers_gpu_is_said_not_to_be_planned() -> None:
+    def notes(transfer: str) -> tuple[str, ...]:
+        recipe = make_recipe(task="grpo", engine={"kind": "vllm-server", "transfer": transfer})
+        return plan(find_model("llama-3.1-8b"), recipe, make_machine("h100")).not_modeled
+
+    assert any(note.startswith("transfer ipc: the server") for note in notes("ipc"))
+    assert notes("nccl") == notes("folder")
+
+
 @pytest.mark.parametrize(
     ("name", "count", "engine", "said"),
     [

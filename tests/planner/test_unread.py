@@ -201,6 +201,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "engine.tensor_parallel": (SERVE, 2),
     "engine.pipeline_parallel": (SERVE, 2),
     "engine.data_parallel": (SERVE, 2),
+    "engine.transfer": ({**GRPO, "engine": {"kind": "vllm-server"}}, "ipc"),
     "engine.sync": (
         {
             **GRPO,
@@ -280,6 +281,7 @@ UNREAD: dict[str, tuple[dict[str, Any], Any]] = {
     "engine.tensor_parallel": (GRPO, 2),
     "engine.data_parallel": (GRPO, 2),
     "engine.sync": (GRPO, "layer"),
+    "engine.transfer": (GRPO, "nccl"),
     "engine.pipeline_parallel": (GRPO, 2),
     "engine.expert_parallel": (GRPO, True),
     "engine.offline": (GRPO, True),

@@ -15,6 +15,29 @@ def small_model(tmp_path_factory):
     return make_small_model(folder, chat=True, initializer_range=0.1)
 
 
+@pytest.fixture(scope="session")
+def qwen2_folder(tmp_path_factory):
+    """Return the folder of a two-layer Qwen2 that vLLM runs; its embedding, tied, is padded there."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    path = tmp_path_factory.mktemp("qwen2")
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=500,  # not a multiple of 64: vLLM pads the embedding to 512
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+    )
+    AutoModelForCausalLM.from_config(config).float().save_pretrained(path)
+    return str(path)
+
+
 @pytest.fixture
 def document(small_model, tmp_path):
     """Return a function that makes a GRPO run document; keyword arguments change recipe and train."""

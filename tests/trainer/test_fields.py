@@ -83,6 +83,7 @@ FIELDS: dict[str, Case] = {
     "recipe.engine.prefix_caching": no(False, "grpo"),
     "recipe.engine.url": no("http://127.0.0.1:9", "grpo"),
     "recipe.engine.timeout_s": no(5, "grpo"),
+    "recipe.engine.transfer": no("nccl", "grpo"),
     "recipe.experts_implementation": no("eager"),
     "recipe.expert_capacity_factor": no(1.25),
     "recipe.offload.parameters": no(True),

@@ -1,7 +1,5 @@
 """Real vLLM in this process: one copy of the weights, pushed weights, log-probs equal to the policy's."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -11,7 +9,6 @@ from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    Qwen2Config,
     SmolLM3Config,
     SmolLM3Model,
 )
@@ -19,40 +16,17 @@ from transformers import (
 from planner.errors import UsageError, VramwiseError
 from planner.run.recipe import Method, Recipe
 from planner.units import MiB
+from tests.trainer.policies import EOS, policy_over
 from trainer.engines.protocol import SamplingSettings
 from trainer.engines.vllm_adapters import MergedWeights, merged_weights
 from trainer.engines.vllm_in_place import in_place
 from trainer.engines.vllm_llm import prompt_logprobs, reported_kv_tokens, vllm_model
 from trainer.engines.vllm_push import VllmPushEngine
 from trainer.engines.vllm_shared import VllmSharedEngine, map_parameters
-from trainer.model import Policy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm")]
 
 PROBE = tuple(range(3, 40))
-EOS = 1
-
-
-def make_folder(path, config):
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).float().save_pretrained(path)
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def qwen2_folder(tmp_path_factory):
-    config = Qwen2Config(
-        vocab_size=500,  # not a multiple of 64: vLLM pads the embedding to 512
-        hidden_size=128,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        eos_token_id=EOS,
-    )
-    return make_folder(tmp_path_factory.mktemp("qwen2"), config)
 
 
 RECIPE = Recipe(
@@ -61,18 +35,6 @@ RECIPE = Recipe(
     engine={"kv_bytes": 16 * MiB, "max_num_seqs": 8},
     lora={"rank": 8},
 )
-
-
-def make_policy(folder, model, method=Method.LORA):
-    return Policy(
-        model=model,
-        tokenizer=SimpleNamespace(eos_token_id=EOS),
-        method=method,
-        source=folder,
-        revision=None,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
 
 
 def empty_policy(folder):
@@ -109,7 +71,7 @@ def shared(qwen2_folder):
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])
     model = get_peft_model(empty_policy(qwen2_folder), config)
     materialise_adapters(model)
-    engine = VllmSharedEngine(make_policy(qwen2_folder, model), recipe=RECIPE)
+    engine = VllmSharedEngine(policy_over(qwen2_folder, model), recipe=RECIPE)
     yield engine, model
     engine.close()
 
@@ -215,7 +177,7 @@ def test_push_engine_takes_adapters_merged_and_full_weights(qwen2_folder):
     base = AutoModelForCausalLM.from_pretrained(qwen2_folder, dtype=torch.float32)
     config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, use_dora=True)
     model = get_peft_model(base, config)
-    policy = make_policy(qwen2_folder, model)
+    policy = policy_over(qwen2_folder, model)
     engine = VllmPushEngine(policy, recipe=RECIPE)
     try:
         assert engine._in_place is not None
@@ -247,7 +209,7 @@ def test_push_engine_serves_plain_adapters_alone(qwen2_folder):
     model = get_peft_model(
         base, LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj"])
     )
-    engine = VllmPushEngine(make_policy(qwen2_folder, model), recipe=RECIPE)
+    engine = VllmPushEngine(policy_over(qwen2_folder, model), recipe=RECIPE)
     try:
         for _ in range(3):
             shift(model, "lora_")
@@ -262,7 +224,7 @@ def test_push_engine_serves_plain_adapters_alone(qwen2_folder):
 
 def test_full_fine_tuning_shares_trainable_weights(qwen2_folder):
     model = empty_policy(qwen2_folder)
-    policy = make_policy(qwen2_folder, model, method=Method.FULL)
+    policy = policy_over(qwen2_folder, model, method=Method.FULL)
     engine = VllmSharedEngine(policy, recipe=RECIPE.model_copy(update={"method": Method.FULL}))
     try:
         assert all(p.requires_grad for p in model.parameters())
@@ -289,7 +251,7 @@ def test_pushed_weights_are_pefts_own_merge(qwen2_folder):
             r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False, use_dora=True
         ),
     )
-    pushed = dict(merged_weights(make_policy(qwen2_folder, policy)))
+    pushed = dict(merged_weights(policy_over(qwen2_folder, policy)))
     expected = policy.merge_and_unload().state_dict()
     assert set(pushed) == set(expected) - {"lm_head.weight"}  # tied
     for name, tensor in pushed.items():
@@ -299,7 +261,7 @@ def test_pushed_weights_are_pefts_own_merge(qwen2_folder):
 def test_weights_that_vllm_packed_are_refused(qwen2_folder):
     base = AutoModelForCausalLM.from_pretrained(qwen2_folder, dtype=torch.float32)
     model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"]))
-    engine = VllmPushEngine(make_policy(qwen2_folder, model), recipe=RECIPE)
+    engine = VllmPushEngine(policy_over(qwen2_folder, model), recipe=RECIPE)
     try:
         with pytest.raises(UsageError, match="dropped the plain weight") as caught:
             map_parameters(empty_policy(qwen2_folder), vllm_model(engine.llm))
@@ -322,12 +284,14 @@ def test_vllm_leaves_transformers_classes_to_the_policy(tmp_path):
         pad_token_id=0,
         bos_token_id=2,
     )
-    folder = make_folder(tmp_path, config)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).float().save_pretrained(tmp_path)
+    folder = str(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     before = (SmolLM3Model.__init__, SmolLM3Model.__call__, SmolLM3Model.__bases__)
     compiles = torch._dynamo.config.disable
     # compares log-probs of both when it is built
-    engine = VllmPushEngine(make_policy(folder, model, Method.FULL), recipe=RECIPE)
+    engine = VllmPushEngine(policy_over(folder, model, Method.FULL), recipe=RECIPE)
     try:
         assert (SmolLM3Model.__init__, SmolLM3Model.__call__, SmolLM3Model.__bases__) == before
         theirs = [type(part) for part in vllm_model(engine.llm).modules()]

@@ -104,6 +104,7 @@ def test_a_cuda_vllm_takes_the_cuda_branches_whatever_torch_says(
     on_gpu = vllm_kv(find_model(folder), kv_bytes=0, max_model_len=256, block_size=16)
     assert made.kv_bytes == on_gpu.bytes_per_sequence + on_gpu.bytes_per_block
     assert 0 < made.memory_share < 30 / 80
+    assert made.cuda_graphs
     packs = linear.dispatch_unquantized_gemm
     with vllm_cpu_build.unpacked_cpu_linears():
         assert linear.dispatch_unquantized_gemm is packs
@@ -122,6 +123,14 @@ def test_a_cpu_vllm_beside_a_cuda_torch_takes_the_cpu_branches(folder, monkeypat
     with vllm_cpu_build.unpacked_cpu_linears():
         assert utils.dispatch_cpu_unquantized_gemm is not packs
     assert utils.dispatch_cpu_unquantized_gemm is packs
+
+
+def test_graphs_are_planned_and_asked_for_where_there_are_some(cuda_platform):
+    with pytest.raises(UsageError, match="cuda_graphs: true, but vLLM on cpu has none"):
+        vllm_settings.settle_engine(recipe(cuda_graphs=True))
+    assert vllm_settings.settle_engine(recipe()).engine.cuda_graphs is False
+    cuda_platform(AMPERE)
+    assert vllm_settings.settle_engine(recipe()).engine.cuda_graphs is None
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0"])
@@ -173,13 +182,14 @@ def test_shared_weights_cannot_be_dropped(cuda_platform):
 
 @pytest.mark.parametrize("kind", ["vllm-shared", "vllm-push"])
 def test_what_is_not_released_is_planned_as_there(folder, kind):
-    """On the CPU build nothing sleeps: KV cache and copy stay in every phase of training."""
+    """On the CPU build nothing sleeps: KV cache and copy stay in every phase of training; nor has it graphs."""
     machine, spec = Machine(vram_bytes=8 * GiB, context_bytes=0), find_model(folder)
     asked = recipe(kind, kv_bytes=64 * MiB)
+    eager = recipe(kind, kv_bytes=64 * MiB, cuda_graphs=False)
     awake = plan(spec, settle_engine(asked), machine)
     copy = spec.parameters * 2 if kind == "vllm-push" else 0
     for phase in ("score", "forward", "backward", "step"):
-        sleeping = plan(spec, asked, machine).phase(phase).total_bytes
+        sleeping = plan(spec, eager, machine).phase(phase).total_bytes
         assert awake.phase(phase).total_bytes == sleeping + 64 * MiB + copy
     with pytest.raises(UsageError, match="sleep_level: 1, but vLLM on cpu cannot"):
         settle_engine(recipe(kind, sleep_level=1))

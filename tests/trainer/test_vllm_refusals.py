@@ -3,8 +3,6 @@
 A file of its own: vLLM keeps process-wide groups, and these engines need them fresh.
 """
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -14,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MixtralC
 
 from planner.errors import UsageError
 from planner.run.recipe import Method, Recipe
+from tests.trainer.policies import policy_over
 from trainer.engines.vllm_push import VllmPushEngine
 from trainer.engines.vllm_shared import VllmSharedEngine
-from trainer.model import Policy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm")]
 
@@ -24,18 +22,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm")]
 def make_folder(path, config):
     AutoModelForCausalLM.from_config(config).float().save_pretrained(path)
     return str(path)
-
-
-def make_policy(folder, model):
-    return Policy(
-        model=model,
-        tokenizer=SimpleNamespace(eos_token_id=1),
-        method=Method.FULL,
-        source=folder,
-        revision=None,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
 
 
 def recipe(**engine):
@@ -58,7 +44,7 @@ def test_a_mixture_of_experts_is_refused_with_the_reason(tmp_path):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     with pytest.raises(UsageError, match="mixture of experts") as caught:
-        VllmSharedEngine(make_policy(folder, model), recipe=recipe())
+        VllmSharedEngine(policy_over(folder, model, Method.FULL), recipe=recipe())
     assert "vllm-push" in caught.value.hint
 
 
@@ -66,7 +52,7 @@ def test_an_engine_that_cannot_start_says_what_to_change(tmp_path):
     folder = make_folder(tmp_path / "llama", LlamaConfig(**SMALL))
     model = AutoModelForCausalLM.from_pretrained(folder)
     with pytest.raises(UsageError, match="vLLM cannot start") as caught:
-        VllmPushEngine(make_policy(folder, model), recipe=recipe(kv_bytes=4096))
+        VllmPushEngine(policy_over(folder, model, Method.FULL), recipe=recipe(kv_bytes=4096))
     assert "kv_bytes" in caught.value.hint
 
 
@@ -74,7 +60,9 @@ def test_without_a_length_the_engine_is_not_started(tmp_path):
     folder = make_folder(tmp_path / "llama", LlamaConfig(**SMALL))
     model = AutoModelForCausalLM.from_pretrained(folder)
     with pytest.raises(UsageError, match="longest sequence"):
-        VllmPushEngine(make_policy(folder, model), recipe=Recipe(task="grpo", method="full"))
+        VllmPushEngine(
+            policy_over(folder, model, Method.FULL), recipe=Recipe(task="grpo", method="full")
+        )
 
 
 def test_the_caches_dtype_and_block_are_what_was_asked_for(tmp_path):
@@ -85,7 +73,7 @@ def test_the_caches_dtype_and_block_are_what_was_asked_for(tmp_path):
     folder = make_folder(tmp_path / "llama", LlamaConfig(**SMALL))
     model = AutoModelForCausalLM.from_pretrained(folder)
     asked = {"kv_bytes": 2**20, "kv_dtype": "fp8", "block_size": 64, "max_num_seqs": 2}
-    engine = VllmPushEngine(make_policy(folder, model), recipe=recipe(**asked))
+    engine = VllmPushEngine(policy_over(folder, model, Method.FULL), recipe=recipe(**asked))
     cache = engine.llm.llm_engine.vllm_config.cache_config
     assert (cache.cache_dtype, cache.block_size) == ("fp8", 64)
     assert reported_kv_tokens(engine.llm) == 2**20 // 256, "2 x 128 B a token, not 4 x that"
@@ -106,4 +94,4 @@ def test_a_cache_that_no_kernel_reads_is_refused(tmp_path, engine, said):
     folder = make_folder(tmp_path / "llama", LlamaConfig(**SMALL))
     model = AutoModelForCausalLM.from_pretrained(folder)
     with pytest.raises(UsageError, match=said):
-        VllmPushEngine(make_policy(folder, model), recipe=recipe(**engine))
+        VllmPushEngine(policy_over(folder, model, Method.FULL), recipe=recipe(**engine))

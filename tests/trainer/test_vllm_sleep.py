@@ -5,25 +5,23 @@ and sleep off. Both are switched on at that platform, and its worker, which cann
 what a GPU would have dropped.
 """
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from planner.errors import VramwiseError
 from planner.run.recipe import Method, Recipe
 from planner.units import MiB
+from tests.trainer.policies import policy_over
 from trainer.engines import vllm_sleep
 from trainer.engines.protocol import SamplingSettings
 from trainer.engines.vllm_llm import vllm_model
 from trainer.engines.vllm_push import VllmPushEngine
 from trainer.engines.vllm_shared import VllmSharedEngine
-from trainer.model import Policy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm")]
 
@@ -69,37 +67,6 @@ def asked(monkeypatch):
     return log
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("qwen2")
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=500,
-        hidden_size=128,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        eos_token_id=1,
-    )
-    AutoModelForCausalLM.from_config(config).float().save_pretrained(path)
-    return str(path)
-
-
-def make_policy(folder, model, method):
-    return Policy(
-        model=model,
-        tokenizer=SimpleNamespace(eos_token_id=1),
-        method=method,
-        source=folder,
-        revision=None,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
-
-
 def recipe(method, **engine):
     return Recipe(
         task="grpo",
@@ -110,15 +77,15 @@ def recipe(method, **engine):
     )
 
 
-def full_policy(folder):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return make_policy(folder, model, Method.FULL)
+def full_policy(qwen2_folder):
+    model = AutoModelForCausalLM.from_pretrained(qwen2_folder, dtype=torch.float32)
+    return policy_over(qwen2_folder, model, Method.FULL)
 
 
-def lora_policy(folder):
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def lora_policy(qwen2_folder):
+    base = AutoModelForCausalLM.from_pretrained(qwen2_folder, dtype=torch.float32)
     config = LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj"])
-    return make_policy(folder, get_peft_model(base, config), Method.LORA)
+    return policy_over(qwen2_folder, get_peft_model(base, config), Method.LORA)
 
 
 def train(model):
@@ -158,10 +125,10 @@ def pushes(monkeypatch):
     return made
 
 
-def test_kv_memory_goes_and_comes_back_step_after_step(asked, folder):
+def test_kv_memory_goes_and_comes_back_step_after_step(asked, qwen2_folder):
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    engine = VllmSharedEngine(make_policy(folder, model, Method.FULL), recipe=recipe("full"))
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(qwen2_folder))
+    engine = VllmSharedEngine(policy_over(qwen2_folder, model, Method.FULL), recipe=recipe("full"))
     try:
         assert core_of(engine).batch_queue_size == 2  # asynchronous, or this test shows nothing
         for _ in range(3):
@@ -181,11 +148,11 @@ def test_kv_memory_goes_and_comes_back_step_after_step(asked, folder):
         engine.close()
 
 
-def test_vllm_is_left_with_a_batch_queued_and_draining_ends_it(asked, folder):
+def test_vllm_is_left_with_a_batch_queued_and_draining_ends_it(asked, qwen2_folder):
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
-    engine = VllmPushEngine(full_policy(folder), recipe=recipe("full"))
+    engine = VllmPushEngine(full_policy(qwen2_folder), recipe=recipe("full"))
     try:
         assert not busy(engine)  # whatever the engines did themselves is at rest
         engine.llm.generate(
@@ -206,11 +173,11 @@ def test_vllm_is_left_with_a_batch_queued_and_draining_ends_it(asked, folder):
         engine.close()
 
 
-def test_an_engine_that_does_not_come_to_rest_is_one_line(asked, folder):
+def test_an_engine_that_does_not_come_to_rest_is_one_line(asked, qwen2_folder):
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
-    engine = VllmPushEngine(full_policy(folder), recipe=recipe("full"))
+    engine = VllmPushEngine(full_policy(qwen2_folder), recipe=recipe("full"))
     try:
         engine.llm.llm_engine.add_request(
             "endless",
@@ -230,8 +197,8 @@ def test_an_engine_that_does_not_come_to_rest_is_one_line(asked, folder):
         engine.close()
 
 
-def test_all_weights_are_pushed_once_a_step(asked, folder, pushes):
-    policy = full_policy(folder)
+def test_all_weights_are_pushed_once_a_step(asked, qwen2_folder, pushes):
+    policy = full_policy(qwen2_folder)
     engine = VllmPushEngine(policy, recipe=recipe("full"))
     try:
         for _ in range(3):
@@ -258,9 +225,9 @@ def test_all_weights_are_pushed_once_a_step(asked, folder, pushes):
 
 @pytest.mark.parametrize(("level", "expected"), [(1, 0), (2, 1)])
 def test_adapters_alone_bring_the_base_only_where_it_was_dropped(
-    asked, folder, pushes, level, expected
+    asked, qwen2_folder, pushes, level, expected
 ):
-    policy = lora_policy(folder)
+    policy = lora_policy(qwen2_folder)
     engine = VllmPushEngine(policy, recipe=recipe("lora", sleep_level=level))
     try:
         for _ in range(2):
@@ -276,8 +243,8 @@ def test_adapters_alone_bring_the_base_only_where_it_was_dropped(
         engine.close()
 
 
-def test_without_sleep_nothing_is_released_and_nothing_claimed(asked, folder):
-    engine = VllmPushEngine(lora_policy(folder), recipe=recipe("lora", sleep_level=0))
+def test_without_sleep_nothing_is_released_and_nothing_claimed(asked, qwen2_folder):
+    engine = VllmPushEngine(lora_policy(qwen2_folder), recipe=recipe("lora", sleep_level=0))
     try:
         before = engine.memory()
         engine.release()
@@ -290,13 +257,13 @@ def test_without_sleep_nothing_is_released_and_nothing_claimed(asked, folder):
         engine.close()
 
 
-def test_memory_that_cannot_be_taken_back_is_one_line(asked, folder, monkeypatch):
+def test_memory_that_cannot_be_taken_back_is_one_line(asked, qwen2_folder, monkeypatch):
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     def full(self, tags=None):
         raise RuntimeError("CUDA Error: out of memory at cumem_allocator.cpp:90\nmore")
 
-    engine = VllmPushEngine(lora_policy(folder), recipe=recipe("lora"))
+    engine = VllmPushEngine(lora_policy(qwen2_folder), recipe=recipe("lora"))
     try:
         engine.release()
         with monkeypatch.context() as patch:
@@ -311,10 +278,10 @@ def test_memory_that_cannot_be_taken_back_is_one_line(asked, folder, monkeypatch
     assert asked == [("sleep", 1), ("wake", None)]
 
 
-def test_shared_weights_outlive_the_engine(asked, folder):
+def test_shared_weights_outlive_the_engine(asked, qwen2_folder):
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    engine = VllmSharedEngine(make_policy(folder, model, Method.FULL), recipe=recipe("full"))
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(qwen2_folder))
+    engine = VllmSharedEngine(policy_over(qwen2_folder, model, Method.FULL), recipe=recipe("full"))
     addresses = {p.data_ptr() for p in vllm_model(engine.llm).parameters()}
     ids = torch.tensor([PROMPTS[1]])
     with torch.no_grad():

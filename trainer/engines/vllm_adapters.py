@@ -168,7 +168,7 @@ def served(
     a unit of FSDP2's is whole while its weights are yielded, and not longer.
     """
     sharded = policy.sharded
-    if sharded is None or not fold or not needs_merging(policy.model):
+    if sharded is None or not fold or not has_adapters(policy.model):
         yield from _served(policy.model, fold=fold)
         return
     for _ in sharded.each_whole():

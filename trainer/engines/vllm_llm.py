@@ -68,6 +68,8 @@ def start_llm(settings: VllmSettings) -> Any:
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": max(tokens, settings.max_num_seqs),
+        "enable_chunked_prefill": True,
+        "enable_prefix_caching": settings.prefix_caching,
         "kv_cache_memory_bytes": settings.kv_bytes,
         "enforce_eager": on_cpu or not settings.cuda_graphs,
         "enable_sleep_mode": settings.sleep_level > 0,

@@ -1,4 +1,4 @@
-"""vllm-server: a client of a running `vllm serve`, on this machine or one that sees the same files.
+"""vllm-server: a client of a running `vllm serve`, on this machine or another.
 
 Of several ranks each asks for its own prompts; the first one hands over the weights.
 
@@ -8,7 +8,8 @@ Start it with what an update needs:
         --enable-lora --max-loras 1 --max-lora-rank 16 --logprobs-mode processed_logprobs
 
 Adapters are reloaded in place over the public API. Full weights go through the development route
-(collective_rpc), from a folder the server can read.
+(collective_rpc), from a folder the server can read. With recipe.engine.transfer nccl or ipc no folder is shared:
+all weights, adapters folded in, go from GPU to GPU (trainer.engines.vllm_transfer).
 """
 
 import json
@@ -17,6 +18,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +30,15 @@ from planner.run.recipe import Method, Recipe
 from trainer.engines import vllm_llm
 from trainer.engines.protocol import Completion, SamplingSettings
 from trainer.engines.vllm_adapters import merged_weights, needs_merging
+from trainer.engines.vllm_transfer import WeightSender
 from trainer.model import Policy
 from trainer.parallel.saving import gathered
 from trainer.parallel.together import together
 
 ADAPTER_NAME = "vramwise-policy"
 CONNECT_TIMEOUT_S = 10.0
+DESCRIBE_TIMEOUT_S = 120.0
+"""/server_info looks through the server's whole environment when it is first asked: 10 s and more on a busy host."""
 
 
 class VllmServerEngine:
@@ -56,7 +61,14 @@ class VllmServerEngine:
                 hint="start it with a larger --max-model-len",
             )
         self._model = served[0]["id"]
-        self._adapter = policy.method is not Method.FULL and not needs_merging(policy.model)
+        kind = recipe.engine.transfer
+        self._sender: WeightSender | None = None
+        if kind != "folder":
+            self._sender = WeightSender(
+                policy, kind=kind, url=self._url, get=self._describe, post=self._post
+            )
+        alone = policy.method is not Method.FULL and not needs_merging(policy.model)
+        self._adapter = alone and self._sender is None
         self._folder = Path(tempfile.mkdtemp(prefix="vramwise-server-"))
         self.update_weights()
 
@@ -101,11 +113,15 @@ class VllmServerEngine:
         ]
 
     def update_weights(self) -> None:
-        """Publish the trained weights: the adapter in place, or all weights through a folder.
+        """Publish the trained weights: the adapter in place, or all weights through a folder or from GPU to GPU.
 
         Of several ranks the first does it, with what it gathers of all; the others wait.
         """
         ranks = self._policy.ranks
+        if self._sender is not None:
+            self._sender.send()
+            together(ranks, lambda: self._forget_prefixes() if ranks.first else None)
+            return
         tensors = self._gathered() if ranks.several else None
         together(ranks, lambda: self._publish(tensors) if ranks.first else None)
         if self._adapter:
@@ -135,6 +151,9 @@ class VllmServerEngine:
             )
         else:
             self._push_all(tensors)
+        self._forget_prefixes()
+
+    def _forget_prefixes(self) -> None:
         self._post("/reset_prefix_cache", None)
 
     def _push_all(self, tensors: dict[str, torch.Tensor] | None) -> None:
@@ -161,13 +180,19 @@ class VllmServerEngine:
         return {"weights": 0, "kv_cache": 0, "engine": 0}
 
     def close(self) -> None:
-        """Remove the folder; the server keeps running."""
+        """Remove the folder, or leave the transfer; the server keeps running."""
         import shutil
 
+        if self._sender is not None:
+            with suppress(VramwiseError):
+                self._sender.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _get(self, path: str) -> Any:
         return self._send(urllib.request.Request(self._url + path), timeout_s=CONNECT_TIMEOUT_S)
+
+    def _describe(self, path: str) -> Any:
+        return self._send(urllib.request.Request(self._url + path), timeout_s=DESCRIBE_TIMEOUT_S)
 
     def _post(self, path: str, body: dict[str, Any] | None) -> Any:
         data = b"" if body is None else json.dumps(body).encode()

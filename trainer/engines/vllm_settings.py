@@ -8,6 +8,7 @@ import torch
 
 from planner.errors import UsageError
 from planner.models.hub import find_model
+from planner.models.spec import ModelSpec
 from planner.plan import Plan
 from planner.run.engine_choices import usual_sleep
 from planner.run.framework import pick
@@ -23,6 +24,7 @@ from trainer.engines.vllm_platform import (
     vllm_platform,
 )
 from trainer.model import DTYPES, Policy
+from trainer.parallel.ranks import Ranks
 
 KERNEL_BLOCK, KERNEL_BLOCK_CPU = 16, 32
 """Tokens that an attention kernel takes at a time (flash_attn.py: MultipleOf(16); platforms/cpu.py: 32)."""
@@ -50,6 +52,8 @@ class VllmSettings:
     """Tokens of a block of the cache; None = vLLM's own choice."""
     max_num_batched_tokens: int | None = None
     """Prefill tokens of one step; None = the larger of 2048 and max_model_len."""
+    prefix_caching: bool = True
+    """A group's prompt is computed and kept once, not once a completion."""
     lora_rank: int = 0
     """Largest adapter rank; 0 = no adapter slots."""
     sleep_level: int = 0
@@ -57,7 +61,8 @@ class VllmSettings:
     to the host), 2 a copy's weights are dropped as well."""
     memory_share: float | None = None
     """Share of the card that vLLM takes (checked against what is free); None = no card."""
-    cuda_graphs: bool = False
+    cuda_graphs: bool = True
+    """Decoding steps are replayed; a CPU has none."""
     ranks: int = 1
     """Of the run: with several, vLLM's workers are the ranks themselves."""
     tensor_parallel: int = 1
@@ -82,7 +87,7 @@ DTYPE_NAMES = {
 
 
 def settle_engine(recipe: Recipe) -> Recipe:
-    """Return the recipe with its engine's sleep level written down, so that the plan sees it.
+    """Return the recipe with its engine's sleep level and graphs written down, so that the plan sees them.
 
     Nothing heavy has loaded yet: a vLLM that cannot start here is refused now. Where vLLM cannot sleep
     the level is 0, and the plan counts its KV cache and its weights as there all the time.
@@ -94,7 +99,14 @@ def settle_engine(recipe: Recipe) -> Recipe:
     dtype = DTYPES.get(recipe.dtype or "bf16")
     if dtype is not None:  # an unknown one is refused where the policy is loaded
         check_dtype(dtype)
-    engine = recipe.engine.model_copy(update={"sleep_level": sleep_level(recipe)})
+    settled: dict[str, Any] = {"sleep_level": sleep_level(recipe)}
+    if runs_on_cpu():
+        if recipe.engine.cuda_graphs:
+            raise UsageError(
+                "recipe.engine.cuda_graphs: true, but vLLM on cpu has none", hint="leave it out"
+            )
+        settled["cuda_graphs"] = False
+    engine = recipe.engine.model_copy(update=settled)
     return recipe.model_copy(update={"engine": engine})
 
 
@@ -120,16 +132,23 @@ def sleep_level(recipe: Recipe) -> int:
 
 
 def settings_for(
-    policy: Policy, *, recipe: Recipe, plan: Plan | None, kind: EngineKind, guided: bool = False
+    policy: Policy,
+    *,
+    recipe: Recipe,
+    plan: Plan | None,
+    kind: EngineKind,
+    guided: bool = False,
+    ranks: Ranks | None = None,
 ) -> VllmSettings:
     """Return the engine settings of a run: lengths and sizes from the recipe, KV bytes from the plan.
 
+    `ranks`: of a run whose policy is not laid out over them yet; None: the policy's.
     Without a plan the pool holds every sequence at full length, in vLLM's own blocks.
     Raises UsageError for what this vLLM, this card or what is free of it cannot do.
     """
     recipe = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"kind": kind})})
     refuse_four_bit(recipe)
-    ranks = policy.ranks
+    ranks = policy.ranks if ranks is None else ranks
     check_device(policy.device, local_rank=ranks.local_rank)
     check_dtype(policy.dtype)
     resolved = plan.resolved if plan is not None else None
@@ -144,17 +163,23 @@ def settings_for(
     sequences = recipe.engine.max_num_seqs or max(
         recipe.micro_batch_size or 1, recipe.num_generations or 1
     )
-    batched = max(recipe.engine.max_num_batched_tokens or max(2048, length), sequences)
+    tokens = resolved.max_num_batched_tokens if resolved is not None else max(2048, length)
+    batched = max(recipe.engine.max_num_batched_tokens or tokens, sequences)
+    cached = recipe.engine.prefix_caching
+    if cached is None:
+        cached = resolved.prefix_caching if resolved is not None else True
     kv_dtype = _kv_dtype(policy, recipe)
     block = _block_size(recipe)
-    needed = _pool_bytes(
-        policy,
+    needed = pool_bytes(
+        find_model(policy.source, revision=policy.revision),
         length=length,
         sequences=sequences,
         batched_tokens=batched,
         kv_dtype=kv_dtype,
         block_size=block,
         degree=recipe.engine.tensor_parallel,
+        prefix_caching=cached,
+        on_cpu=runs_on_cpu(),
     )
     planned = 0
     if plan is not None:
@@ -176,13 +201,14 @@ def settings_for(
         max_model_len=length,
         max_num_seqs=sequences,
         max_num_batched_tokens=batched,
+        prefix_caching=cached,
         kv_bytes=kv_bytes,
         kv_dtype="fp8" if kv_dtype == "fp8" else "auto",
         block_size=block,
         lora_rank=0 if recipe.method is Method.FULL else recipe.lora.rank,
         sleep_level=sleep_level(recipe),
         memory_share=share,
-        cuda_graphs=bool(recipe.engine.cuda_graphs),
+        cuda_graphs=not runs_on_cpu() and recipe.engine.cuda_graphs is not False,
         generation_timeout_s=recipe.engine.timeout_s,
         guided=guided,
     )
@@ -213,8 +239,8 @@ def _block_size(recipe: Recipe) -> int | None:
     return recipe.engine.block_size
 
 
-def _pool_bytes(
-    policy: Policy,
+def pool_bytes(
+    model: ModelSpec,
     *,
     length: int,
     sequences: int,
@@ -222,11 +248,13 @@ def _pool_bytes(
     kv_dtype: str,
     block_size: int | None,
     degree: int,
+    prefix_caching: bool,
+    on_cpu: bool,
 ) -> int:
     """Return one of `degree` ranks' part of the pool that holds `sequences` of `length` tokens, and vLLM's null block."""
-    on_cpu, law = runs_on_cpu(), pick("vllm").engine
+    law = pick("vllm").engine
     kv = vllm_kv(
-        find_model(policy.source, revision=policy.revision),
+        model,
         kv_bytes=0,
         max_model_len=length,
         kv_dtype=kv_dtype,
@@ -234,6 +262,7 @@ def _pool_bytes(
         kernel_block=KERNEL_BLOCK_CPU if on_cpu else KERNEL_BLOCK,
         # the CPU platform switches asynchronous scheduling off
         in_flight_tokens=batched_tokens * (1 if on_cpu else law.in_flight_batches),
+        prefix_caching=prefix_caching,
         ranks=degree,
     )
     return kv.bytes_per_sequence * sequences + kv.bytes_per_block

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from planner.errors import UsageError, VramwiseError
 from planner.plan import Plan
@@ -28,6 +29,7 @@ from trainer.engines.vllm_adapters import (
 )
 from trainer.engines.vllm_settings import settings_for
 from trainer.model import Policy
+from trainer.parallel.ranks import ALONE, Ranks
 
 FIRST_TRAINED_UPDATE = 3
 """The first publishes the weights as built, the second those of step 0 (the same); the third is the
@@ -129,8 +131,8 @@ def _is_a(thing: object, class_name: str) -> bool:
     return any(base.__name__ == class_name for base in type(thing).__mro__)
 
 
-def adopt(policy: torch.nn.Module, model: torch.nn.Module) -> int:
-    """Point the policy's base parameters at vLLM's storage; return the bytes shared.
+def adopt(policy: torch.nn.Module, model: torch.nn.Module) -> dict[str, Slice]:
+    """Point the policy's base parameters at vLLM's storage; return where each of them is.
 
     Buffers left on the meta device (rotary tables) are rebuilt. Tied parameters stay tied.
     """
@@ -148,7 +150,7 @@ def adopt(policy: torch.nn.Module, model: torch.nn.Module) -> int:
         setattr(module, leaf, views[place])
     _rebuild_meta_buffers(policy, device=next(iter(parameters.values())).device)
     assert_shared(policy, model, mapping)
-    return sum(view.numel() * view.element_size() for view in views.values())
+    return mapping
 
 
 def assert_shared(
@@ -158,9 +160,10 @@ def assert_shared(
     theirs = dict(model.named_parameters())
     ours = dict(policy.named_parameters(remove_duplicate=False))
     for name, place in mapping.items():
-        source = theirs[place.source]
+        source, own = theirs[place.source], ours[name]
         offset = place.start * source.stride(0) * source.element_size()
-        if ours[name].data_ptr() != source.data_ptr() + offset:
+        local = own.to_local() if isinstance(own, DTensor) else own
+        if local.data_ptr() != source.data_ptr() + offset:
             raise refuse(f"{name} did not keep vLLM's storage")
 
 
@@ -184,36 +187,67 @@ class VllmSharedEngine:
     name = "vllm-shared"
 
     def __init__(
-        self, policy: Policy, *, recipe: Recipe, plan: Plan | None = None, guided: bool = False
+        self,
+        policy: Policy,
+        *,
+        recipe: Recipe,
+        plan: Plan | None = None,
+        guided: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
         """Start vLLM, give the policy its weights, and check that both compute the same.
 
-        The policy's base may be on the meta device: it then never had weights of its own.
+        The policy's base may be on the meta device: it then never had weights of its own. Of several `ranks`
+        each starts an engine that its own policy shares; they are checked when the policy is laid out over the
+        ranks, by `follow`.
         """
         if has_adapters(policy.model) and policy.model.peft_config["default"].modules_to_save:
             raise refuse("modules_to_save trains whole modules beside the shared ones")
         self._policy = policy
+        merging = needs_merging(policy.model, shared=True)
+        if merging and ranks.several:
+            raise refuse(f"{merging}, which is folded into whole weights, and ranks hold parts")
         self._settings = settings_for(
-            policy, recipe=recipe, plan=plan, kind=EngineKind.VLLM_SHARED, guided=guided
+            policy,
+            recipe=recipe,
+            plan=plan,
+            kind=EngineKind.VLLM_SHARED,
+            guided=guided,
+            ranks=ranks,
         )
         self._lora: Any = None
         self._released = False
         self._updates = 0
         self._probe = vllm_llm.probe_tokens(policy, min(32, self._settings.max_model_len - 1))
         self._merged = None
-        if needs_merging(policy.model, shared=True):
+        if merging:
             self._merged = MergedWeights(policy.model)
             self._settings = replace(self._settings, lora_rank=0)
         with vllm_cpu_build.unpacked_cpu_linears():
             self.llm = vllm_llm.start_llm(self._settings)
-        self._folder = AdapterFolder()
+        self._folder = AdapterFolder(ranks)
         try:
-            self.shared_bytes = adopt(policy.model, vllm_llm.vllm_model(self.llm))
-            self.update_weights()
-            self.check("after building")
+            self.shared = adopt(policy.model, vllm_llm.vllm_model(self.llm))
+            if not ranks.several:
+                self.follow(policy)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes that are the policy's and vLLM's."""
+        parameters = dict(vllm_llm.vllm_model(self.llm).named_parameters())
+        return sum(
+            parameters[place.source][: place.rows].nbytes for place in set(self.shared.values())
+        )
+
+    def follow(self, policy: Policy) -> None:
+        """Serve `policy`, whose weights are the shared ones still, and check that both compute the same."""
+        self._policy = policy
+        assert_shared(policy.model, vllm_llm.vllm_model(self.llm), self.shared)
+        self.update_weights()
+        self.check("after building")
 
     def check(self, when: str) -> float:
         """Compare log-probs of engine and policy on the probe prompt; stop when they differ."""
@@ -235,6 +269,7 @@ class VllmSharedEngine:
             engine=self.name,
             lora_request=self._lora,
             when=when,
+            sharded=self._policy.sharded,
         )
 
     def generate(
@@ -291,4 +326,4 @@ class VllmSharedEngine:
         with suppress(VramwiseError):  # what is unmapped cannot be unmapped again to free it
             self.resume()
         vllm_sleep.keep_allocators()
-        vllm_sleep.shutdown(self.llm)
+        vllm_sleep.shutdown(self.llm, ranks=self._settings.ranks)

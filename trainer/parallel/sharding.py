@@ -5,13 +5,14 @@ the whole scoring: whoever reads a weight does so inside `Sharded.run`, where th
 layers gather themselves. Gradients are summed, never averaged: losses have the whole step's normaliser.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from planner.errors import UnsupportedError
 from planner.run.parallel import Layout
@@ -25,7 +26,12 @@ from trainer.parallel.traffic import Traffic
 R = TypeVar("R")
 FSDP2_NEEDS = ("reset_iter_state", "set_reduce_scatter_unused_params", "set_custom_all_gather")
 """What FSDP2 of torch 2.13 has, and older ones don't all have."""
-ENGINES = (EngineKind.TRANSFORMERS, EngineKind.VLLM_PUSH, EngineKind.VLLM_SERVER)
+ENGINES = (
+    EngineKind.TRANSFORMERS,
+    EngineKind.VLLM_SHARED,
+    EngineKind.VLLM_PUSH,
+    EngineKind.VLLM_SERVER,
+)
 """What generates for several ranks: the policy itself, in step, engines that each or some share, or a server."""
 
 
@@ -156,6 +162,37 @@ class Sharded:
             shard.whole.grad = shard.local.grad = None
 
 
+def _set_aside(model: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
+    """Return the memory of the parameters `names`, which are on the meta device from here on; tied ones stay tied."""
+    memory: dict[str, Tensor] = {}
+    empty: dict[nn.Parameter, nn.Parameter] = {}
+    for name in names:
+        owner, leaf = _place(model, name)
+        real: nn.Parameter = getattr(owner, leaf)
+        memory[name] = real.data
+        if real not in empty:
+            empty[real] = nn.Parameter(real.data.to("meta"), requires_grad=real.requires_grad)
+        setattr(owner, leaf, empty[real])
+    return memory
+
+
+def _put_back(model: nn.Module, memory: Mapping[str, Tensor]) -> None:
+    """Give FSDP2's parameters the memory set aside, as load_state_dict(assign=True) does after a start on meta."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for name, local in memory.items():
+        owner, leaf = _place(model, name)
+        old: Any = getattr(owner, leaf)
+        if old not in made:
+            whole = DTensor.from_local(local, old.device_mesh, old.placements, run_check=False)
+            made[old] = nn.Parameter(whole, requires_grad=old.requires_grad)
+        setattr(owner, leaf, made[old])
+
+
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, leaf = name.rpartition(".")
+    return model.get_submodule(path), leaf
+
+
 def _attempt(work: Callable[[], R]) -> tuple[R] | None:
     """Return what `work` does, or None when memory ran out: then no frame holds its tensors."""
     try:
@@ -199,7 +236,8 @@ def refuse_over_ranks(recipe: Recipe, layout: Layout) -> None:
     rules: tuple[tuple[str, Any, bool, str], ...] = (
         ("checkpointing", recipe.checkpointing, recipe.checkpointing is Checkpointing.EVERY_K, "full or offload: layers before the one at work are cut again by then"),
         ("optimizer", recipe.optimizer, recipe.optimizer in MATRIX and layout.data_shard > 1, f"adamw, lion or their 8-bit kinds, or sharding: ddp: it steps whole matrices, and {cut}"),
-        ("engine.kind", kind, recipe.task is Task.GRPO and kind not in ENGINES, "vllm-push, transformers, or vllm-server on other GPUs: vllm-shared has whole weights"),
+        ("engine.kind", kind, recipe.task is Task.GRPO and kind not in ENGINES, "one that generates"),
+        ("engine.kind", kind, recipe.task is Task.GRPO and kind is EngineKind.VLLM_SHARED and layout.data_shard > 1, f"vllm-push, transformers, vllm-server on other GPUs, or sharding: ddp: vllm-shared is whole weights, and {cut}"),
     )  # fmt: skip
     for name, value, wrong, allowed in rules:
         if wrong:
@@ -213,8 +251,21 @@ def refuse_over_ranks(recipe: Recipe, layout: Layout) -> None:
         )
 
 
-def shard_policy(policy: Policy, recipe: Recipe, layout: Layout, ranks: Ranks) -> Policy:
-    """Return the policy with its parameters cut over `layout`; checkpointing is in place by then."""
+def shard_policy(
+    policy: Policy,
+    recipe: Recipe,
+    layout: Layout,
+    ranks: Ranks,
+    *,
+    stay: Collection[str] = (),
+) -> Policy:
+    """Return the policy with its parameters cut over `layout`; checkpointing is in place by then.
+
+    `stay`: names of parameters whose memory is another's too, and whole on every rank: FSDP2 works on it where it
+    is.
+    """
+    assert not stay or layout.data_shard == 1
+    memory = _set_aside(policy.model, stay)
     ranks = ranks.laid_out(shard=layout.data_shard, device_type=policy.device.type)
     mesh = ranks.mesh
     assert mesh is not None
@@ -240,6 +291,7 @@ def shard_policy(policy: Policy, recipe: Recipe, layout: Layout, ranks: Ranks) -
         # a rank whose tokens never came by some expert still sends its zeros
         unit.set_reduce_scatter_unused_params(True, recurse=False)
         traffic.watch(unit, copies=mesh.get_group("replicate") if ranks.copies > 1 else None)
+    _put_back(policy.model, memory)
     sharded = Sharded(policy.model, units, ranks, traffic)
     start = None
     if policy.start is not None:  # adapters are as they were when the run began

@@ -96,13 +96,19 @@ def test_what_several_ranks_cannot_do_is_refused_by_name(sft_document, grpo_docu
     cases = {
         "recipe.checkpointing: every-k": sft_document(checkpointing="every-k", sharding="fsdp2"),
         "recipe.optimizer: muon": sft_document(optimizer="muon", sharding="fsdp2"),
-        "recipe.engine.kind: vllm-shared": grpo_document(engine={"kind": "vllm-shared"}),
+        "recipe.engine.kind: vllm-shared": grpo_document(
+            sharding="fsdp2", engine={"kind": "vllm-shared"}
+        ),
         "parallel.data_shard: 2": sft_document(parallel={"data_shard": 2}),
     }
     for message, made in cases.items():
         run, train = parse_run(made, root=tmp_path)
         with pytest.raises(VramwiseError, match=message):
             prepare(run, train, ranks=two)
+    for kind in ("vllm-push", "vllm-shared"):  # as on one rank
+        four_bit = grpo_document(method="qlora", sharding="ddp", engine={"kind": kind})
+        with pytest.raises(UsageError, match=f"{kind} cannot generate with a 4-bit policy"):
+            parse_run(four_bit, root=tmp_path)
     with pytest.raises(UsageError, match=r"parallel\.tensor: 2"):
         parse_run(sft_document(parallel={"tensor": 2}), root=tmp_path)
     run, train = parse_run(sft_document(reduce_dtype="fp32"), root=tmp_path)

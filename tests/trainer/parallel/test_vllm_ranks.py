@@ -21,11 +21,14 @@ from planner.units import MiB
 from profiler.torch_recorder import record
 from tests.trainer.parallel.gloo import on_ranks
 from tests.trainer.parallel.processes import ended, kill, said, start
+from tests.trainer.serving import save_word_tokenizer
 from trainer.config import parse_run
 from trainer.engines import vllm_group
 from trainer.engines.protocol import SamplingSettings
+from trainer.engines.vllm_llm import vllm_model
 from trainer.engines.vllm_push import VllmPushEngine
-from trainer.model import Policy
+from trainer.engines.vllm_shared import VllmSharedEngine
+from trainer.model import Policy, load_policy
 from trainer.parallel import watch
 from trainer.parallel.ranks import ALONE
 from trainer.parallel.sharding import over_ranks, shard_policy
@@ -62,6 +65,7 @@ def folder(tmp_path_factory):
         eos_token_id=1,
     )
     AutoModelForCausalLM.from_config(config).float().save_pretrained(path)
+    save_word_tokenizer(path, VOCABULARY)
     return str(path)
 
 
@@ -125,6 +129,59 @@ def pushed_twice(ranks, folder, method, degree):
         return before, answers(engine, ranks), difference, here, born_in_a_push(engine, policy)
     finally:
         engine.close()
+
+
+def shared_twice(ranks, folder, cases):
+    """Return what `pushed_twice` does of an engine whose weights are the policy's, and how much is another copy's.
+
+    Copies of the policy, one a rank: sharding ddp. Nothing is pushed: the optimizer writes vLLM's own memory.
+    """
+    found = []
+    for method in cases:
+        wanted = Recipe(
+            task="grpo",
+            method=method,
+            context=64,
+            dtype="fp32",
+            sharding="ddp",
+            engine={"kind": "vllm-shared", "kv_bytes": 4 * MiB, "max_num_seqs": 4},
+            lora={"rank": 4},
+        )
+        recipe = over_ranks(wanted, ranks.size)
+        policy = load_policy(folder, recipe=recipe, on_host=ranks.several)
+        if method == "lora":
+            torch.manual_seed(1)
+            for name, parameter in policy.model.named_parameters():
+                if "lora_" in name:  # as PEFT starts them B is zero
+                    parameter.data.copy_(0.3 * torch.randn(parameter.shape))
+        engine = VllmSharedEngine(policy, recipe=recipe, ranks=ranks)
+        if ranks.several:
+            layout = layout_of(find_model(folder), recipe, ranks.size)
+            policy = shard_policy(policy, recipe, layout, ranks, stay=engine.shared)
+            engine.follow(policy)
+        try:
+            before = answers(engine, ranks)
+            train(policy)
+            engine.update_weights()
+            difference = engine.check("after a step")
+            apart = [
+                name
+                for name, parameter in policy.model.named_parameters()
+                if "lora_" not in name and storage(parameter) not in served_storages(engine)
+            ]
+            found.append((before, answers(engine, ranks), difference, apart))
+        finally:
+            engine.close()
+    return found
+
+
+def storage(parameter):
+    local = getattr(parameter, "to_local", lambda: parameter)()
+    return local.untyped_storage().data_ptr()
+
+
+def served_storages(engine):
+    return {storage(parameter) for parameter in vllm_model(engine.llm).parameters()}
 
 
 def answers(engine, ranks):
@@ -200,6 +257,22 @@ def test_two_ranks_generate_what_one_process_does(folder):
     cases = [(method, degree) for method in methods for degree in (1, 2)]
     alone = {method: pushed_twice(ALONE, folder, method, 1) for method in methods}
     check(cases, on_ranks(2, every_push, folder, cases), alone)
+
+
+@pytest.mark.slow
+def test_each_rank_generates_with_the_weights_that_it_trains(folder):
+    """vllm-shared over copies: two ranks say what one process does, before and after a change, and hold no copy."""
+    cases = ("full", "lora")
+    alone = shared_twice(ALONE, folder, cases)
+    for rank in on_ranks(2, shared_twice, folder, cases):
+        for (*ours, difference, apart), (*theirs, _, _) in zip(rank, alone, strict=True):
+            assert difference < 1e-4
+            assert apart == []
+            for answered, wanted in zip(ours, theirs, strict=True):
+                assert [tokens for tokens, _ in answered] == [tokens for tokens, _ in wanted]
+                for (_, logprobs), (_, expected) in zip(answered, wanted, strict=True):
+                    assert logprobs == pytest.approx(expected, abs=1e-4)
+            assert ours[0] != ours[1], "the change is heard"
 
 
 def slept(ranks, folder, cases):
@@ -291,8 +364,8 @@ def test_two_ranks_learn_through_engines_of_their_own_and_through_one(document, 
             model=str(model),
             recipe={
                 "method": method,
-                "sharding": "fsdp2",
-                "engine": {"kind": "vllm-push", "tensor_parallel": degree},
+                "sharding": sharding,
+                "engine": {"kind": kind, "tensor_parallel": degree},
                 "num_generations": 4,
                 "micro_batch_size": 8,
                 "completion_length": 6,
@@ -300,11 +373,15 @@ def test_two_ranks_learn_through_engines_of_their_own_and_through_one(document, 
             train={
                 "steps": 4,
                 "prompts_per_step": 3,  # two of them the first rank's
-                "output": str(tmp_path / f"out-{degree}"),
+                "output": str(tmp_path / f"out-{kind}-{degree}"),
                 "lr": 1e-2,
             },
         )
-        for degree in (1, 2)
+        for kind, degree, sharding in (
+            ("vllm-push", 1, "fsdp2"),
+            ("vllm-push", 2, "fsdp2"),
+            ("vllm-shared", 1, "ddp"),
+        )
     ]
     first, second = on_ranks(2, grpo, documents, str(tmp_path))
     for metrics, other in zip(first, second, strict=True):
