@@ -150,6 +150,9 @@ class Switches(Section):
     """
     repeat_kv: frozenset[str] = frozenset()
     """Model types whose keys and values are repeated for every query head before attention."""
+    sdpa_repeats_kv: Flag = False
+    """SDPA gets keys and values repeated for every query head, mask or none (transformers before 4.54:
+    integrations/sdpa_attention.py; since then enable_gqa where there is no mask)."""
     fused: frozenset[Kernel] = frozenset()
     """Kernels that keep fewer tensors than torch's operations: rmsnorm, swiglu, rope, lora (without
     dropout), qlora (adapters of quantised linears, dropout inside: fms-acceleration)."""

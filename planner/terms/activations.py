@@ -12,7 +12,7 @@ from planner.layer.tape import Envelope, Point, envelope, largest
 from planner.models.lora_rest import NOTHING
 from planner.models.spec import ModelSpec, ModuleKind
 from planner.quant.table import BITSANDBYTES
-from planner.run.recipe import Checkpointing, Method, Task
+from planner.run.recipe import Attention, Checkpointing, Method, Task
 from planner.run.resolved import Resolved
 from planner.terms.beside_layers import with_noise_and_routers
 from planner.terms.counts import adapters, base_weights, rest_width
@@ -153,7 +153,7 @@ def op_settings(model: ModelSpec, r: Resolved, tokens: int | None = None) -> OpS
         sinks=eager and _sinks(model),
         masked=r.padded,
         additive_mask=r.switches.mask == "packed",
-        repeat_kv=model.model_type in r.switches.repeat_kv or _repeats_heads(model),
+        repeat_kv=_repeats_kv(model, r) or _repeats_heads(model),
         norm=model.norm,
         rope=model.model_type not in NO_ROPE,
         hidden_dropout=model.hidden_dropout > 0,
@@ -231,6 +231,12 @@ def _sinks(model: ModelSpec) -> bool:
         for layer in model.layers
         for module in layer.modules
     )
+
+
+def _repeats_kv(model: ModelSpec, r: Resolved) -> bool:
+    """Return whether the framework's attention copies keys and values for every query head."""
+    always = r.switches.sdpa_repeats_kv and r.attention is Attention.SDPA
+    return always or model.model_type in r.switches.repeat_kv
 
 
 def _repeats_heads(model: ModelSpec) -> bool:
