@@ -148,6 +148,9 @@ class Switches(Section):
     packed: with packing, one of the stream's dtype for all layers (trainer/packing.py).
     always: also where no mask is passed (transformers 4.53 to 4.57 take every batch for packed).
     """
+    idle_windows_mask: Flag = False
+    """SDPA gets an additive mask of [T, T] from the length of a sliding window on that no layer uses
+    (transformers 4.49 to 4.52: _update_causal_mask asks config.sliding_window alone)."""
     repeat_kv: frozenset[str] = frozenset()
     """Model types whose keys and values are repeated for every query head before attention."""
     sdpa_repeats_kv: Flag = False

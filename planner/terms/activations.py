@@ -45,6 +45,10 @@ MASK_ALIGNMENT = 16
 wants 8 or 16 by version (mem_eff_alignment)."""
 
 
+BIAS_ALIGNMENT = 8
+"""Elements that an additive mask's row has a multiple of, or is copied for (torch 2.5 preprocess_mask)."""
+
+
 class Moment(NamedTuple):
     """Bytes at one moment of a step."""
 
@@ -107,7 +111,8 @@ def op_settings(model: ModelSpec, r: Resolved, tokens: int | None = None) -> OpS
     if gathers and r.autocast:
         width = element_bytes(r.autocast)  # units are gathered in the compute dtype
     eager = r.attention.value == "eager"
-    masks = r.attention.value == "sdpa" and (r.padded or _windowed(model, r))
+    idle = _idle_mask(model, r)
+    masks = r.attention.value == "sdpa" and (r.padded or idle or _windowed(model, r))
     scores = eager or masks or _math_sdpa(model, r, upcast=upcast)
     lora = r.trains and not full
     rest = adapters(model, r).rest if lora else NOTHING
@@ -151,8 +156,9 @@ def op_settings(model: ModelSpec, r: Resolved, tokens: int | None = None) -> OpS
         reads_half=eager and r.compute_dtype == "fp16" and not r.cpu,
         score_cap=eager and any(layer.mixer.softcap for layer in model.layers),
         sinks=eager and _sinks(model),
-        masked=r.padded,
-        additive_mask=r.switches.mask == "packed",
+        masked=r.padded or idle,
+        additive_mask=r.switches.mask == "packed" or idle,
+        padded_bias=_padded_bias(r.seq_tokens) if idle else 0,
         repeat_kv=_repeats_kv(model, r) or _repeats_heads(model),
         norm=model.norm,
         rope=model.model_type not in NO_ROPE,
@@ -231,6 +237,19 @@ def _sinks(model: ModelSpec) -> bool:
         for layer in model.layers
         for module in layer.modules
     )
+
+
+def _idle_mask(model: ModelSpec, r: Resolved) -> bool:
+    """Return whether a sliding window that no layer uses brings a mask all the same."""
+    reached = 0 < model.idle_window <= r.seq_tokens
+    return (
+        r.switches.idle_windows_mask and r.attention is Attention.SDPA and reached and not r.padded
+    )
+
+
+def _padded_bias(row: int) -> int:
+    """Return the elements of a row of SDPA's copy of an additive mask; 0: its rows are aligned, none is made."""
+    return -(-row // BIAS_ALIGNMENT) * BIAS_ALIGNMENT if row % BIAS_ALIGNMENT else 0
 
 
 def _repeats_kv(model: ModelSpec, r: Resolved) -> bool:
@@ -357,6 +376,8 @@ def masks(model: ModelSpec, r: Resolved, settings: OpSettings) -> int:
         if r.switches.mask == "packed" and settings.masked:
             # rows that share a prompt have a mask too, which the trainer's plan of them counts
             return _packed_mask(r, settings) if r.packing else 0
+        if _idle_mask(model, r):  # one for all sequences, expanded
+            return settings.residual * r.seq_tokens * r.seq_tokens
         if not settings.masked:
             windows = {window for window in windows if 0 < window <= r.seq_tokens}
     else:
