@@ -105,6 +105,8 @@ class Switches(Section):
 
     expandable_segments: Flag = False
     """The framework sets PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before torch starts."""
+    roundup_power2: Annotated[str, Field(pattern=r"^(\[(\d+:\d+,)*(>|\d+):\d+\])?$")] = ""
+    """Its roundup_power2_divisions there, which round blocks up: divisions of a power of two by size in MiB."""
 
     # parallel training code of its own
     layers: Literal["transformers", "megatron"] = "transformers"
