@@ -12,6 +12,7 @@ Rules and constants as in c10/cuda/CUDACachingAllocator.cpp of torch 2.13; one d
 * Expandable segments: one growing range a pool, mapped in 2 MiB or 20 MiB pages, always split.
 """
 
+import re
 import sys
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -33,6 +34,8 @@ from planner.errors import UsageError
 from planner.units import KiB, MiB
 
 NO_LIMIT = sys.maxsize
+INTERVALS = 16
+"""Powers of two from 1 MiB on that can have divisions of their own (kRoundUpPowerOfTwoIntervals)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,8 @@ class AllocatorConfig:
 
     max_split_size_bytes: int = NO_LIMIT
     roundup_power2_divisions: int = 0
+    interval_divisions: tuple[int, ...] = ()
+    """The same for sizes from 1 MiB, 2 MiB, 4 MiB ... on, smaller ones as the first; empty: one for all."""
     garbage_collection_threshold: float = 0.0
     """Works in torch only with a memory limit (set_per_process_memory_fraction), so does it here:
     it needs a capacity."""
@@ -50,14 +55,15 @@ class AllocatorConfig:
     def parse(cls, text: str) -> "AllocatorConfig":
         """Return the config of a PYTORCH_CUDA_ALLOC_CONF string; raises UsageError."""
         values: dict[str, object] = {}
-        for part in filter(None, (piece.strip() for piece in text.split(","))):
+        pieces = re.split(r",(?![^\[]*\])", text)  # not inside a list's brackets
+        for part in filter(None, (piece.strip() for piece in pieces)):
             name, _, value = part.partition(":")
             try:
                 values |= _read_option(name.strip(), value.strip())
             except (ValueError, KeyError) as error:
                 raise UsageError(
                     f"PYTORCH_CUDA_ALLOC_CONF: {part[:60]!r} cannot be read",
-                    hint="max_split_size_mb:N, roundup_power2_divisions:N, "
+                    hint="max_split_size_mb:N, roundup_power2_divisions:N or [64:8,>:4], "
                     "garbage_collection_threshold:0.8, expandable_segments:True",
                 ) from error
         return cls(**values)  # type: ignore[arg-type]
@@ -69,6 +75,8 @@ def _read_option(name: str, value: str) -> dict[str, object]:
         if size * MiB < LARGE_BUFFER:
             raise ValueError("torch refuses less than 20")
         return {"max_split_size_bytes": size * MiB}
+    if name == "roundup_power2_divisions" and value.startswith("["):
+        return {"interval_divisions": read_intervals(value)}
     if name == "roundup_power2_divisions":
         divisions = int(value)
         if divisions < 1 or divisions & (divisions - 1):
@@ -84,6 +92,34 @@ def _read_option(name: str, value: str) -> dict[str, object]:
     if name in ("backend", "pinned_use_cuda_host_register", "max_non_split_rounding_mb"):
         return {}
     raise ValueError(name)
+
+
+def read_intervals(text: str) -> tuple[int, ...]:
+    """Return the divisions of each interval, none for no text, as torch's parseRoundUpPower2Divisions fills them in.
+
+    What lies below the first one named has its divisions, what lies between two that are named none; ">"
+    is the last one named and all above it.
+    """
+    if not text:
+        return ()
+    found = [0] * INTERVALS
+    last, first = 0, True
+    for entry in text.removeprefix("[").removesuffix("]").split(","):
+        name, _, value = (part.strip() for part in entry.partition(":"))
+        divisions = int(value)
+        if divisions < 0 or divisions & (divisions - 1):
+            raise ValueError("a power of two, or 0")
+        if name == ">":
+            found[last:] = [divisions] * (INTERVALS - last)
+            continue
+        size = int(name)
+        if size < 1 or size & (size - 1):
+            raise ValueError("a power of two")
+        last = min(size.bit_length(), INTERVALS) - 1
+        if first:
+            found[:last] = [divisions] * last
+        found[last], first = divisions, False
+    return tuple(found)
 
 
 class Event(Protocol):
@@ -176,7 +212,10 @@ class CachingAllocator:
         self._plain = not self.config.expandable_segments and (
             self.config.max_split_size_bytes == NO_LIMIT
         )
-        self._rounds = self.config.roundup_power2_divisions > 1
+        self._rounds = (
+            self.config.roundup_power2_divisions > 1
+            or max(self.config.interval_divisions, default=0) > 1
+        )
 
     def pool(self, stream: int, *, small: bool) -> Pool:
         """Return the pool of a stream."""
@@ -195,6 +234,9 @@ class CachingAllocator:
         if size < MIN_BLOCK:
             return MIN_BLOCK
         divisions = self.config.roundup_power2_divisions
+        if self.config.interval_divisions:
+            place = size.bit_length() - MiB.bit_length()
+            divisions = self.config.interval_divisions[min(max(0, place), INTERVALS - 1)]
         if divisions > 1 and size > MIN_BLOCK * divisions:
             return _next_division(size, divisions)
         return -(-size // MIN_BLOCK) * MIN_BLOCK

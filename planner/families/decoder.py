@@ -17,7 +17,7 @@ from planner.families.blocks import (
     parameter,
 )
 from planner.families.fields import ConfigFields
-from planner.families.windows import Mask, full_everywhere
+from planner.families.windows import Mask, full_everywhere, idle_window
 from planner.models.spec import (
     LayerSpec,
     MixerSpec,
@@ -243,6 +243,7 @@ def finish(
     tied = fields.flag("tie_word_embeddings", fields.defaults.get("tie_word_embeddings", False))
     softcap = fields.defaults.get("final_logit_softcapping")
     more.setdefault("softcap", fields.number("final_logit_softcapping", softcap))
+    more.setdefault("idle_window", idle_window(fields))
     more.setdefault("attention_dropout", fields.number("attention_dropout", 0.0))
     more.setdefault(
         "max_position",

@@ -8,6 +8,8 @@ from planner.models.spec import MixerKind
 Mask = tuple[MixerKind, int]
 """Attention kind and its window in tokens (0 = all)."""
 FULL: Mask = (MixerKind.FULL, 0)
+KEEP_IDLE_WINDOW = frozenset({"qwen2", "qwen3"})
+"""Others' config classes make it None where use_sliding_window is false (transformers 4.49 to 4.52)."""
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 
@@ -28,6 +30,13 @@ def window_after(fields: ConfigFields, num_layers: int) -> list[Mask]:
         return from_layer_types(fields, num_layers, lambda layer: False)
     start = fields.integer("max_window_layers", least=0)
     return from_layer_types(fields, num_layers, lambda layer: layer >= start)
+
+
+def idle_window(fields: ConfigFields) -> int:
+    """Return the window of a config that says no layer uses it, where the classes keep it; 0: none."""
+    if fields.model_type not in KEEP_IDLE_WINDOW or fields.flag("use_sliding_window"):
+        return 0
+    return fields.optional("sliding_window") or 0
 
 
 def window_even(fields: ConfigFields, num_layers: int) -> list[Mask]:

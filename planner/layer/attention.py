@@ -50,6 +50,8 @@ def attend(p: "Program", q: Value, k: Value, v: Value, shape: Shape) -> Value:
         # a boolean mask becomes an additive one in every layer, which is saved: zeros, its inverse
         bias = tape.op((), s.seq * width, forward_scratch=s.seq)
         saves.append(bias)
+    elif masked and s.padded_bias:  # rows that are not aligned are copied (attention.cpp: pad_bias)
+        saves.append(tape.op((), s.padded_bias * width))
     ring = ring_blocks(p, q, k, v, width)
     # the backward kernel accumulates dq in fp32
     out = tape.op(

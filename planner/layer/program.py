@@ -82,6 +82,8 @@ class OpSettings(NamedTuple):
     """An attention mask is there, so SDPA repeats keys and values for its heads."""
     additive_mask: bool = False
     """The mask is additive as it comes: no layer makes one of a boolean mask."""
+    padded_bias: int = 0
+    """Elements of a row of each layer's copy of an additive mask whose rows are not aligned; 0: no copy."""
     norm: str = "rmsnorm"
     rope: bool = True
     """Queries and keys are rotated (not with learned or ALiBi positions)."""

@@ -251,6 +251,8 @@ class ModelSpec:
     norm_first: bool = False
     """A layer norm before the first layer, which answers in fp32 under autocast: the stream stays so
     (the towers of CLIP and Llama 3.2 Vision)."""
+    idle_window: int = 0
+    """The config's sliding_window where it says that no layer uses it (Qwen2); 0 = none."""
     router_loss: bool = False
     """Its config has a loss that balances its experts, and its forward gives their logits."""
     residual_streams: int = 1

@@ -5,7 +5,7 @@ The second step meets the first's cache and the optimizer's states, so two are p
 
 from typing import NamedTuple
 
-from planner.allocator.caching import AllocatorConfig
+from planner.allocator.caching import AllocatorConfig, read_intervals
 from planner.allocator.pool import Chunk
 from planner.layer.program import OpSettings
 from planner.models.spec import ModelSpec
@@ -69,7 +69,10 @@ def replay_run(
     `lengths`: tokens of one sequence in each step; all are the recipe's when empty. `card_bytes`: what
     the card has for torch, which bounds transformers' warm-up.
     """
-    config = AllocatorConfig(expandable_segments=r.switches.expandable_segments)
+    config = AllocatorConfig(
+        expandable_segments=r.switches.expandable_segments,
+        interval_divisions=read_intervals(r.switches.roundup_power2),
+    )
     run = Run(model, r, Player(config, capacity_bytes=capacity_bytes))
     full, loaded_bytes = False, 0
     try:

@@ -108,6 +108,8 @@ class Switches(Section):
 
     expandable_segments: Flag = False
     """The framework sets PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before torch starts."""
+    roundup_power2: Annotated[str, Field(pattern=r"^(\[(\d+:\d+,)*(>|\d+):\d+\])?$")] = ""
+    """Its roundup_power2_divisions there, which round blocks up: divisions of a power of two by size in MiB."""
 
     # parallel training code of its own
     layers: Literal["transformers", "megatron"] = "transformers"
@@ -151,8 +153,14 @@ class Switches(Section):
     packed: with packing, one of the stream's dtype for all layers (trainer/packing.py).
     always: also where no mask is passed (transformers 4.53 to 4.57 take every batch for packed).
     """
+    idle_windows_mask: Flag = False
+    """SDPA gets an additive mask of [T, T] from the length of a sliding window on that no layer uses
+    (transformers 4.49 to 4.52: _update_causal_mask asks config.sliding_window alone)."""
     repeat_kv: frozenset[str] = frozenset()
     """Model types whose keys and values are repeated for every query head before attention."""
+    sdpa_repeats_kv: Flag = False
+    """SDPA gets keys and values repeated for every query head, mask or none (transformers before 4.54:
+    integrations/sdpa_attention.py; since then enable_gqa where there is no mask)."""
     fused: frozenset[Kernel] = frozenset()
     """Kernels that keep fewer tensors than torch's operations: rmsnorm, swiglu, rope, lora (without
     dropout), qlora (adapters of quantised linears, dropout inside: fms-acceleration)."""

@@ -12,7 +12,7 @@ from planner.layer.tape import Envelope, Point, envelope, largest
 from planner.models.lora_rest import NOTHING
 from planner.models.spec import ModelSpec, ModuleKind
 from planner.quant.table import BITSANDBYTES
-from planner.run.recipe import Checkpointing, Method, Task
+from planner.run.recipe import Attention, Checkpointing, Method, Task
 from planner.run.resolved import Resolved
 from planner.terms.beside_layers import with_noise_and_routers
 from planner.terms.counts import adapters, base_weights, rest_width
@@ -43,6 +43,10 @@ MLP_TILE_TOKENS = 2048
 MASK_ALIGNMENT = 16
 """Elements that a mask's rows are rounded up to, for SDPA's kernels take no others without a copy; torch
 wants 8 or 16 by version (mem_eff_alignment)."""
+
+
+BIAS_ALIGNMENT = 8
+"""Elements that an additive mask's row has a multiple of, or is copied for (torch 2.5 preprocess_mask)."""
 
 
 class Moment(NamedTuple):
@@ -107,7 +111,8 @@ def op_settings(model: ModelSpec, r: Resolved, tokens: int | None = None) -> OpS
     if gathers and r.autocast:
         width = element_bytes(r.autocast)  # units are gathered in the compute dtype
     eager = r.attention.value == "eager"
-    masks = r.attention.value == "sdpa" and (r.padded or _windowed(model, r))
+    idle = _idle_mask(model, r)
+    masks = r.attention.value == "sdpa" and (r.padded or idle or _windowed(model, r))
     scores = eager or masks or _math_sdpa(model, r, upcast=upcast)
     lora = r.trains and not full
     rest = adapters(model, r).rest if lora else NOTHING
@@ -151,9 +156,10 @@ def op_settings(model: ModelSpec, r: Resolved, tokens: int | None = None) -> OpS
         reads_half=eager and r.compute_dtype == "fp16" and not r.cpu,
         score_cap=eager and any(layer.mixer.softcap for layer in model.layers),
         sinks=eager and _sinks(model),
-        masked=r.padded,
-        additive_mask=r.switches.mask == "packed",
-        repeat_kv=model.model_type in r.switches.repeat_kv or _repeats_heads(model),
+        masked=r.padded or idle,
+        additive_mask=r.switches.mask == "packed" or idle,
+        padded_bias=_padded_bias(r.seq_tokens) if idle else 0,
+        repeat_kv=_repeats_kv(model, r) or _repeats_heads(model),
         norm=model.norm,
         rope=model.model_type not in NO_ROPE,
         hidden_dropout=model.hidden_dropout > 0,
@@ -231,6 +237,25 @@ def _sinks(model: ModelSpec) -> bool:
         for layer in model.layers
         for module in layer.modules
     )
+
+
+def _idle_mask(model: ModelSpec, r: Resolved) -> bool:
+    """Return whether a sliding window that no layer uses brings a mask all the same."""
+    reached = 0 < model.idle_window <= r.seq_tokens
+    return (
+        r.switches.idle_windows_mask and r.attention is Attention.SDPA and reached and not r.padded
+    )
+
+
+def _padded_bias(row: int) -> int:
+    """Return the elements of a row of SDPA's copy of an additive mask; 0: its rows are aligned, none is made."""
+    return -(-row // BIAS_ALIGNMENT) * BIAS_ALIGNMENT if row % BIAS_ALIGNMENT else 0
+
+
+def _repeats_kv(model: ModelSpec, r: Resolved) -> bool:
+    """Return whether the framework's attention copies keys and values for every query head."""
+    always = r.switches.sdpa_repeats_kv and r.attention is Attention.SDPA
+    return always or model.model_type in r.switches.repeat_kv
 
 
 def _repeats_heads(model: ModelSpec) -> bool:
@@ -351,6 +376,8 @@ def masks(model: ModelSpec, r: Resolved, settings: OpSettings) -> int:
         if r.switches.mask == "packed" and settings.masked:
             # rows that share a prompt have a mask too, which the trainer's plan of them counts
             return _packed_mask(r, settings) if r.packing else 0
+        if _idle_mask(model, r):  # one for all sequences, expanded
+            return settings.residual * r.seq_tokens * r.seq_tokens
         if not settings.masked:
             windows = {window for window in windows if 0 < window <= r.seq_tokens}
     else:

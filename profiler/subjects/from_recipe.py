@@ -67,6 +67,7 @@ def step_options(
         keeps_matmul_input=resolved.switches.saved_input > 0,
         reentrant=resolved.switches.reentrant,
         transformers=resolved.switches.transformers,
+        sdpa_repeats_kv=resolved.switches.sdpa_repeats_kv,
         checkpointing=resolved.checkpointing,
         checkpoint_every=resolved.checkpoint_every,
         attention=resolved.attention,

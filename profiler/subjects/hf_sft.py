@@ -20,7 +20,7 @@ from profiler.storages import StorageTracker
 from profiler.subjects.autocast import FakeScaler, autocast
 from profiler.subjects.build import build
 from profiler.subjects.offload import OffloadedCheckpoints
-from profiler.subjects.older_versions import matmul_keeps_input, use_loss_of
+from profiler.subjects.older_versions import matmul_keeps_input, sdpa_repeats_kv, use_loss_of
 from profiler.subjects.optimizers import keep_embeddings_in_32_bit, make_optimizer, tag_states
 from profiler.subjects.options import StepOptions
 
@@ -79,7 +79,8 @@ class HfSft:
         if options.warm_optimizer:
             make_state(trained, optimizer, tracker, self.shard)
         kept = matmul_keeps_input(on=options.keeps_matmul_input)
-        with loss_phase(model, tracker), kept:
+        repeated = sdpa_repeats_kv(on=options.sdpa_repeats_kv)
+        with loss_phase(model, tracker), kept, repeated:
             for _ in range(options.steps):
                 for number in range(1, options.gradient_accumulation + 1):
                     synced(model, self.shard, last=number == options.gradient_accumulation)

@@ -7,6 +7,7 @@ Read in their sources; `StepOptions.transformers` and its neighbours switch them
 * transformers 4.46 to 4.48, `loss_utils.ForCausalLMLoss`: forward holds the 16-bit logits while the
   loss upcasts, shifts and copies: 14 bytes a logit. 4.49 shifts the labels instead (pull 35646).
 * GPTBigCode < 4.49 computes its own loss: a shifted copy in the logits' dtype, no upcast.
+* transformers < 4.54, `sdpa_attention_forward`: keys and values are repeated for every query head.
 * transformers < 5 checkpoints reentrantly: no early stop in the recomputation.
 * bitsandbytes 0.43, `MatMul4Bit`: the input waits on the node until the graph is freed.
 * TRL 0.11 to 0.13, `peft_module_casting_to_bf16`: only norms stay in fp32 after k-bit preparation.
@@ -100,3 +101,20 @@ def matmul_keeps_input(*, on: bool) -> Iterator[None]:
         yield
     finally:
         function.forward = staticmethod(plain)
+
+
+@contextlib.contextmanager
+def sdpa_repeats_kv(*, on: bool) -> Iterator[None]:
+    """Hand SDPA keys and values repeated for every query head, as transformers did before 4.54."""
+    if not on:
+        yield
+        return
+    from transformers.integrations import sdpa_attention
+
+    module: Any = sdpa_attention
+    plain = module.use_gqa_in_sdpa
+    module.use_gqa_in_sdpa = lambda *_, **__: False
+    try:
+        yield
+    finally:
+        module.use_gqa_in_sdpa = plain

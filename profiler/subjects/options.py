@@ -74,6 +74,8 @@ class StepOptions:
     """accelerate's conversion of the outputs to fp32; None = with autocast, as accelerate does."""
     transformers: str = ""
     """Release whose causal loss is used ("4.45"); empty = the installed one."""
+    sdpa_repeats_kv: bool = False
+    """SDPA gets keys and values repeated for every query head, as transformers did before 4.54."""
     eval_batches: int = 0
     """Batches of an evaluation after the steps; 0 = none."""
     eval_rows: int = 1

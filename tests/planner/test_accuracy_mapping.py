@@ -265,6 +265,12 @@ def test_a_grpo_row_becomes_its_recipe():
     assert recipe.framework == "trl-1.9"
 
 
+def test_a_loop_that_never_steps_adds_its_gradients_up():
+    row = Row(Layout.RL, GRPO | {"optimizer": "none", "notes": ""})
+    recipe = rl_recipe(row, model_named("Qwen3-8B"))
+    assert recipe.gradient_accumulation == 2  # the second micro-batch meets the first's gradients
+
+
 @pytest.mark.parametrize(("unit", "size"), [("GB", GiB), ("GiB", GiB)])
 def test_gb_of_the_rl_sources_is_gib(unit, size):
     assert Row(Layout.RL, {"value": "2", "unit": unit}).truth() == 2 * size

@@ -2,10 +2,11 @@
 
 import pytest
 
-from planner.allocator.caching import AllocatorConfig, CachingAllocator, replay
+from planner.allocator.caching import AllocatorConfig, CachingAllocator, read_intervals, replay
 from planner.allocator.pool import Pool
 from planner.errors import UsageError
 from planner.replay.units import CAST, GATHER, REDUCE
+from planner.run.framework import pick
 from planner.units import MiB
 
 EXPANDABLE = AllocatorConfig(expandable_segments=True)
@@ -97,6 +98,49 @@ def test_oversized_blocks_are_given_back_largest_first() -> None:
 def test_fractions_of_a_power_of_two(divisions: int, size: int, rounded: int) -> None:
     device = CachingAllocator(AllocatorConfig(roundup_power2_divisions=divisions))
     assert device.round_size(size) == rounded
+
+
+UNSLOTH = "roundup_power2_divisions:[32:256,64:128,256:64,>:32]"
+
+
+@pytest.mark.parametrize(
+    ("size", "rounded"),
+    [
+        (1 * MiB + 1, 1 * MiB + 4096),  # below the first one named as that: 1 MiB / 256
+        (33 * MiB + 1, 33 * MiB + MiB // 8),  # 32 MiB / 256
+        (65 * MiB + 1, 65 * MiB + MiB // 2),  # 64 MiB / 128
+        (129 * MiB + 1, 129 * MiB + 512),  # 128 MiB is not named
+        (257 * MiB, 264 * MiB),  # ">" is from the last one named on: 256 MiB / 32, not / 64
+        (1100 * MiB, 1120 * MiB),  # 1 GiB / 32
+        (512 * 1024, 512 * 1024),
+    ],
+)
+def test_divisions_by_interval(size: int, rounded: int) -> None:
+    config = AllocatorConfig.parse(f"expandable_segments:True,{UNSLOTH}")
+    assert config.expandable_segments
+    assert CachingAllocator(config).round_size(size) == rounded
+
+
+def test_blocks_rounded_up_take_what_they_are_rounded_to() -> None:
+    device = CachingAllocator(AllocatorConfig.parse(UNSLOTH))
+    assert device.malloc(257 * MiB) is not None
+    assert (device.allocated_bytes, device.reserved_bytes) == (264 * MiB, 264 * MiB)
+
+
+@pytest.mark.parametrize("text", ["[33:8]", "[32:6]", "[32]", "[>]", "[32:8,64:x]", "[]"])
+def test_bad_intervals_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        AllocatorConfig.parse(f"roundup_power2_divisions:{text}")
+
+
+@pytest.mark.parametrize(
+    ("version", "rounded"),
+    [("2024.9", 257 * MiB), ("2024.11.9", 264 * MiB), ("2025.1.6", 264 * MiB)],
+)
+def test_unsloth_rounds_from_2024_11_9_on(version: str, rounded: int) -> None:
+    law = pick("unsloth", version).switches.roundup_power2
+    config = AllocatorConfig(interval_divisions=read_intervals(law))
+    assert CachingAllocator(config).round_size(257 * MiB) == rounded
 
 
 def test_garbage_goes_until_enough_is_back() -> None:

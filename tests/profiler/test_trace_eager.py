@@ -86,6 +86,18 @@ def wrong(found: Comparison, *, within: float = WITHIN) -> list[str]:
             "method": "full",
             "checkpointing": "full",
         },
+        {
+            "attention": "sdpa",
+            "framework": "hf-trainer==4.53",
+            "method": "full",
+            "checkpointing": "none",
+        },
+        {
+            "attention": "sdpa",
+            "framework": "peft-loop==4.52",
+            "method": "full",
+            "checkpointing": "full",
+        },
     ],
     ids=lambda fields: "-".join(str(value) for value in fields.values()),
 )
@@ -102,6 +114,17 @@ def test_real_models_agree_in_eager_attention(name: str, method: str) -> None:
     config = shorten(load_catalogue()[name]["config"], 2)
     found = both(config, method=method, attention="eager", checkpointing="full", micro_batch_size=2)
     assert wrong(compare(*found)) == []
+
+
+def test_transformers_before_454_hands_sdpa_repeated_keys_and_values() -> None:
+    """Without a mask, of 8 query heads with 2 key heads 32 wide: 2 layers x 2 tensors x 1,024 tokens x 6 heads more."""
+    fields = {"attention": "sdpa", "method": "full", "checkpointing": "none"}
+    (old, traced), (new, _) = (
+        both(SMALL, framework=f"hf-trainer=={version}", **fields) for version in ("4.53", "4.54")
+    )
+    more = old.phase("loss").total_bytes - new.phase("loss").total_bytes
+    assert more == 2 * 2 * 1024 * 6 * 32 * 2
+    assert wrong(compare(new, traced)) != []  # the two are further apart than what a trace may miss
 
 
 def test_a_sliding_window_brings_a_mask_of_its_own() -> None:
