@@ -10,6 +10,7 @@ from planner.accuracy.rows import Row
 from planner.errors import VramwiseError
 from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
+from planner.quant.table import canonical
 from planner.run.framework import pick
 from planner.run.recipe import EngineKind, EngineSection, Recipe, Task
 
@@ -96,12 +97,9 @@ def decode_run(row: Row) -> DecodeRun:
     transformers = row["engine"].startswith("transformers")
     if transformers and gpus > 1:
         raise NotCovered("layers split over GPUs by device_map")
-    if (
-        scheme
-        and model.checkpoint_quantization
-        and model.checkpoint_quantization.startswith(scheme)
-    ):
-        scheme = ""
+    published = canonical(model.checkpoint_quantization)
+    # "none" would be a 16-bit copy of a checkpoint that is published in that scheme
+    asked = None if scheme and published.startswith(scheme) else scheme or "none"
     length = int(prompt + output) + 1
     copies = min(copies, concurrency)
     each = -(-concurrency // copies)
@@ -117,7 +115,7 @@ def decode_run(row: Row) -> DecodeRun:
     recipe = Recipe(
         task=Task.SERVE,
         framework="hf-trainer" if transformers else _law(row),
-        quantization=scheme or "none",
+        quantization=asked,
         dtype="fp16" if row["gpu"] == "t4" else "bf16",
         context=max(16, length),
         micro_batch_size=min(each, 4096),

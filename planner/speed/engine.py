@@ -31,7 +31,7 @@ from planner.speed.work import attention_flops
 from planner.terms.activations import op_settings
 from planner.terms.counts import base_weights
 from planner.terms.kv_cache import sequence_bytes
-from planner.terms.vllm_weights import vllm_weights
+from planner.terms.vllm_weights import expert_bytes, vllm_weights
 
 FUSED = frozenset({"rmsnorm", "swiglu", "rope"})
 """Kernels of vLLM's layers (vllm/model_executor/layers: RMSNorm, SiluAndMul, rotary_embedding)."""
@@ -226,24 +226,26 @@ def engine_work(model: ModelSpec, r: Resolved, card: CardSpeed) -> EngineWork:
     vllm = r.engine in VLLM
     ranks = max(1, r.tensor_parallel)
     width = element_bytes(r.dtype)
-    whole: float
-    if vllm:
-        whole = vllm_weights(model, r).modules * max(1, r.pipeline_parallel)
-    else:
-        whole = base_weights(model, r).total / ranks
-    looked_up = sum(module.parameters for module in model.embeddings) * width / ranks
-    if not model.tied:
-        whole -= looked_up
-    whole -= sum(module.parameters for module in model.towers) * width / ranks
     routed = sum(
         layer.count * module.parameters
         for layer in model.layers
         for module in layer.modules
         if module.kind is ModuleKind.EXPERTS
     )
+    whole: float
+    if vllm:
+        stages = max(1, r.pipeline_parallel)
+        whole = vllm_weights(model, r).modules * stages
+        in_experts = float(expert_bytes(model, r) * stages) if routed else 0.0
+    else:
+        whole = base_weights(model, r).total / ranks
+        in_experts = whole * routed / max(1, model.text_parameters)
+    looked_up = sum(module.parameters for module in model.embeddings) * width / ranks
+    if not model.tied:
+        whole -= looked_up
+    whole -= sum(module.parameters for module in model.towers) * width / ranks
     experts = max((layer.mlp.num_experts for layer in model.layers), default=0)
     top_k = max((layer.mlp.top_k for layer in model.layers), default=0)
-    share = routed / max(1, model.text_parameters)
     scheme = r.quantization or model.checkpoint_quantization
     native = _native(scheme, card)
     launches = 0.0
@@ -251,8 +253,8 @@ def engine_work(model: ModelSpec, r: Resolved, card: CardSpeed) -> EngineWork:
         launches = _launches(model, r, fused=vllm)
     read = model.active_parameters - (0 if model.tied else looked_up * ranks / width)
     return EngineWork(
-        always_bytes=max(0.0, whole * (1 - share)),
-        expert_bytes=max(0.0, whole * share),
+        always_bytes=max(0.0, whole - in_experts),
+        expert_bytes=in_experts,
         experts=experts,
         top_k=top_k,
         graphs_off=vllm and not r.cuda_graphs,
