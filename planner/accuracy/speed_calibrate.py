@@ -51,8 +51,8 @@ MEANING = {
     "engine_step_s": "vLLM's own time for a step with graphs (hidden from 0.14 on), seconds",
     "sequence_s": "and for every running sequence, seconds",
     "generate_launch_s": "host time of one eager operation without a graph, seconds",
-    "reduce_s": "one sum over an engine's tensor ranks by NVLink, seconds",
-    "reduce_pcie_s": "the same by PCIe, seconds",
+    "engine_wait_s": "the same before 0.6, seconds",
+    "reduce_s": "one sum over an engine's tensor ranks, beside its bytes, seconds",
     "engine_product": "an engine's products, of the best matmul measured",
 }
 

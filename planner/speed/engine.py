@@ -41,6 +41,11 @@ SAMPLING_LAUNCHES = 12
 """Of a step outside the layers: embedding, norm, head, softmax and sampling."""
 
 
+EXLLAMA = "gptq-4bit"
+"""A scheme whose kernel in transformers multiplies packed weights as they are (ExLlama): one launch, as of
+16-bit weights."""
+
+
 class EngineWork(NamedTuple):
     """What decides an engine's steps; one rank's part."""
 
@@ -54,6 +59,8 @@ class EngineWork(NamedTuple):
     """vLLM without graphs: its own time a step comes on top of the launches'."""
     ahead: bool
     """It schedules the next step while this one runs, so that its own time is hidden behind the device's."""
+    waits: bool
+    """A release that makes its outputs before it schedules the next step, in the server's own process."""
     weight_only: bool
     """Packed weights are unpacked for products in 16 bits; False: the product is in the packed dtype."""
     active: float
@@ -63,6 +70,8 @@ class EngineWork(NamedTuple):
     launches: float
     """Of one step without a graph."""
     ranks: int
+    stages: int
+    """Of a pipeline, one after another."""
     reductions: float
     """Sums over tensor ranks in one step."""
     hidden: int
@@ -103,26 +112,34 @@ class Engine(NamedTuple):
         w = self.work
         return kind_of(trains=False, gpus=w.ranks, launches=bool(w.launches))
 
+    @property
+    def step_s(self) -> float:
+        """vLLM's own time for one step."""
+        return self.p.engine_wait_s if self.work.waits else self.p.engine_step_s
+
     def decode(self, batch: float, context: float) -> Seconds:
         """Return one step of `batch` sequences that are `context` tokens long."""
         w, p = self.work, self.p
         share = 1.0
         if w.experts:
-            share = 1 - (1 - min(1.0, w.top_k / w.experts)) ** max(1.0, batch)
+            at_once = max(1.0, batch / w.stages)
+            share = 1 - (1 - min(1.0, w.top_k / w.experts)) ** at_once
         reached = self.card.bandwidth * p.decode_bandwidth
         weights = (w.always_bytes + w.expert_bytes * share) / reached
         if w.unpacked and batch > 1:  # one row has a kernel of its own (bitsandbytes matmul_4bit)
             cores = self.card.peaks.get("fp32", 0.0) * p.unpack
             weights += w.unpacked / (cores or self.card.bandwidth)
-        cache = batch * self.cache_bytes(context) * w.passes(batch) / reached
-        computing = 2 * w.active * batch / w.ranks / self.products()
-        summing = self.summing(batch)
+        # every stage works on a part of the batch: in a round it reads its weights for each of them
+        parallel = max(1.0, min(batch, w.stages))
+        cache = batch / parallel * self.cache_bytes(context) * w.passes(batch / parallel) / reached
+        computing = 2 * w.active * batch / parallel / w.ranks / self.products()
+        summing = self.summing(batch / parallel)
         own = batch * p.sequence_s
         if w.launches:
-            own += w.launches * p.generate_launch_s + (p.engine_step_s if w.graphs_off else 0)
+            own += w.launches * p.generate_launch_s + (self.step_s if w.graphs_off else 0)
             device = max(weights + cache, computing)
             return Seconds(max(own, device) + summing, LAUNCHES if own > device else BANDWIDTH)
-        own += p.engine_step_s
+        own += self.step_s
         device = weights + cache + computing
         parts = {BANDWIDTH: weights + cache, COMPUTE: computing, LINK: summing, HOST: own}
         bound = max(parts, key=lambda name: parts[name])
@@ -148,10 +165,9 @@ class Engine(NamedTuple):
         w = self.work
         if w.ranks < 2:
             return 0.0
-        link = (self.card.nvlink or self.card.pcie) * LINK_SHARE
+        link = self.card.link(w.ranks) * LINK_SHARE
         moved = 2 * (w.ranks - 1) / w.ranks * tokens * w.hidden * element_bytes("bf16") / link
-        each = self.p.reduce_s if self.card.nvlink else self.p.reduce_pcie_s
-        return w.reductions * (each + moved)
+        return w.reductions * (self.p.reduce_s + moved)
 
     def prefill(self, prompts: float, length: float) -> Seconds:
         """Return how long `prompts` prompts of `length` tokens take."""
@@ -170,8 +186,9 @@ class Engine(NamedTuple):
         reading = (
             chunks * (w.always_bytes + w.expert_bytes) / (self.card.bandwidth * p.decode_bandwidth)
         )
-        own = chunks * (w.launches * p.generate_launch_s or p.engine_step_s)
+        own = chunks * (w.launches * p.generate_launch_s or self.step_s)
         total = computing + reading + own + self.summing(tokens)
+        total /= max(1.0, min(chunks, w.stages))  # stages read different chunks at once
         return Seconds(total, COMPUTE if computing > reading + own else BANDWIDTH)
 
     def generate(
@@ -221,9 +238,12 @@ def engine(model: ModelSpec, r: Resolved, card: CardSpeed, p: Parameters) -> Eng
     return Engine(model, r, card, p, engine_work(model, r, card), {})
 
 
-def engine_work(model: ModelSpec, r: Resolved, card: CardSpeed) -> EngineWork:
-    """Return what decides the steps of a run's engine."""
+def engine_work(
+    model: ModelSpec, r: Resolved, card: CardSpeed, release: tuple[int, ...] = ()
+) -> EngineWork:
+    """Return what decides the steps of a run's engine; `release`: vLLM's, of a law that several share."""
     vllm = r.engine in VLLM
+    release = release or _least_release(r)
     ranks = max(1, r.tensor_parallel)
     width = element_bytes(r.dtype)
     routed = sum(
@@ -233,8 +253,8 @@ def engine_work(model: ModelSpec, r: Resolved, card: CardSpeed) -> EngineWork:
         if module.kind is ModuleKind.EXPERTS
     )
     whole: float
+    stages = max(1, r.pipeline_parallel) if vllm else 1
     if vllm:
-        stages = max(1, r.pipeline_parallel)
         whole = vllm_weights(model, r).modules * stages
         in_experts = float(expert_bytes(model, r) * stages) if routed else 0.0
     else:
@@ -258,12 +278,14 @@ def engine_work(model: ModelSpec, r: Resolved, card: CardSpeed) -> EngineWork:
         experts=experts,
         top_k=top_k,
         graphs_off=vllm and not r.cuda_graphs,
-        ahead=vllm and _schedules_ahead(r),
+        ahead=vllm and release >= SCHEDULES_AHEAD,
+        waits=vllm and release < ASYNC_OUTPUT,
         weight_only=bool(scheme) and not native,
         active=read,
         dtype=native or r.compute_dtype,
         launches=launches,
         ranks=ranks,
+        stages=stages,
         reductions=2.0 * model.num_layers if ranks > 1 else 0.0,
         hidden=model.hidden,
         unpacked=base_weights(model, r).quantized_parameters / ranks
@@ -276,12 +298,17 @@ def engine_work(model: ModelSpec, r: Resolved, card: CardSpeed) -> EngineWork:
 
 SCHEDULES_AHEAD = (0, 14)
 """vLLM's release from which asynchronous scheduling is the default."""
+ASYNC_OUTPUT = (0, 6)
+"""vLLM's release from which the server is a process of its own and a step's outputs are made while the next
+one runs (its notes of 0.6.0)."""
 
 
-def _schedules_ahead(r: Resolved) -> bool:
-    """Say whether the law is of a release that schedules ahead."""
+def _least_release(r: Resolved) -> tuple[int, ...]:
+    """Return the first vLLM release of a run's law; trainers that bring vLLM along have a new one."""
+    if not r.framework.name.startswith("vllm"):
+        return SCHEDULES_AHEAD
     least = r.framework.versions.removeprefix(">=").split(",")[0].split(".")
-    return least[:1] != [""] and tuple(int(part) for part in least[:2]) >= SCHEDULES_AHEAD
+    return tuple(int(part) for part in least[:2]) if least[0].isdigit() else SCHEDULES_AHEAD
 
 
 def _groups(model: ModelSpec) -> float:
@@ -306,6 +333,8 @@ def _native(scheme: str, card: CardSpeed) -> str:
 
 def _launches(model: ModelSpec, r: Resolved, *, fused: bool) -> float:
     run = replace(r, trains=False, method=Method.FULL)
+    if not fused and r.quantization == EXLLAMA:
+        run = replace(run, quantization="")
     settings = op_settings(model, run)
     if fused:
         settings = settings._replace(fused=settings.fused | FUSED)

@@ -173,7 +173,7 @@ def training_seconds(
     """Return the phases of the update, and what of its traffic nothing hides."""
     found = [(each.name, seconds(each, speed, p)) for each in work.passes]
     busy = sum(each.seconds for _, each in found)
-    talk = link_seconds(sent, card)
+    talk = link_seconds(sent, card, work.gpus)
     # what a layer needs of others is waited for; weights and gradients travel while others compute
     waited = talk if work.serial else max(0.0, talk - busy)
     waited += work.gathers * p.unit_s
@@ -182,10 +182,10 @@ def training_seconds(
     return found
 
 
-def link_seconds(sent: Traffic, card: CardSpeed) -> float:
-    """Return what a step's traffic takes on links that work at once."""
+def link_seconds(sent: Traffic, card: CardSpeed, gpus: int) -> float:
+    """Return what a step's traffic between `gpus` cards and to the host takes on links that work at once."""
     pcie = card.pcie or SHARED_MEMORY_BYTES_PER_S
-    inside = sent.node / ((card.nvlink or pcie) * LINK_SHARE)
+    inside = sent.node / ((card.link(gpus) or pcie) * LINK_SHARE)
     outside = sent.network / (NETWORK_BYTES_PER_S * LINK_SHARE)
     return max(inside + outside, sent.host / (pcie * LINK_SHARE))
 

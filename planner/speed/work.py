@@ -68,6 +68,8 @@ class Work(NamedTuple):
     """Units whose weights are gathered: a layer in its forward and in its backward."""
     serial: bool = False
     """Ranks wait for what they send each other: parts of one layer, or of one sequence."""
+    gpus: int = 1
+    """That work together."""
 
 
 def training_work(model: ModelSpec, r: Resolved) -> Work:
@@ -97,7 +99,8 @@ def _rank_work(part: ModelSpec, r: Resolved) -> Work:
     if stages > 1:  # of m micro-batches the pipeline idles through stages - 1 more
         passes = [each.times((count + stages - 1) / count) for each in passes]
     gathers = 2 * count * part.num_layers if r.placement.weight_shards > 1 else 0
-    return Work(tuple(passes), count, gathers, r.layout.tensor * r.layout.context > 1)
+    serial = r.layout.tensor * r.layout.context > 1
+    return Work(tuple(passes), count, gathers, serial, r.layout.gpus)
 
 
 def micro_batches(r: Resolved) -> int:
