@@ -27,8 +27,7 @@ from planner.speed.roofline import (
     Seconds,
 )
 from planner.speed.spread import kind_of
-from planner.speed.work import attention_flops
-from planner.terms.activations import op_settings
+from planner.speed.work import attention_flops, timed_settings
 from planner.terms.counts import base_weights
 from planner.terms.kv_cache import sequence_bytes
 from planner.terms.vllm_weights import expert_bytes, vllm_weights
@@ -76,7 +75,7 @@ class EngineWork(NamedTuple):
     """Sums over tensor ranks in one step."""
     hidden: int
     unpacked: float
-    """Elements that bitsandbytes dequantises for a product of several rows."""
+    """Elements that bitsandbytes dequantises for every product."""
     heads: int
     """Query heads of a layer, where a sequence's attention is one block a head (SDPA); 0: a split kernel."""
     groups: float
@@ -126,9 +125,11 @@ class Engine(NamedTuple):
             share = 1 - (1 - min(1.0, w.top_k / w.experts)) ** at_once
         reached = self.card.bandwidth * p.decode_bandwidth
         weights = (w.always_bytes + w.expert_bytes * share) / reached
-        if w.unpacked and batch > 1:  # one row has a kernel of its own (bitsandbytes matmul_4bit)
+        if w.unpacked:
             cores = self.card.peaks.get("fp32", 0.0) * p.unpack
-            weights += w.unpacked / (cores or self.card.bandwidth)
+            unpacking = w.unpacked / (cores or self.card.bandwidth)
+            # one row has a kernel of its own (bitsandbytes matmul_4bit): it looks elements up while it reads them
+            weights = weights + unpacking if batch > 1 else max(weights, unpacking)
         # every stage works on a part of the batch: in a round it reads its weights for each of them
         parallel = max(1.0, min(batch, w.stages))
         cache = batch / parallel * self.cache_bytes(context) * w.passes(batch / parallel) / reached
@@ -335,7 +336,7 @@ def _launches(model: ModelSpec, r: Resolved, *, fused: bool) -> float:
     run = replace(r, trains=False, method=Method.FULL)
     if not fused and r.quantization == EXLLAMA:
         run = replace(run, quantization="")
-    settings = op_settings(model, run)
+    settings = timed_settings(model, run)
     if fused:
         settings = settings._replace(fused=settings.fused | FUSED)
     total = sum(

@@ -9,9 +9,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from planner.dtypes import element_bytes
+from planner.layer.program import OpSettings
 from planner.mixers.registry import mixer_of
 from planner.models.spec import LINEARS, LayerSpec, ModelSpec, ModuleKind
 from planner.quant.table import BITSANDBYTES
+from planner.run.experts import LOOPS, MODULES
 from planner.run.logits_law import width
 from planner.run.ranks import rank_runs
 from planner.run.recipe import Checkpointing, Method, Reference
@@ -173,6 +175,17 @@ def attention_flops(layer: LayerSpec, tokens: float, keys: float) -> float:
     return total
 
 
+def timed_settings(model: ModelSpec, r: Resolved) -> OpSettings:
+    """Return how a layer's operations run, of those that are started one by one.
+
+    Experts that are packed linears of their own run one after another, whatever fused experts would do.
+    """
+    settings = op_settings(model, r)
+    if r.linear_experts and r.quantization in BITSANDBYTES and r.experts not in LOOPS:
+        return settings._replace(experts=MODULES)
+    return settings
+
+
 ATTENTION_BACKWARD = 5 / 2
 """Products of a flash kernel's backward over its forward's: five instead of two, scores made again."""
 
@@ -196,7 +209,7 @@ class _Share:
         """Return one pass over all layers: `part` is forward, backward or elementwise."""
         r, model = self.r, self.model
         run = r if grads else replace(r, trains=False, method=Method.FULL)
-        settings = op_settings(model, run)
+        settings = timed_settings(model, run)
         found = Pass(name)
         for layer in model.layers:
             counts = layer_counts(layer, model.hidden, settings)
