@@ -63,6 +63,9 @@ def training_row(row: Row) -> Row:
         fields["source_family"] = "litgpt-tables"  # whose law is that year's
     fields["kernels"] = fields.get("kernels", "").replace("float8 linears", "float8")
     fields["parallelism"] = _parallelism(row)
+    fields["compile"] = "yes" if fields.get("compile", "").startswith(("True", "layers")) else ""
+    recomputes = fields.get("grad_ckpt", "")
+    fields["grad_ckpt"] = CHECKPOINTING.get(recomputes, recomputes)
     if re.search(r"/", fields.get("grad_accum", "")):
         fields["grad_accum"] = "1"
     return Row(Layout.SFT, fields)
@@ -71,6 +74,8 @@ def training_row(row: Row) -> Row:
 NEAREST = (("prime-rl", "torchtitan"), ("fsdp_qlora", "torchtune"), ("litgpt", "litgpt"))
 """Code bases without a law of their own -> the nearest: fully_shard and compiled layers; a 4-bit base
 whose stream stays in 16 bits."""
+CHECKPOINTING = {"Recompute": "full", "selective (op)": "selective(op)"}
+"""prime-rl's and torchtitan's words -> sft.csv's."""
 OTHER_PRODUCTS = frozenset({"boft", "oft", "lokr", "vera", "adalora"})
 """PEFT methods that make their matrices anew in every forward."""
 
