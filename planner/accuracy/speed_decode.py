@@ -214,12 +214,24 @@ def _flag(row: Row, name: str) -> int | None:
 
 
 def card_of(row: Row, card: CardSpeed) -> CardSpeed:
-    """Return the row's card with the links that its notes state: PCIe of a generation and width, no NVLink."""
+    """Return the row's card with the links and the power limit that it states.
+
+    Of PCIe a generation and width, without NVLink. Under a power limit clocks fall: dynamic power goes with
+    clock x voltage^2, and voltage with the clock, so the clock goes with the cube root.
+    """
     found = re.search(r"PCIe (\d)\.0 x(\d+)", row["notes"])
-    if not found:
-        return card._replace(nvlink=0.0) if "no NVLink" in row["notes"] else card
-    lanes = PCIE_LANE[found[1]] * int(found[2])
-    return card._replace(nvlink=0.0, pcie=lanes)
+    if found:
+        card = card._replace(nvlink=0.0, pcie=PCIE_LANE[found[1]] * int(found[2]))
+    elif "no NVLink" in row["notes"]:
+        card = card._replace(nvlink=0.0)
+    limit = re.search(r"power cap (\d+) W", row["notes"]) or re.search(r"-(\d+)w$", row["gpu"])
+    if limit and 0 < int(limit[1]) < card.tdp_watts:
+        clock = (int(limit[1]) / card.tdp_watts) ** (1 / 3)
+        card = card._replace(
+            peaks={dtype: clock * speed for dtype, speed in card.peaks.items()},
+            measured={dtype: clock * speed for dtype, speed in card.measured.items()},
+        )
+    return card
 
 
 def _law(row: Row) -> str:

@@ -255,7 +255,7 @@ def sample_of(row: Row) -> TimeSample:
     whole, resolved = made.whole or (made.spec, made.resolved)
     work = training_work(whole, resolved)
     sent = traffic(whole, resolved, made.machine.node_gpus)
-    sample = TrainSample(row, found, work, sent, card, compute_dtype(made))
+    sample = TrainSample(row, found, work, sent, card_of(row, card), compute_dtype(made))
     refuse_impossible(sample)
     return sample
 
