@@ -20,7 +20,15 @@ PEAKS = {
     "fp4": "fp4_tflops",
 }
 TERA, GIGA = 1e12, 1e9
-BRIDGES = (("h200-nvl", 4), ("-nvl", 2), ("-pcie", 2), ("rtx-", 2), ("a30", 2), ("a40", 2), ("mi210", 4))
+BRIDGES = (
+    ("h200-nvl", 4),
+    ("-nvl", 2),
+    ("-pcie", 2),
+    ("rtx-", 2),
+    ("a30", 2),
+    ("a40", 2),
+    ("mi210", 4),
+)
 """Cards whose NVLink (Infinity Fabric) is a bridge over the tops of neighbours, and how many it joins; SXM and
 OAM boards have switches or links between all."""
 CPU = "cpu"

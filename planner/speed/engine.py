@@ -60,12 +60,11 @@ class EngineWork(NamedTuple):
     """It schedules the next step while this one runs, so that its own time is hidden behind the device's."""
     waits: bool
     """A release that makes its outputs before it schedules the next step, in the server's own process."""
-    weight_only: bool
-    """Packed weights are unpacked for products in 16 bits; False: the product is in the packed dtype."""
     active: float
     """Parameters that a token meets."""
     dtype: str
-    """Of products."""
+    """Of products: that of packed weights where the card multiplies them as they are, else the 16 bits they are
+    unpacked into."""
     launches: float
     """Of one step without a graph."""
     ranks: int
@@ -179,7 +178,7 @@ class Engine(NamedTuple):
         attention = sum(
             layer.count * attention_flops(layer, tokens, length) for layer in self.model.layers
         )
-        best, known = self.card.ceiling("bf16" if w.weight_only else self.r.compute_dtype)
+        best, known = self.card.ceiling(_product_dtype(r, self.card))
         best *= 1.0 if known else SHEET_SHARE
         computing = 2 * w.active * tokens / w.ranks / self.products()
         computing += attention / w.ranks / (min(best * p.attention, p.attention_tflops * TERA))
@@ -281,9 +280,8 @@ def engine_work(
         graphs_off=vllm and not r.cuda_graphs,
         ahead=vllm and release >= SCHEDULES_AHEAD,
         waits=vllm and release < ASYNC_OUTPUT,
-        weight_only=bool(scheme) and not native,
         active=read,
-        dtype=native or r.compute_dtype,
+        dtype=native or _product_dtype(r, card),
         launches=launches,
         ranks=ranks,
         stages=stages,
@@ -321,6 +319,12 @@ def _groups(model: ModelSpec) -> float:
         if mixer.num_kv_heads
     ]
     return max(found, default=1.0)
+
+
+def _product_dtype(r: Resolved, card: CardSpeed) -> str:
+    """Return the dtype of an engine's products that are not packed: fp16 on cards without bf16 units."""
+    without = "bf16" not in card.peaks and "fp16" in card.peaks
+    return "fp16" if r.compute_dtype == "bf16" and without else r.compute_dtype
 
 
 def _native(scheme: str, card: CardSpeed) -> str:

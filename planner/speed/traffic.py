@@ -21,7 +21,6 @@ from planner.terms.host import FP32, node_ranks
 from planner.terms.optimizer import optimizer
 from planner.terms.optimizer_kinds import KINDS
 
-
 HOST_STEPS = frozenset({"zero", "zero3", "fsdp"})
 """Whose optimizer runs on the host where its states are (DeepSpeedCPUAdam; torch's own on FSDP's shards)."""
 NORM_AND_CLIP = 3
