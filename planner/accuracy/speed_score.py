@@ -243,8 +243,8 @@ def sample_of(row: Row) -> TimeSample:
     if row.layout is Layout.DECODE:
         run = decode_run(row)
         card = _card(run.plan.machine.gpu.id if run.plan.machine.gpu else "")
-        work = engine_work(run.plan.spec, run.plan.resolved, card, run.release)
-        return DecodeSample(row, run, work, card_of(row, card), {})
+        engine = engine_work(run.plan.spec, run.plan.resolved, card, run.release)
+        return DecodeSample(row, run, engine, card_of(row, card), {})
     if "grpo" in row["method"] or "swe" in row["method"]:
         stepped = grpo_run(row)
         gpu = stepped.plan.machine.gpu
