@@ -67,6 +67,8 @@ class EngineWork(NamedTuple):
     unpacked into."""
     launches: float
     """Of one step without a graph."""
+    beyond: float
+    """The same of a step whose sequences are longer than CAPTURED tokens; 0: graphs cover every length."""
     ranks: int
     stages: int
     """Of a pipeline, one after another."""
@@ -135,8 +137,10 @@ class Engine(NamedTuple):
         computing = 2 * w.active * batch / parallel / w.ranks / self.products()
         summing = self.summing(batch / parallel)
         own = batch * p.sequence_s
-        if w.launches:
-            own += w.launches * p.generate_launch_s + (self.step_s if w.graphs_off else 0)
+        launches = w.launches or (w.beyond if context > CAPTURED else 0.0)
+        if launches:
+            steps = w.graphs_off or not w.launches  # vLLM's own time comes on top
+            own += launches * p.generate_launch_s + (self.step_s if steps else 0)
             device = max(weights + cache, computing)
             return Seconds(max(own, device) + summing, LAUNCHES if own > device else BANDWIDTH)
         own += self.step_s
@@ -268,9 +272,8 @@ def engine_work(
     top_k = max((layer.mlp.top_k for layer in model.layers), default=0)
     scheme = r.quantization or model.checkpoint_quantization
     native = _native(scheme, card)
-    launches = 0.0
-    if not vllm or not r.cuda_graphs:
-        launches = _launches(model, r, fused=vllm)
+    started = _launches(model, r, fused=vllm)
+    graphs = vllm and bool(r.cuda_graphs)
     read = model.active_parameters - (0 if model.tied else looked_up * ranks / width)
     return EngineWork(
         always_bytes=max(0.0, whole - in_experts),
@@ -282,7 +285,8 @@ def engine_work(
         waits=vllm and release < ASYNC_OUTPUT,
         active=read,
         dtype=native or _product_dtype(r, card),
-        launches=launches,
+        launches=0.0 if graphs else started,
+        beyond=started if graphs and release < ASYNC_OUTPUT else 0.0,
         ranks=ranks,
         stages=stages,
         reductions=2.0 * model.num_layers if ranks > 1 else 0.0,
@@ -300,6 +304,11 @@ SCHEDULES_AHEAD = (0, 14)
 ASYNC_OUTPUT = (0, 6)
 """vLLM's release from which the server is a process of its own and a step's outputs are made while the next
 one runs (its notes of 0.6.0)."""
+
+
+CAPTURED = 8192
+"""Tokens that graphs of releases before 0.6 cover (max_seq_len_to_capture's default): of longer sequences every
+kernel is launched. Rows of 0.6 are flat across that length, so later ones are not held to it."""
 
 
 def _least_release(r: Resolved) -> tuple[int, ...]:

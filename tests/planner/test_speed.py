@@ -438,6 +438,22 @@ def test_a_releases_own_time_for_a_step():
     assert step(0, 13) - step(0, 14) == pytest.approx(p.engine_step_s + p.sequence_s)
 
 
+def test_graphs_of_old_releases_cover_8192_tokens():
+    found, _ = served("qwen2.5-0.5b", context=32768)
+    card, p = card_speed("h100-sxm"), parameters()
+
+    def grows(*release):
+        work = engine_work(found.spec, found.resolved, card, release)
+        made_engine = Engine(found.spec, found.resolved, card, p, work, {})
+        return made_engine.decode(1, 8193).seconds - made_engine.decode(1, 8192).seconds
+
+    assert grows(0, 11) < 1e-6  # a token's cache
+    # every kernel is launched, and the device's half millisecond is hidden behind that
+    launches = engine_work(found.spec, found.resolved, card, (0, 5)).beyond
+    assert launches > 24 * 8
+    assert grows(0, 5) == pytest.approx(launches * p.generate_launch_s, rel=0.2)
+
+
 def test_experts_bytes_are_counted_in_their_own_scheme():
     _, made_engine = served("gpt-oss-20b")
     # 24 layers x 32 experts x 3 matrices of 2880 x 2880, both padded to what the kernel's tiles need,
