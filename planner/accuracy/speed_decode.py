@@ -10,8 +10,11 @@ from planner.accuracy.rows import Row
 from planner.errors import VramwiseError
 from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
+from planner.quant.table import canonical
 from planner.run.framework import pick
 from planner.run.recipe import EngineKind, EngineSection, Recipe, Task
+from planner.speed.cards import GIGA, CardSpeed
+from planner.speed.engine import SCHEDULES_AHEAD
 
 SCHEMES = (
     (r"nvfp4|^fp4", "nvfp4"),
@@ -27,6 +30,8 @@ PLANNED = ("vllm", "transformers")
 """Engines whose memory and time are planned; others are scored apart."""
 SPREAD = 8
 """Quantiles of the lengths that a data set's requests have: exponential, of which the mean is known."""
+PCIE_LANE = {"3": 0.985 * GIGA, "4": 1.969 * GIGA, "5": 3.938 * GIGA}
+"""Bytes/s of one direction of a lane, by generation."""
 SHORTEST = 16
 """Output tokens below which a row measures prompts and their transport."""
 OTHER_SEQS = 2048
@@ -55,6 +60,8 @@ class DecodeRun(NamedTuple):
     """Their mean."""
     seconds: float
     """Between two tokens of one sequence, as the row says."""
+    release: tuple[int, ...]
+    """vLLM's, as far as the row states it; one that was told to schedule ahead counts as one that does."""
 
 
 def scheme_of(text: str) -> str:
@@ -96,12 +103,9 @@ def decode_run(row: Row) -> DecodeRun:
     transformers = row["engine"].startswith("transformers")
     if transformers and gpus > 1:
         raise NotCovered("layers split over GPUs by device_map")
-    if (
-        scheme
-        and model.checkpoint_quantization
-        and model.checkpoint_quantization.startswith(scheme)
-    ):
-        scheme = ""
+    published = canonical(model.checkpoint_quantization)
+    # "none" would be a 16-bit copy of a checkpoint that is published in that scheme
+    asked = None if scheme and published.startswith(scheme) else scheme or "none"
     length = int(prompt + output) + 1
     copies = min(copies, concurrency)
     each = -(-concurrency // copies)
@@ -113,11 +117,13 @@ def decode_run(row: Row) -> DecodeRun:
         pipeline_parallel=stages,
         kv_dtype="fp8" if row["kv_dtype"].startswith("fp8") else None,
         cuda_graphs=not row["graphs"].startswith("eager"),
+        max_num_batched_tokens=_flag(row, "max-num-batched-tokens"),
+        max_num_seqs=_flag(row, "max-num-seqs"),
     )
     recipe = Recipe(
         task=Task.SERVE,
         framework="hf-trainer" if transformers else _law(row),
-        quantization=scheme or "none",
+        quantization=asked,
         dtype="fp16" if row["gpu"] == "t4" else "bf16",
         context=max(16, length),
         micro_batch_size=min(each, 4096),
@@ -152,13 +158,15 @@ def decode_run(row: Row) -> DecodeRun:
         plan=made,
         concurrency=each,
         copies=copies,
-        running=_running(row, made, each, prompt + output),
+        # they began at different times: of what a sequence writes half is there on average
+        running=_running(row, made, each, prompt + output / 2),
         steps_alone=quantity in ("tpot_ms", "decode_tok_s", "latency_s"),
         requests=max(requests // copies, each),
         prompt=prompt,
         lengths=_lengths(row, output, each),
         output=output,
         seconds=each * copies / rate,
+        release=_release(row),
     )
 
 
@@ -190,6 +198,40 @@ def _long_enough(model: ModelSpec, length: int) -> ModelSpec:
     if model.longest and length > model.longest:
         return replace(model, rope_scaled_position=length)
     return model
+
+
+def _release(row: Row) -> tuple[int, ...]:
+    if "--async-scheduling" in row["notes"]:
+        return SCHEDULES_AHEAD
+    found = re.search(r"(\d+)\.(\d+)", row["version"]) if row["engine"].startswith("vllm") else None
+    return (int(found[1]), int(found[2])) if found else ()
+
+
+def _flag(row: Row, name: str) -> int | None:
+    """Return a number that the row's command gives vLLM."""
+    found = re.search(rf"--{name}[ =](\d+)\b", row["notes"])
+    return int(found[1]) if found else None
+
+
+def card_of(row: Row, card: CardSpeed) -> CardSpeed:
+    """Return the row's card with the links and the power limit that it states.
+
+    Of PCIe a generation and width, without NVLink. Under a power limit clocks fall: dynamic power goes with
+    clock x voltage^2, and voltage with the clock, so the clock goes with the cube root.
+    """
+    found = re.search(r"PCIe (\d)\.0 x(\d+)", row["notes"])
+    if found:
+        card = card._replace(nvlink=0.0, pcie=PCIE_LANE[found[1]] * int(found[2]))
+    elif "no NVLink" in row["notes"]:
+        card = card._replace(nvlink=0.0)
+    limit = re.search(r"power cap (\d+) W", row["notes"]) or re.search(r"-(\d+)w$", row["gpu"])
+    if limit and 0 < int(limit[1]) < card.tdp_watts:
+        clock = (int(limit[1]) / card.tdp_watts) ** (1 / 3)
+        card = card._replace(
+            peaks={dtype: clock * speed for dtype, speed in card.peaks.items()},
+            measured={dtype: clock * speed for dtype, speed in card.measured.items()},
+        )
+    return card
 
 
 def _law(row: Row) -> str:

@@ -9,7 +9,7 @@ from collections import Counter
 from statistics import median
 from typing import NamedTuple
 
-from planner.accuracy.speed_calibrate import RatioRow
+from planner.accuracy.speed_calibrate import RatioRow, held_out
 from planner.accuracy.speed_score import OTHER, Refused, TimeSample, samples_of, shipped_rows
 from planner.datafiles import data_dir
 from planner.speed.parameters import document
@@ -39,11 +39,17 @@ model describes, and a roofline turns them into seconds.
 * **The host** starts every kernel: a pass takes the longer of that and the device's time.
 * **Traffic** between GPUs and to the host takes its bytes at four fifths of the links' one-way bandwidth
   (data/speed/links.csv), behind the computation unless a layer waits for it; every gathered unit costs a wait of its own.
+  A bridge of NVLink joins two cards: between more the bytes go by PCIe.
+* **An offloaded optimizer** is waited for: states that come from the host and go back while the GPU steps, or the host's
+  own step (DeepSpeed, FSDP) at what its memory moves, and then the weights' way back.
 * **Generation** reads weights (of experts those that some token chose) and the running sequences' cache, computes, sums
-  over tensor ranks, and pays the engine's own time a step and a sequence.
+  over tensor ranks, and pays the engine's own time a step and a sequence. Stages of a pipeline work on parts of the batch.
 * **A machine of your own**: `vramwise profile calibrate` measures matmul, attention, bandwidth, links and launches; plans
   for that card go by them and say so. `--cpu` does the same for a processor, and `python benchmarks/cpu_speed.py` predicts
   five shapes of a real step on it and times them: a check of the method that needs no GPU.
+
+With a source left out, the parameters are fitted again from `planner/accuracy/speed_fit.py:BEFORE`, not from the shipped
+ones, in which it had its part. Intervals are judged the same way: between factors that other sources' rows gave.
 
 """
 
@@ -176,10 +182,11 @@ def _kind(kind: str, rows: list[Judged]) -> list[str]:
 def _intervals(rows: list[Judged]) -> list[str]:
     """Return what the intervals of plans hold, by the kind of step."""
     lines = [
-        "| interval of | rows | times the prediction | holds | width |",
-        "|---|---:|---|---:|---:|",
+        "| interval of | rows | times the prediction | holds | read off other sources, holds | width |",
+        "|---|---:|---|---:|---:|---:|",
     ]
-    held, widths = 0, []
+    known = ratio_rows()
+    held, apart, judged, widths = 0, 0, 0, []
     for kind in KINDS:
         own = [each for each in rows if each.spread == kind]
         if not own:
@@ -189,14 +196,20 @@ def _intervals(rows: list[Judged]) -> list[str]:
         width = factors.high - factors.low
         held += inside
         widths += [width] * len(own)
+        found, among = held_out(kind, known)
+        apart, judged = apart + found, judged + among
         lines.append(
             f"| {kind} | {len(own)} | {factors.low:.2f} to {factors.high:.2f} | {inside / len(own):.0%} "
-            f"| {width:.0%} |"
+            f"| {_share(found, among)} | {width:.0%} |"
         )
     return [
         *lines,
-        f"| all | {len(rows)} | | {held / len(rows):.0%} | median {median(widths):.0%} |",
+        f"| all | {len(rows)} | | {held / len(rows):.0%} | {_share(apart, judged)} | median {median(widths):.0%} |",
     ]
+
+
+def _share(inside: int, judged: int) -> str:
+    return f"{inside / judged:.0%}" if judged else "one source alone"
 
 
 def _worst(rows: list[Judged]) -> list[str]:

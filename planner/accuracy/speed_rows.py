@@ -12,7 +12,7 @@ from planner.accuracy.rows import Layout, Row
 from planner.accuracy.sft_recipe import recipe_of
 from planner.accuracy.sft_rows import run_of
 from planner.plan import Plan, plan
-from planner.run.recipe import EngineKind, EngineSection, Recipe, Task
+from planner.run.recipe import EngineKind, EngineSection, ParallelSection, Recipe, Task
 
 COLUMNS = {
     "source": "source_family",
@@ -63,6 +63,9 @@ def training_row(row: Row) -> Row:
         fields["source_family"] = "litgpt-tables"  # whose law is that year's
     fields["kernels"] = fields.get("kernels", "").replace("float8 linears", "float8")
     fields["parallelism"] = _parallelism(row)
+    fields["compile"] = "yes" if fields.get("compile", "").startswith(("True", "layers")) else ""
+    recomputes = fields.get("grad_ckpt", "")
+    fields["grad_ckpt"] = CHECKPOINTING.get(recomputes, recomputes)
     if re.search(r"/", fields.get("grad_accum", "")):
         fields["grad_accum"] = "1"
     return Row(Layout.SFT, fields)
@@ -71,6 +74,8 @@ def training_row(row: Row) -> Row:
 NEAREST = (("prime-rl", "torchtitan"), ("fsdp_qlora", "torchtune"), ("litgpt", "litgpt"))
 """Code bases without a law of their own -> the nearest: fully_shard and compiled layers; a 4-bit base
 whose stream stays in 16 bits."""
+CHECKPOINTING = {"Recompute": "full", "selective (op)": "selective(op)"}
+"""prime-rl's and torchtitan's words -> sft.csv's."""
 OTHER_PRODUCTS = frozenset({"boft", "oft", "lokr", "vera", "adalora"})
 """PEFT methods that make their matrices anew in every forward."""
 
@@ -168,12 +173,25 @@ def step_seconds(row: Row, tokens: float, sequences: float, gpus: int) -> float:
     raise NotCovered(f"the figure {row['quantity'][:40]!r} is no step time")
 
 
+def divided(row: Row, recipe: Recipe) -> Recipe:
+    """Return the recipe with the sequence parallelism that ms-swift's rows write as `sp4 dp2`: Ulysses.
+
+    Its ranks are planned under the Trainer that ms-swift subclasses, whose law has Ulysses.
+    """
+    found = re.match(r"sp(\d+) dp\d+", row["parallelism"])
+    if not found or int(found[1]) == 1:
+        return recipe
+    fields = {"context": int(found[1]), "context_kind": "ulysses"}
+    parallel = ParallelSection.model_validate(fields)
+    return recipe.model_copy(update={"parallel": parallel, "framework": "hf-trainer"})
+
+
 def training_run(row: Row) -> SpeedRun:
     """Return the plan of a training row; raises NotCovered with the reason."""
     padded, own = length_of(row)
     as_sft = training_row(row).changed(seq_len=str(padded))
     run = run_of(as_sft)
-    recipe: Recipe = run.recipe
+    recipe = divided(row, run.recipe)
     gpus = row.integer("n_gpus") or 1
     machine = machine_named(row["gpu"].rstrip("?"), gpus)
     made = plan(run.model, recipe, machine)

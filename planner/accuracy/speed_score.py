@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from planner.accuracy.prediction import NotARun, NotCovered, Prediction
 from planner.accuracy.rows import Layout, Row
-from planner.accuracy.speed_decode import PLANNED, DecodeRun, decode_run
-from planner.accuracy.speed_fit import Fit
+from planner.accuracy.speed_decode import PLANNED, DecodeRun, card_of, decode_run
+from planner.accuracy.speed_fit import BEFORE, Fit
 from planner.accuracy.speed_rows import SpeedRun, grpo_run, training_run
 from planner.datafiles import data_dir
 from planner.errors import VramwiseError
@@ -38,14 +38,14 @@ TRAINING = Fit(
         "launch_s",
         "unit_s",
     ),
-    parameters(),
+    BEFORE,
 )
 DECODING = Fit(
     (
         *("decode_bandwidth", "engine_step_s", "sequence_s", "generate_launch_s"),
-        *("reduce_s", "reduce_pcie_s", "engine_product"),
+        *("engine_wait_s", "reduce_s", "engine_product"),
     ),
-    parameters(),
+    BEFORE,
 )
 TERA = 1e12
 OTHER = "other engines"
@@ -243,7 +243,8 @@ def sample_of(row: Row) -> TimeSample:
     if row.layout is Layout.DECODE:
         run = decode_run(row)
         card = _card(run.plan.machine.gpu.id if run.plan.machine.gpu else "")
-        return DecodeSample(row, run, engine_work(run.plan.spec, run.plan.resolved, card), card, {})
+        engine = engine_work(run.plan.spec, run.plan.resolved, card, run.release)
+        return DecodeSample(row, run, engine, card_of(row, card), {})
     if "grpo" in row["method"] or "swe" in row["method"]:
         stepped = grpo_run(row)
         gpu = stepped.plan.machine.gpu
@@ -254,7 +255,7 @@ def sample_of(row: Row) -> TimeSample:
     whole, resolved = made.whole or (made.spec, made.resolved)
     work = training_work(whole, resolved)
     sent = traffic(whole, resolved, made.machine.node_gpus)
-    sample = TrainSample(row, found, work, sent, card, compute_dtype(made))
+    sample = TrainSample(row, found, work, sent, card_of(row, card), compute_dtype(made))
     refuse_impossible(sample)
     return sample
 

@@ -20,6 +20,17 @@ PEAKS = {
     "fp4": "fp4_tflops",
 }
 TERA, GIGA = 1e12, 1e9
+BRIDGES = (
+    ("h200-nvl", 4),
+    ("-nvl", 2),
+    ("-pcie", 2),
+    ("rtx-", 2),
+    ("a30", 2),
+    ("a40", 2),
+    ("mi210", 4),
+)
+"""Cards whose NVLink (Infinity Fabric) is a bridge over the tops of neighbours, and how many it joins; SXM and
+OAM boards have switches or links between all."""
 CPU = "cpu"
 """The id of a processor whose speeds were measured (planner/speed/measured.py): no table has one."""
 
@@ -34,7 +45,7 @@ class CardSpeed(NamedTuple):
     """The best matmul measured, by dtype."""
     bandwidth: float
     nvlink: float
-    """One direction; 0 = none."""
+    """One direction; 0 = none. A bridge joins few cards: `link` says what so many have between them."""
     pcie: float
     """One direction; 0 = not known (memory shared with the host)."""
     tdp_watts: float
@@ -52,6 +63,11 @@ class CardSpeed(NamedTuple):
         return (
             (sheet, False) if sheet else (self.measured.get("fp32", 0.0), "fp32" in self.measured)
         )
+
+    def link(self, gpus: int) -> float:
+        """Return bytes/s of one direction between so many cards of a node: NVLink where it joins all of them."""
+        joined = next((most for part, most in BRIDGES if part in self.id), gpus)
+        return self.nvlink if self.nvlink and gpus <= joined else self.pcie
 
     def fastest(self, dtype: str) -> float:
         """Return what no matmul exceeds: the sheet's peak, or a measurement above it."""

@@ -27,11 +27,10 @@ from planner.speed.roofline import (
     Seconds,
 )
 from planner.speed.spread import kind_of
-from planner.speed.work import attention_flops
-from planner.terms.activations import op_settings
+from planner.speed.work import attention_flops, timed_settings
 from planner.terms.counts import base_weights
 from planner.terms.kv_cache import sequence_bytes
-from planner.terms.vllm_weights import vllm_weights
+from planner.terms.vllm_weights import expert_bytes, vllm_weights
 
 FUSED = frozenset({"rmsnorm", "swiglu", "rope"})
 """Kernels of vLLM's layers (vllm/model_executor/layers: RMSNorm, SiluAndMul, rotary_embedding)."""
@@ -39,6 +38,11 @@ MULTIPROCESSORS = 100
 """Of a data-centre or large consumer card, about (A100 108, H100 132, 3090 82, 4090 128)."""
 SAMPLING_LAUNCHES = 12
 """Of a step outside the layers: embedding, norm, head, softmax and sampling."""
+
+
+EXLLAMA = "gptq-4bit"
+"""A scheme whose kernel in transformers multiplies packed weights as they are (ExLlama): one launch, as of
+16-bit weights."""
 
 
 class EngineWork(NamedTuple):
@@ -54,20 +58,25 @@ class EngineWork(NamedTuple):
     """vLLM without graphs: its own time a step comes on top of the launches'."""
     ahead: bool
     """It schedules the next step while this one runs, so that its own time is hidden behind the device's."""
-    weight_only: bool
-    """Packed weights are unpacked for products in 16 bits; False: the product is in the packed dtype."""
+    waits: bool
+    """A release that makes its outputs before it schedules the next step, in the server's own process."""
     active: float
     """Parameters that a token meets."""
     dtype: str
-    """Of products."""
+    """Of products: that of packed weights where the card multiplies them as they are, else the 16 bits they are
+    unpacked into."""
     launches: float
     """Of one step without a graph."""
+    beyond: float
+    """The same of a step whose sequences are longer than CAPTURED tokens; 0: graphs cover every length."""
     ranks: int
+    stages: int
+    """Of a pipeline, one after another."""
     reductions: float
     """Sums over tensor ranks in one step."""
     hidden: int
     unpacked: float
-    """Elements that bitsandbytes dequantises for a product of several rows."""
+    """Elements that bitsandbytes dequantises for every product."""
     heads: int
     """Query heads of a layer, where a sequence's attention is one block a head (SDPA); 0: a split kernel."""
     groups: float
@@ -103,26 +112,38 @@ class Engine(NamedTuple):
         w = self.work
         return kind_of(trains=False, gpus=w.ranks, launches=bool(w.launches))
 
+    @property
+    def step_s(self) -> float:
+        """vLLM's own time for one step."""
+        return self.p.engine_wait_s if self.work.waits else self.p.engine_step_s
+
     def decode(self, batch: float, context: float) -> Seconds:
         """Return one step of `batch` sequences that are `context` tokens long."""
         w, p = self.work, self.p
         share = 1.0
         if w.experts:
-            share = 1 - (1 - min(1.0, w.top_k / w.experts)) ** max(1.0, batch)
+            at_once = max(1.0, batch / w.stages)
+            share = 1 - (1 - min(1.0, w.top_k / w.experts)) ** at_once
         reached = self.card.bandwidth * p.decode_bandwidth
         weights = (w.always_bytes + w.expert_bytes * share) / reached
-        if w.unpacked and batch > 1:  # one row has a kernel of its own (bitsandbytes matmul_4bit)
+        if w.unpacked:
             cores = self.card.peaks.get("fp32", 0.0) * p.unpack
-            weights += w.unpacked / (cores or self.card.bandwidth)
-        cache = batch * self.cache_bytes(context) * w.passes(batch) / reached
-        computing = 2 * w.active * batch / w.ranks / self.products()
-        summing = self.summing(batch)
+            unpacking = w.unpacked / (cores or self.card.bandwidth)
+            # one row has a kernel of its own (bitsandbytes matmul_4bit): it looks elements up while it reads them
+            weights = weights + unpacking if batch > 1 else max(weights, unpacking)
+        # every stage works on a part of the batch: in a round it reads its weights for each of them
+        parallel = max(1.0, min(batch, w.stages))
+        cache = batch / parallel * self.cache_bytes(context) * w.passes(batch / parallel) / reached
+        computing = 2 * w.active * batch / parallel / w.ranks / self.products()
+        summing = self.summing(batch / parallel)
         own = batch * p.sequence_s
-        if w.launches:
-            own += w.launches * p.generate_launch_s + (p.engine_step_s if w.graphs_off else 0)
+        launches = w.launches or (w.beyond if context > CAPTURED else 0.0)
+        if launches:
+            steps = w.graphs_off or not w.launches  # vLLM's own time comes on top
+            own += launches * p.generate_launch_s + (self.step_s if steps else 0)
             device = max(weights + cache, computing)
             return Seconds(max(own, device) + summing, LAUNCHES if own > device else BANDWIDTH)
-        own += p.engine_step_s
+        own += self.step_s
         device = weights + cache + computing
         parts = {BANDWIDTH: weights + cache, COMPUTE: computing, LINK: summing, HOST: own}
         bound = max(parts, key=lambda name: parts[name])
@@ -148,10 +169,9 @@ class Engine(NamedTuple):
         w = self.work
         if w.ranks < 2:
             return 0.0
-        link = (self.card.nvlink or self.card.pcie) * LINK_SHARE
+        link = self.card.link(w.ranks) * LINK_SHARE
         moved = 2 * (w.ranks - 1) / w.ranks * tokens * w.hidden * element_bytes("bf16") / link
-        each = self.p.reduce_s if self.card.nvlink else self.p.reduce_pcie_s
-        return w.reductions * (each + moved)
+        return w.reductions * (self.p.reduce_s + moved)
 
     def prefill(self, prompts: float, length: float) -> Seconds:
         """Return how long `prompts` prompts of `length` tokens take."""
@@ -162,7 +182,7 @@ class Engine(NamedTuple):
         attention = sum(
             layer.count * attention_flops(layer, tokens, length) for layer in self.model.layers
         )
-        best, known = self.card.ceiling("bf16" if w.weight_only else self.r.compute_dtype)
+        best, known = self.card.ceiling(_product_dtype(r, self.card))
         best *= 1.0 if known else SHEET_SHARE
         computing = 2 * w.active * tokens / w.ranks / self.products()
         computing += attention / w.ranks / (min(best * p.attention, p.attention_tflops * TERA))
@@ -170,8 +190,9 @@ class Engine(NamedTuple):
         reading = (
             chunks * (w.always_bytes + w.expert_bytes) / (self.card.bandwidth * p.decode_bandwidth)
         )
-        own = chunks * (w.launches * p.generate_launch_s or p.engine_step_s)
+        own = chunks * (w.launches * p.generate_launch_s or self.step_s)
         total = computing + reading + own + self.summing(tokens)
+        total /= max(1.0, min(chunks, w.stages))  # stages read different chunks at once
         return Seconds(total, COMPUTE if computing > reading + own else BANDWIDTH)
 
     def generate(
@@ -221,47 +242,53 @@ def engine(model: ModelSpec, r: Resolved, card: CardSpeed, p: Parameters) -> Eng
     return Engine(model, r, card, p, engine_work(model, r, card), {})
 
 
-def engine_work(model: ModelSpec, r: Resolved, card: CardSpeed) -> EngineWork:
-    """Return what decides the steps of a run's engine."""
+def engine_work(
+    model: ModelSpec, r: Resolved, card: CardSpeed, release: tuple[int, ...] = ()
+) -> EngineWork:
+    """Return what decides the steps of a run's engine; `release`: vLLM's, of a law that several share."""
     vllm = r.engine in VLLM
+    release = release or _least_release(r)
     ranks = max(1, r.tensor_parallel)
     width = element_bytes(r.dtype)
-    whole: float
-    if vllm:
-        whole = vllm_weights(model, r).modules * max(1, r.pipeline_parallel)
-    else:
-        whole = base_weights(model, r).total / ranks
-    looked_up = sum(module.parameters for module in model.embeddings) * width / ranks
-    if not model.tied:
-        whole -= looked_up
-    whole -= sum(module.parameters for module in model.towers) * width / ranks
     routed = sum(
         layer.count * module.parameters
         for layer in model.layers
         for module in layer.modules
         if module.kind is ModuleKind.EXPERTS
     )
+    whole: float
+    stages = max(1, r.pipeline_parallel) if vllm else 1
+    if vllm:
+        whole = vllm_weights(model, r).modules * stages
+        in_experts = float(expert_bytes(model, r) * stages) if routed else 0.0
+    else:
+        whole = base_weights(model, r).total / ranks
+        in_experts = whole * routed / max(1, model.text_parameters)
+    looked_up = sum(module.parameters for module in model.embeddings) * width / ranks
+    if not model.tied:
+        whole -= looked_up
+    whole -= sum(module.parameters for module in model.towers) * width / ranks
     experts = max((layer.mlp.num_experts for layer in model.layers), default=0)
     top_k = max((layer.mlp.top_k for layer in model.layers), default=0)
-    share = routed / max(1, model.text_parameters)
     scheme = r.quantization or model.checkpoint_quantization
     native = _native(scheme, card)
-    launches = 0.0
-    if not vllm or not r.cuda_graphs:
-        launches = _launches(model, r, fused=vllm)
+    started = _launches(model, r, fused=vllm)
+    graphs = vllm and bool(r.cuda_graphs)
     read = model.active_parameters - (0 if model.tied else looked_up * ranks / width)
     return EngineWork(
-        always_bytes=max(0.0, whole * (1 - share)),
-        expert_bytes=max(0.0, whole * share),
+        always_bytes=max(0.0, whole - in_experts),
+        expert_bytes=in_experts,
         experts=experts,
         top_k=top_k,
         graphs_off=vllm and not r.cuda_graphs,
-        ahead=vllm and _schedules_ahead(r),
-        weight_only=bool(scheme) and not native,
+        ahead=vllm and release >= SCHEDULES_AHEAD,
+        waits=vllm and release < ASYNC_OUTPUT,
         active=read,
-        dtype=native or r.compute_dtype,
-        launches=launches,
+        dtype=native or _product_dtype(r, card),
+        launches=0.0 if graphs else started,
+        beyond=started if graphs and release < ASYNC_OUTPUT else 0.0,
         ranks=ranks,
+        stages=stages,
         reductions=2.0 * model.num_layers if ranks > 1 else 0.0,
         hidden=model.hidden,
         unpacked=base_weights(model, r).quantized_parameters / ranks
@@ -274,12 +301,22 @@ def engine_work(model: ModelSpec, r: Resolved, card: CardSpeed) -> EngineWork:
 
 SCHEDULES_AHEAD = (0, 14)
 """vLLM's release from which asynchronous scheduling is the default."""
+ASYNC_OUTPUT = (0, 6)
+"""vLLM's release from which the server is a process of its own and a step's outputs are made while the next
+one runs (its notes of 0.6.0)."""
 
 
-def _schedules_ahead(r: Resolved) -> bool:
-    """Say whether the law is of a release that schedules ahead."""
+CAPTURED = 8192
+"""Tokens that graphs of releases before 0.6 cover (max_seq_len_to_capture's default): of longer sequences every
+kernel is launched. Rows of 0.6 are flat across that length, so later ones are not held to it."""
+
+
+def _least_release(r: Resolved) -> tuple[int, ...]:
+    """Return the first vLLM release of a run's law; trainers that bring vLLM along have a new one."""
+    if not r.framework.name.startswith("vllm"):
+        return SCHEDULES_AHEAD
     least = r.framework.versions.removeprefix(">=").split(",")[0].split(".")
-    return least[:1] != [""] and tuple(int(part) for part in least[:2]) >= SCHEDULES_AHEAD
+    return tuple(int(part) for part in least[:2]) if least[0].isdigit() else SCHEDULES_AHEAD
 
 
 def _groups(model: ModelSpec) -> float:
@@ -293,6 +330,12 @@ def _groups(model: ModelSpec) -> float:
     return max(found, default=1.0)
 
 
+def _product_dtype(r: Resolved, card: CardSpeed) -> str:
+    """Return the dtype of an engine's products that are not packed: fp16 on cards without bf16 units."""
+    without = "bf16" not in card.peaks and "fp16" in card.peaks
+    return "fp16" if r.compute_dtype == "bf16" and without else r.compute_dtype
+
+
 def _native(scheme: str, card: CardSpeed) -> str:
     """Return the dtype in which a card multiplies packed weights as they are; empty: in 16 bits."""
     if "fp8" in scheme and card.peaks.get("fp8"):
@@ -304,7 +347,9 @@ def _native(scheme: str, card: CardSpeed) -> str:
 
 def _launches(model: ModelSpec, r: Resolved, *, fused: bool) -> float:
     run = replace(r, trains=False, method=Method.FULL)
-    settings = op_settings(model, run)
+    if not fused and r.quantization == EXLLAMA:
+        run = replace(run, quantization="")
+    settings = timed_settings(model, run)
     if fused:
         settings = settings._replace(fused=settings.fused | FUSED)
     total = sum(

@@ -34,14 +34,14 @@ class Parameters(NamedTuple):
     """Weights and cache read by an engine's kernels: of the memory's bandwidth."""
     engine_step_s: float
     """vLLM's own time for one step with graphs."""
+    engine_wait_s: float
+    """The same before 0.6, when the outputs of a step were made before the next was scheduled."""
     sequence_s: float
     """And for every running sequence."""
     generate_launch_s: float
     """Host time of one eager operation without a graph (transformers, vLLM's eager mode)."""
     reduce_s: float
-    """One sum over an engine's tensor-parallel ranks of one token's hidden state, by NVLink."""
-    reduce_pcie_s: float
-    """The same by PCIe."""
+    """One sum over an engine's tensor-parallel ranks, beside its bytes."""
     engine_product: float
     """Prefill and decode products of an engine: of the best matmul measured."""
 

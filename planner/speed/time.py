@@ -10,7 +10,7 @@ from planner.speed.cards import GIGA, CardSpeed
 from planner.speed.engine import Engine, engine
 from planner.speed.measured import said, speed_of
 from planner.speed.parameters import Parameters
-from planner.speed.roofline import LAUNCHES, LINK, LINK_SHARE, Rates, Seconds, rates, seconds
+from planner.speed.roofline import HOST, LAUNCHES, LINK, LINK_SHARE, Rates, Seconds, rates, seconds
 from planner.speed.spread import Spread, kind_of, spread
 from planner.speed.traffic import Traffic, traffic
 from planner.speed.work import Work, micro_batches, training_work
@@ -23,6 +23,10 @@ NETWORK_BYTES_PER_S = 400 * GIGA / 8
 """One direction of a 400 Gb/s adapter, one a GPU, as DGX and HGX nodes have."""
 SHARED_MEMORY_BYTES_PER_S = 63 * GIGA
 """One direction of PCIe 5.0 x16: links of cards that share the host's memory."""
+
+HOST_MEMORY_BYTES_PER_S = 100 * GIGA
+"""What optimizers on the host reach of its memory, all ranks of a node together: about half of a socket's
+eight channels of DDR4-3200 (205 GB/s)."""
 
 
 class TimedPhase(NamedTuple):
@@ -173,21 +177,27 @@ def training_seconds(
     """Return the phases of the update, and what of its traffic nothing hides."""
     found = [(each.name, seconds(each, speed, p)) for each in work.passes]
     busy = sum(each.seconds for _, each in found)
-    talk = link_seconds(sent, card)
+    if sent.host_steps:
+        found.append(("host step", Seconds(sent.host_steps / HOST_MEMORY_BYTES_PER_S, HOST)))
+    talk = link_seconds(sent, card, work.gpus)
     # what a layer needs of others is waited for; weights and gradients travel while others compute
     waited = talk if work.serial else max(0.0, talk - busy)
     waited += work.gathers * p.unit_s
+    waited += sent.stepping / ((card.pcie or SHARED_MEMORY_BYTES_PER_S) * LINK_SHARE)
     if waited:
         found.append(("communication", Seconds(waited, LINK)))
     return found
 
 
-def link_seconds(sent: Traffic, card: CardSpeed) -> float:
-    """Return what a step's traffic takes on links that work at once."""
+def link_seconds(sent: Traffic, card: CardSpeed, gpus: int) -> float:
+    """Return what a step's traffic between `gpus` cards and to the host takes on links that work at once.
+
+    What moves inside the optimizer's step is not of it: nothing hides that.
+    """
     pcie = card.pcie or SHARED_MEMORY_BYTES_PER_S
-    inside = sent.node / ((card.nvlink or pcie) * LINK_SHARE)
+    inside = sent.node / ((card.link(gpus) or pcie) * LINK_SHARE)
     outside = sent.network / (NETWORK_BYTES_PER_S * LINK_SHARE)
-    return max(inside + outside, sent.host / (pcie * LINK_SHARE))
+    return max(inside + outside, (sent.host - sent.stepping) / (pcie * LINK_SHARE))
 
 
 def _training(
@@ -219,6 +229,8 @@ def _left_out(r: Resolved) -> list[str]:
     found = [f"the {role} model's own passes are left out of the time" for role in models]
     if r.images or r.videos or r.audio:
         found.append("the towers of images and sounds are left out of the time")
+    if r.offload.device == "nvme" and r.placement.offload.states:
+        found.append("the disk's reads and writes of states are left out of the time")
     return found
 
 

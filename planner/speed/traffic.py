@@ -17,6 +17,14 @@ from planner.run.resolved import Resolved
 from planner.terms.adapters import trained_parameters
 from planner.terms.counts import base_weights
 from planner.terms.gradients import gradient_width, reduce_width
+from planner.terms.host import FP32, node_ranks
+from planner.terms.optimizer import optimizer
+from planner.terms.optimizer_kinds import KINDS
+
+HOST_STEPS = frozenset({"zero", "zero3", "fsdp"})
+"""Whose optimizer runs on the host where its states are (DeepSpeedCPUAdam; torch's own on FSDP's shards)."""
+NORM_AND_CLIP = 3
+"""Gradients read for their norm; read and written to be clipped."""
 
 
 class Traffic(NamedTuple):
@@ -28,6 +36,10 @@ class Traffic(NamedTuple):
     """From and to host memory."""
     node: int
     """From GPUs of the same node."""
+    stepping: int = 0
+    """Of `host`, what moves inside the optimizer's step, when nothing computes beside it."""
+    host_steps: int = 0
+    """Bytes that the ranks of a node read and write in its memory where the host steps for them."""
 
     @property
     def slow(self) -> int:
@@ -69,7 +81,7 @@ def traffic(model: ModelSpec, r: Resolved, node: int) -> Traffic:
     sent = [*step.weights(), *step.gradients(), *step.activations()]
     links = [each.by_link(node) for each in sent]
     far, near = (sum(sizes) for sizes in zip(*links, strict=True)) if links else (0, 0)
-    return Traffic(far, step.host(), near)
+    return Traffic(far, step.host(), near, step.stepping(), step.host_steps())
 
 
 @dataclass(frozen=True)
@@ -169,10 +181,9 @@ class _Step:
     def host(self) -> int:
         """Return what goes to host memory and back."""
         r, here = self.r, self.r.placement
-        total = 0
-        if here.offload.states or here.offload.gradients:
-            each = gradient_width(r) + self._width
-            total += self.trained * each // max(here.state_shards, 1)
+        total = self.stepping()
+        if here.offload.gradients:  # reduced in every backward, and added up on the host
+            total += r.grad_accum * self._shard * gradient_width(r)
         if here.offload.weights:
             total += 2 * r.grad_accum * self.base // here.weight_shards
         if r.checkpointing is Checkpointing.OFFLOAD:
@@ -180,3 +191,36 @@ class _Step:
             inputs = tokens * self.model.hidden * self._width * len(self.part.layer_order)
             total += 2 * inputs * r.grad_accum
         return total
+
+    @property
+    def _shard(self) -> int:
+        return self.trained // max(self.r.placement.state_shards, 1)
+
+    def stepping(self) -> int:
+        """Return what moves while the optimizer steps.
+
+        Where the GPU steps on states of the host every chunk of them comes, is stepped and goes back before
+        the next one comes (trainer/elementwise_optimizer.py:_step_one). Where the host steps the new weights
+        go to the GPU at its end (DeepSpeed stage_1_and_2.py and stage3.py: step); FSDP's are gathered from the
+        host as they are used.
+        """
+        offload = self.r.placement.offload
+        if not offload.states or offload.by == "fsdp":
+            return 0
+        if offload.by in HOST_STEPS:
+            return 0 if offload.weights else self._shard * self._width
+        return 2 * optimizer(self.part, self.r).host.bytes
+
+    def host_steps(self) -> int:
+        """Return what the host's memory moves for all ranks of a node that it steps for.
+
+        In fp32: gradients added up over micro-batches, their norm, clipped, and then read beside master
+        weights and states, which are read and written.
+        """
+        r = self.r
+        if not r.placement.offload.states or r.placement.offload.by not in HOST_STEPS:
+            return 0
+        adding = 3 * (r.grad_accum - 1) * r.placement.offload.gradients
+        stepping = 1 + 2 * (1 + KINDS[r.optimizer].states)
+        each = FP32 * (adding + NORM_AND_CLIP + stepping)
+        return min(node_ranks(r), r.layout.gpus) * self._shard * each

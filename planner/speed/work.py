@@ -9,9 +9,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from planner.dtypes import element_bytes
+from planner.layer.program import OpSettings
 from planner.mixers.registry import mixer_of
 from planner.models.spec import LINEARS, LayerSpec, ModelSpec, ModuleKind
 from planner.quant.table import BITSANDBYTES
+from planner.run.experts import LOOPS, MODULES
 from planner.run.logits_law import width
 from planner.run.ranks import rank_runs
 from planner.run.recipe import Checkpointing, Method, Reference
@@ -68,6 +70,8 @@ class Work(NamedTuple):
     """Units whose weights are gathered: a layer in its forward and in its backward."""
     serial: bool = False
     """Ranks wait for what they send each other: parts of one layer, or of one sequence."""
+    gpus: int = 1
+    """That work together."""
 
 
 def training_work(model: ModelSpec, r: Resolved) -> Work:
@@ -97,7 +101,8 @@ def _rank_work(part: ModelSpec, r: Resolved) -> Work:
     if stages > 1:  # of m micro-batches the pipeline idles through stages - 1 more
         passes = [each.times((count + stages - 1) / count) for each in passes]
     gathers = 2 * count * part.num_layers if r.placement.weight_shards > 1 else 0
-    return Work(tuple(passes), count, gathers, r.layout.tensor * r.layout.context > 1)
+    serial = r.layout.tensor * r.layout.context > 1
+    return Work(tuple(passes), count, gathers, serial, r.layout.gpus)
 
 
 def micro_batches(r: Resolved) -> int:
@@ -170,6 +175,17 @@ def attention_flops(layer: LayerSpec, tokens: float, keys: float) -> float:
     return total
 
 
+def timed_settings(model: ModelSpec, r: Resolved) -> OpSettings:
+    """Return how a layer's operations run, of those that are started one by one.
+
+    Experts that are packed linears of their own run one after another, whatever fused experts would do.
+    """
+    settings = op_settings(model, r)
+    if r.linear_experts and r.quantization in BITSANDBYTES and r.experts not in LOOPS:
+        return settings._replace(experts=MODULES)
+    return settings
+
+
 ATTENTION_BACKWARD = 5 / 2
 """Products of a flash kernel's backward over its forward's: five instead of two, scores made again."""
 
@@ -193,7 +209,7 @@ class _Share:
         """Return one pass over all layers: `part` is forward, backward or elementwise."""
         r, model = self.r, self.model
         run = r if grads else replace(r, trains=False, method=Method.FULL)
-        settings = op_settings(model, run)
+        settings = timed_settings(model, run)
         found = Pass(name)
         for layer in model.layers:
             counts = layer_counts(layer, model.hidden, settings)

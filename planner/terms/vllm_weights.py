@@ -103,6 +103,27 @@ def _loaded(model: ModelSpec, r: Resolved) -> VllmWeights:
     )
 
 
+def expert_bytes(model: ModelSpec, r: Resolved) -> int:
+    """Return what one rank holds of routed experts, of all its layers; part of `vllm_weights`' modules."""
+    if r.quantization in GGUF_BYTES:
+        routed = sum(
+            layer.count * module.parameters
+            for layer in model.layers
+            for module in layer.modules
+            if module.kind is ModuleKind.EXPERTS
+        )
+        return int(routed * GGUF_BYTES[r.quantization]) // (r.tensor_parallel * r.pipeline_parallel)
+    table = scheme_table(model, r.quantization, double_quant=r.double_quant)
+    held = sum(
+        count * _module(model, layer, module, scheme, r)
+        for index, layer in enumerate(model.layers)
+        for module in layer.modules
+        if module.kind is ModuleKind.EXPERTS
+        for scheme, count in table.of_kind(index, module)
+    )
+    return -(-held // r.pipeline_parallel)
+
+
 def vllm_weights_term(model: ModelSpec, r: Resolved) -> Term:
     """Return the weights of one rank as a term."""
     parts = vllm_weights(model, r)

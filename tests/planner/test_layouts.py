@@ -112,7 +112,7 @@ def test_traffic_of_a_sharded_step_by_hand() -> None:
     fields = {"method": "full", "sharding": "fsdp2", "framework": "hf-trainer"}
     moved = traffic(LLAMA, choices(LLAMA, machine, **fields), machine.node_gpus)
     whole = 478_080  # 239,040 parameters x 2 B: gathered twice, reduced once
-    assert moved == (0, 0, 3 * whole * 3 // 4)
+    assert moved[:3] == (0, 0, 3 * whole * 3 // 4)
     kept = traffic(LLAMA, choices(LLAMA, machine, **fields, reshard_after_forward=False), 4)
     assert kept.node == 2 * whole * 3 // 4
     copies = traffic(LLAMA, choices(LLAMA, machine, **{**fields, "sharding": "ddp"}), 4)

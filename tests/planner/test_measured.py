@@ -84,7 +84,7 @@ def test_a_plan_of_a_measured_card_says_so_and_takes_as_long_as_it_computes():
     plain = planned(make_machine("a40"))
     slow = replace(FOUND, bf16_flops_per_s=FOUND.bf16_flops_per_s // 10)
     measured = planned(replace(make_machine("a40"), measured=slow))
-    assert time_of(measured).step_seconds > 3 * time_of(plain).step_seconds
+    assert time_of(measured).step_seconds > 2.5 * time_of(plain).step_seconds
     said = "measured here on 2026-11-30 (vramwise profile calibrate)"
     assert said in time_of(measured).notes[-1]
     assert not any("measured here" in note for note in time_of(plain).notes)

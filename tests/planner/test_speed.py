@@ -9,8 +9,9 @@ from typer.testing import CliRunner
 from app.cli import app
 from planner.accuracy.prediction import NotCovered
 from planner.accuracy.rows import Layout, Row
-from planner.accuracy.speed_fit import least
-from planner.accuracy.speed_score import read, sample_of
+from planner.accuracy.speed_calibrate import RatioRow, held_out
+from planner.accuracy.speed_fit import BEFORE, least
+from planner.accuracy.speed_score import DECODING, read, sample_of
 from planner.answers.amount import longest_of
 from planner.datafiles import data_dir
 from planner.errors import UsageError
@@ -20,9 +21,10 @@ from planner.plan import plan
 from planner.run.recipe import Recipe
 from planner.speed.cards import card_speed
 from planner.speed.cost import Amount, cost_of, listed_prices, parse_price
-from planner.speed.engine import engine
+from planner.speed.engine import Engine, engine, engine_work
 from planner.speed.parameters import document, parameters
-from planner.speed.roofline import LAUNCHES, SHEET_SHARE, rates, seconds
+from planner.speed.roofline import LAUNCHES, LINK_SHARE, SHEET_SHARE, rates, seconds
+from planner.speed.traffic import traffic
 from planner.speed.work import Pass, attention_flops, layer_products, training_work
 
 LLAMA = "llama-3.1-8b"
@@ -328,16 +330,21 @@ def test_transformers_go_over_the_cache_as_often_as_they_copy_it():
     )
 
 
-def test_bitsandbytes_is_unpacked_for_several_rows_only():
+def test_bitsandbytes_looks_up_every_element_while_it_reads_or_before_it_multiplies():
     found = plan(
         catalogue_model(LLAMA),
         Recipe(task="serve", framework="vllm", quantization="nf4", context=4096),
-        make_machine("rtx-4090"),
+        make_machine("t4"),
     )
     p = parameters()
-    made_engine = engine(found.spec, found.resolved, card_speed("rtx-4090"), p)
-    gained = made_engine.decode(2, 100).seconds - made_engine.decode(1, 100).seconds
-    assert gained > made_engine.work.unpacked / (82.6e12 * p.unpack) > 0
+    made_engine = engine(found.spec, found.resolved, card_speed("t4"), p)
+    unpacking = made_engine.work.unpacked / (8.1e12 * p.unpack)
+    one, two = (made_engine.decode(batch, 100).seconds for batch in (1, 2))
+    reading = made_engine.work.always_bytes / (320e9 * p.decode_bandwidth)
+    assert unpacking > reading
+    # the rest are 100 tokens' cache and products, in fp16: bf16's would take 15 ms
+    assert unpacking < one < unpacking + 0.008
+    assert two - one > 0.9 * reading
 
 
 def made_vllm():
@@ -355,6 +362,209 @@ def test_gathered_units_are_waited_for_and_other_traffic_is_hidden():
     # a unit a layer, forward and backward; 16 GB over NVLink are behind two seconds of products
     assert names["communication"].seconds == pytest.approx(2 * 32 * parameters().unit_s)
     assert names["communication"].bound_by == "link"
+
+
+def test_states_in_host_memory_are_waited_for_while_the_gpu_steps():
+    recipe = {"gpu": "a100-80gb", "framework": "vramwise", "method": "full"}
+    here, away = (made(**recipe, optimizer_offload=away) for away in (False, True))
+    states = (
+        8_030_261_248 * 8
+    )  # AdamW's two in fp32, beside bf16 weights that are rounded at random
+    moved = {each.name: each.seconds for each in away.time.phases}
+    # each comes over PCIe 4 and goes back, chunk by chunk, and nothing else runs
+    assert moved["communication"] == pytest.approx(2 * states / (31.5e9 * LINK_SHARE), rel=0.001)
+    assert away.time.step_seconds > here.time.step_seconds + 0.9 * moved["communication"]
+
+
+def test_deepspeeds_offloaded_step_is_the_hosts():
+    recipe = {"gpu": "a100-80gb", "gpus": 8, "method": "full", "sharding": "zero2"}
+    run = made(**recipe, optimizer_offload=True, gradient_accumulation=4)
+    sent = traffic(*run.whole, 8) if run.whole else traffic(run.spec, run.resolved, 8)
+    shard = 8_030_261_248 // 8
+    # fp32: 3 sums of read, read and written; norm and clip; gradient, master and two states
+    assert sent.host_steps == 8 * shard * 4 * (3 * 3 + 3 + 1 + 2 * 3)
+    assert sent.stepping == shard * 2
+    assert sent.host == shard * 2 * (4 + 1)  # a gradient in every micro-batch, weights once
+    phases = {each.name: each for each in run.time.phases}
+    assert phases["host step"].seconds == pytest.approx(sent.host_steps / 100e9)
+    assert phases["host step"].bound_by == "host"
+    assert "host step" not in {each.name for each in made(**recipe).time.phases}
+
+
+def test_a_disk_that_holds_states_is_said_to_be_left_out():
+    recipe = {"gpus": 8, "method": "full", "sharding": "zero3", "optimizer_offload": True}
+    run = made(**recipe, offload={"device": "nvme"})
+    assert any("the disk's reads and writes" in note for note in run.time.notes)
+
+
+def test_a_bridge_joins_two_cards():
+    bridged, board = card_speed("rtx-3090"), card_speed("a100-sxm4-80gb")
+    assert (bridged.link(2), bridged.link(4)) == (56.25e9, 31.5e9)
+    assert (board.link(2), board.link(8)) == (300e9, 300e9)
+    assert card_speed("rtx-4090").link(2) == 31.5e9
+
+
+def served(model=LLAMA, gpu="h100", gpus=1, framework="vllm==0.11", **fields):
+    values = {"task": "serve", "context": 4096, "micro_batch_size": 64, **fields}
+    found = plan(
+        catalogue_model(model), Recipe(framework=framework, **values), make_machine(gpu, gpus=gpus)
+    )
+    return found, engine(found.spec, found.resolved, card_speed(found.machine.gpu.id), parameters())
+
+
+def test_stages_of_a_pipeline_work_on_parts_of_a_batch():
+    _, whole = served()
+    _, halves = served(gpus=2, engine={"pipeline_parallel": 2})
+    assert (whole.work.stages, halves.work.stages) == (1, 2)
+    p, reached = parameters(), 3350e9 * parameters().decode_bandwidth
+    cache = 64 * 2000 * 131_072 / reached
+    computing = 2 * whole.work.active * 64 / whole.products()
+    gained = whole.decode(64, 2000).seconds - halves.decode(64, 2000).seconds
+    # both stages read and compute at once; the weights are read for each half, by the stage that has them
+    assert gained == pytest.approx((cache + computing) / 2, rel=0.02)
+    alone = whole.decode(1, 2000).seconds - halves.decode(1, 2000).seconds
+    assert alone == pytest.approx(0, abs=0.02 * p.engine_step_s)
+
+
+def test_a_releases_own_time_for_a_step():
+    found, _ = served()
+    card, p = card_speed("h100-sxm"), parameters()
+
+    def step(*release):
+        work = engine_work(found.spec, found.resolved, card, release)
+        return Engine(found.spec, found.resolved, card, p, work, {}).decode(1, 2000).seconds
+
+    assert step(0, 5) - step(0, 6) == pytest.approx(p.engine_wait_s - p.engine_step_s)
+    assert step(0, 13) - step(0, 14) == pytest.approx(p.engine_step_s + p.sequence_s)
+
+
+def test_graphs_of_old_releases_cover_8192_tokens():
+    found, _ = served("qwen2.5-0.5b", context=32768)
+    card, p = card_speed("h100-sxm"), parameters()
+
+    def grows(*release):
+        work = engine_work(found.spec, found.resolved, card, release)
+        made_engine = Engine(found.spec, found.resolved, card, p, work, {})
+        return made_engine.decode(1, 8193).seconds - made_engine.decode(1, 8192).seconds
+
+    assert grows(0, 11) < 1e-6  # a token's cache
+    # every kernel is launched, and the device's half millisecond is hidden behind that
+    launches = engine_work(found.spec, found.resolved, card, (0, 5)).beyond
+    assert launches > 24 * 8
+    assert grows(0, 5) == pytest.approx(launches * p.generate_launch_s, rel=0.2)
+
+
+def test_experts_bytes_are_counted_in_their_own_scheme():
+    _, made_engine = served("gpt-oss-20b")
+    # 24 layers x 32 experts x 3 matrices of 2880 x 2880, both padded to what the kernel's tiles need,
+    # 17 bytes for 32 elements
+    exact = 24 * 32 * 3 * 2880**2 * 17 / 32
+    assert exact < made_engine.work.expert_bytes < 1.1 * exact
+    assert 0 < made_engine.work.always_bytes < 3 * 2**30  # attention, router and head in 16 bits
+
+
+def decoding(name):
+    rows = {row.id: row for row in read(data_dir() / "speed" / "decode.csv")}
+    return rows[name]
+
+
+def test_rows_of_a_checkpoint_published_in_its_scheme_are_planned_in_it():
+    native = sample_of(decoding("D00102"))  # gpt-oss-120b, mxfp4
+    assert native.run.plan.resolved.quantization == "mxfp4"
+    assert native.work.expert_bytes < 70e9  # 117 B parameters in 4.25 bits
+
+
+def test_a_rows_command_link_and_power_limit_are_read():
+    flagged = sample_of(decoding("D00143"))  # --async-scheduling --max-num-batched-tokens 16384
+    assert flagged.run.plan.resolved.max_num_batched_tokens == 16384
+    assert flagged.work.ahead
+    rig = sample_of(decoding("D03357"))  # PCIe 3.0 x16, 220 W of 350
+    assert rig.card.nvlink == 0
+    assert rig.card.pcie == pytest.approx(15.76e9)
+    clock = rig.card.measured["bf16"] / card_speed("rtx-3090").measured["bf16"]
+    assert clock**3 == pytest.approx(220 / 350)
+    assert rig.card.bandwidth == card_speed("rtx-3090").bandwidth
+
+
+def training(name):
+    rows = {row.id: row for row in read(data_dir() / "speed" / "throughput.csv")}
+    return sample_of(rows[name])
+
+
+def test_compiled_and_recomputing_runs_are_planned_so():
+    assert [training(name).run.plan.resolved.compile for name in ("T0467", "T0468")] == [
+        False,
+        True,
+    ]
+    recomputes = training("T0364").run.plan.resolved  # prime-rl's "Recompute"
+    assert recomputes.checkpointing == "full"
+    assert recomputes.compile
+    assert training("T0553").run.plan.resolved.checkpointing == "selective-op"
+
+
+def test_sequence_parallel_rows_are_divided():
+    whole, halves, quarters = (training(name) for name in ("T0694", "T0693", "T0692"))
+    assert [each.run.tokens for each in (whole, halves, quarters)] == [288_000, 144_000, 72_000]
+    layout = quarters.run.plan.resolved.layout
+    assert (layout.context, layout.context_kind, layout.data) == (4, "ulysses", 2)
+    # adapters of the Trainer's are fp32, which ms-swift's are not
+    assert 1.5 < whole.predicted(parameters()) / halves.predicted(parameters()) < 2.1
+
+
+def test_packed_experts_of_their_own_run_one_after_another():
+    def launches(quantization):
+        run = plan(
+            catalogue_model("gpt-oss-20b"),
+            Recipe(
+                task="grpo", framework="unsloth", quantization=quantization, context=1024,
+                method="qlora" if quantization else "lora", engine={"kind": "transformers"},
+            ),
+            make_machine("h100"),
+        )  # fmt: skip
+        work = engine(run.spec, run.resolved, card_speed("h100-sxm"), parameters()).work
+        return work.launches
+
+    # 24 layers x 32 experts, each two dequantised products and what lies between them
+    assert launches("nf4") > 24 * 32 * 6
+    assert launches(None) < 24 * 32 * 6
+
+
+def test_exllama_launches_what_16_bit_weights_do():
+    def launches(quantization):
+        recipe = {"task": "serve", "context": 4096, "framework": "hf-trainer"}
+        found = plan(
+            catalogue_model(LLAMA),
+            Recipe(**recipe, quantization=quantization, engine={"kind": "transformers"}),
+            make_machine("a100-80gb"),
+        )
+        card = card_speed("a100-sxm4-80gb")
+        return engine(found.spec, found.resolved, card, parameters()).work.launches
+
+    assert launches("gptq-4bit") == launches("none")
+    assert launches("gptq-8bit") == launches("none") + 32 * 7  # dequantised, then multiplied
+
+
+def test_a_parameter_without_rows_stays_what_one_would_say_before_any():
+    rows = [decoding(name) for name in ("D00525", "D00589")]  # transformers alone
+    found = DECODING.run([sample_of(row) for row in rows])
+    assert found.engine_wait_s == pytest.approx(BEFORE.engine_wait_s, rel=0.02)
+    assert parameters().engine_wait_s != pytest.approx(BEFORE.engine_wait_s, rel=0.2)
+
+
+def test_intervals_are_judged_by_factors_of_other_sources():
+    near = [RatioRow(f"a{k}", "a", "train", str(1 + k / 100), "1") for k in range(-15, 15)]
+    far = [RatioRow(f"b{k}", "b", "train", str(3 + k / 100), "1") for k in range(-15, 15)]
+    assert held_out("train", [*near, *far]) == (0, 60)
+    assert held_out("train", near) == (0, 0)  # nobody else measured
+    both = [*near, *(row._replace(source="b") for row in near)]
+    inside, judged = held_out("train", both)
+    assert judged == 60
+    assert inside / judged == pytest.approx(0.9, abs=0.05)
+
+
+def test_a_small_board_is_as_fast_as_it_stays():
+    # 42.7 for thirty products, 25 under load: 70 W
+    assert card_speed("t4").ceiling("fp16") == (25e12, True)
 
 
 def test_rows_with_estimated_lengths_decide_no_parameter():
