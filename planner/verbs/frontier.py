@@ -8,6 +8,7 @@ import typer
 from planner.verbs.cards import spent_cells, spent_headers, spent_note
 from planner.verbs.completed import models
 from planner.verbs.options import Json, NoCardError, describe, print_json, with_run_options
+from planner.verbs.spending import Epochs, MeanCompletion, Price, Samples, TotalSteps
 from planner.verbs.terminal import show
 
 if TYPE_CHECKING:
@@ -37,22 +38,14 @@ def _frontier(
     budget: Annotated[
         str | None, typer.Option("--budget", help="Limits: '24GiB, <6h, <$5'.")
     ] = None,
-    samples: Annotated[
-        int | None, typer.Option("--samples", help="Samples (GRPO: prompts) of the data set.")
-    ] = None,
-    epochs: Annotated[float | None, typer.Option("--epochs", help="Passes over them.")] = None,
-    total_steps: Annotated[
-        int | None, typer.Option("--total-steps", help="Optimizer steps, instead of samples.")
-    ] = None,
+    samples: Samples = None,
+    epochs: Epochs = None,
+    total_steps: TotalSteps = None,
     lengths: Annotated[
         Path | None, typer.Option("--lengths", help="Data set (JSONL, Parquet, numbers).")
     ] = None,
-    mean_completion: Annotated[
-        int | None, typer.Option("--mean-completion", help="Tokens of a mean completion (GRPO).")
-    ] = None,
-    price: Annotated[
-        str | None, typer.Option("--price", help="Dollars for one GPU and hour, of every card.")
-    ] = None,
+    mean_completion: MeanCompletion = None,
+    price: Price = None,
     limit: Annotated[int, typer.Option("--limit", min=1, help="Rows at most.")] = LIMIT,
     check: Annotated[
         bool, typer.Option("--check", help="Exit with code 3 unless something meets the budget.")

@@ -15,6 +15,7 @@ from planner.verbs.options import (
     print_json,
     with_run_options,
 )
+from planner.verbs.spending import Epochs, MeanCompletion, Price, Samples, TotalSteps
 from planner.verbs.terminal import show
 
 if TYPE_CHECKING:
@@ -56,26 +57,11 @@ def _plan(
             "--lengths", help="Data set (JSONL, Parquet, numbers): where does it run out?"
         ),
     ] = None,
-    samples: Annotated[
-        int | None,
-        typer.Option("--samples", help="Samples (GRPO: prompts) of the data set: hours."),
-    ] = None,
-    epochs: Annotated[
-        float | None, typer.Option("--epochs", help="Passes over them; one if not said.")
-    ] = None,
-    total_steps: Annotated[
-        int | None, typer.Option("--total-steps", help="Optimizer steps, instead of samples.")
-    ] = None,
-    mean_completion: Annotated[
-        int | None,
-        typer.Option("--mean-completion", help="Tokens of a mean completion (GRPO), for the time."),
-    ] = None,
-    price: Annotated[
-        str | None,
-        typer.Option(
-            "--price", help="Dollars for one GPU and hour: 2.4 or 2.4-3.1; else listed ones."
-        ),
-    ] = None,
+    samples: Samples = None,
+    epochs: Epochs = None,
+    total_steps: TotalSteps = None,
+    mean_completion: MeanCompletion = None,
+    price: Price = None,
     order: Annotated[
         str, typer.Option("--order", help="Of the samples: shuffled, bucketed or file.")
     ] = "shuffled",

@@ -11,6 +11,7 @@ import typer
 from planner.verbs.completed import gpus as gpus_named
 from planner.verbs.completed import models
 from planner.verbs.options import Json, print_json
+from planner.verbs.spending import Epochs, Price, Samples
 from planner.verbs.terminal import show
 
 if TYPE_CHECKING:
@@ -45,13 +46,9 @@ def _recommend(
         typer.Option("--framework", help="Whose runs; else this trainer's where it has the task."),
     ] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, help="Rows at most.")] = 40,
-    samples: Annotated[
-        int | None, typer.Option("--samples", help="Samples (GRPO: prompts): the run's hours.")
-    ] = None,
-    epochs: Annotated[float | None, typer.Option("--epochs", help="Passes over them.")] = None,
-    price: Annotated[
-        str | None, typer.Option("--price", help="Dollars for one GPU and hour: 2.4 or 2.4-3.1.")
-    ] = None,
+    samples: Samples = None,
+    epochs: Epochs = None,
+    price: Price = None,
     csv: Annotated[
         Path | None, typer.Option("--csv", help="Write the rows; - prints them.")
     ] = None,
