@@ -17,6 +17,7 @@ from trainer.config import TrainSection
 from trainer.model import Policy
 from trainer.optim import NO_SCALE, LossScale, apply_step, make_optimizer
 from trainer.phase_memory import PhaseMemory
+from trainer.random_states import random_states, set_random_states
 from trainer.schedule import learning_rate
 
 SHARD_STRIDE = 1_000_081
@@ -96,19 +97,6 @@ def _attempt(work: Callable[[int], R], tokens: int) -> R | None:
         return None
 
 
-def _random_state(device: torch.device) -> Callable[[], None]:
-    """Return what sets torch's generators, the CPU's and `device`'s, back to where they are now."""
-    host = torch.get_rng_state()
-    own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def restore() -> None:
-        torch.set_rng_state(host)
-        if own is not None:
-            torch.cuda.set_rng_state(own, device)
-
-    return restore
-
-
 @contextmanager
 def _no_step_again() -> Iterator[None]:
     """End the run where memory runs out in the step: some weights, or other ranks, have stepped already."""
@@ -181,11 +169,11 @@ class Stepper:
 
         Raises VramwiseError when one sequence of `longest` tokens is too much already.
         """
-        restore = _random_state(self._policy.device)
+        drawn = random_states(self._policy.device)
 
         def undo() -> None:
             self._clear()
-            restore()  # dropout drops what it dropped
+            set_random_states(drawn, self._policy.device)  # dropout drops what it dropped
 
         return in_budget(work, self.budget, longest=longest, undo=undo)
 

@@ -28,6 +28,7 @@ from trainer.parallel.pieces import (
 )
 from trainer.parallel.ranks import Ranks
 from trainer.parallel.whole import whole
+from trainer.random_states import random_states, set_random_states
 
 FOLDER = "training"
 SCALES = "scales/"
@@ -283,18 +284,13 @@ def _random(ranks: Ranks, states: dict[str, Tensor]) -> Pieces:
 
 def _random_state(optimizer: Any, device: torch.device) -> dict[str, Tensor]:
     """Return this rank's generators: torch's, and those of the optimizer's rounding."""
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
+    states = random_states(device)
     if isinstance(optimizer, ElementwiseOptimizer):
         states["rounding"] = optimizer.rounding_state(device)
     return states
 
 
 def _set_random_state(states: dict[str, Tensor], optimizer: Any, device: torch.device) -> None:
-    if "cpu" in states:
-        torch.set_rng_state(states["cpu"])
-    if "cuda" in states and device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], device)
+    set_random_states(states, device)
     if "rounding" in states:
         optimizer.set_rounding_state(device, states["rounding"])
