@@ -147,8 +147,9 @@ def _fixes(failure: Failure) -> None:
             for index, fix in enumerate(failure.advice.fixes, 1)
         ]
         st.markdown("\n".join(lines))
-    for warning in failure.advice.warnings:
-        st.warning(_said(f"Not: {warning}"), icon=":material/block:")
+    if failure.advice.warnings:
+        avoid = [f"- {_said(warning)}" for warning in failure.advice.warnings]
+        st.warning("\n".join(["What would not help:", *avoid]), icon=":material/block:")
     if failure.planned is not None:
         st.caption(escape(failure.planned.sentence()))
 

@@ -38,7 +38,8 @@ SAID = {
     "engine.cuda_graphs": "Without CUDA graphs",
     "engine.cpu_offload_gib": "GiB of weights in host memory",
 }
-MOST_CHANGES = 8
+FIRST_CHANGES, MOST_CHANGES = 3, 8
+"""How many are seen at once, and how many there are when the others are unfolded."""
 FIXED = {"task": "serve", "framework": "vllm"}
 
 
@@ -135,17 +136,27 @@ def changes(run: Run, view: ServingView) -> None:
     section("What gives more room" if view.starts else "What makes it start")
     if not view.changes:
         st.caption("No single setting, pair of settings or number of GPUs up to 16 does.")
-    for number, change in enumerate(view.changes[:MOST_CHANGES]):
-        left, right = st.columns([2, 3], vertical_alignment="center")
-        left.button(
-            label(change),
-            key=f"serve_{number}",
-            icon=":material/trending_up:" if view.starts else ":material/check_circle:",
-            width="stretch",
-            on_click=apply,
-            args=(change, run.machine.num_gpus),
-        )
-        right.markdown(escape(f"{held(change)}. Price: {change.price}."))
+    shown = list(enumerate(view.changes[:MOST_CHANGES]))
+    for number, change in shown[:FIRST_CHANGES]:
+        _change(number, change, run, starts=view.starts)
+    if more := shown[FIRST_CHANGES:]:
+        with st.expander(f"{len(more)} more"):
+            for number, change in more:
+                _change(number, change, run, starts=view.starts)
+
+
+def _change(number: int, change: Rescue, run: Run, *, starts: bool) -> None:
+    """Show one change: a button that makes it, and what it gives and costs."""
+    left, right = st.columns([2, 3], vertical_alignment="center")
+    left.button(
+        label(change),
+        key=f"serve_{number}",
+        icon=":material/trending_up:" if starts else ":material/check_circle:",
+        width="stretch",
+        on_click=apply,
+        args=(change, run.machine.num_gpus),
+    )
+    right.markdown(escape(f"{held(change)}. Price: {change.price}."))
 
 
 def held(change: Rescue) -> str:

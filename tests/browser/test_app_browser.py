@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(chromium() is None, reason="no Chromium is installed"),
 ]
 PHONE = {"width": 390, "height": 844}
-SCREENS = {"serve": 4, "compare": 4, "budget": 5, "recommend": 5, "accuracy": 6}
+SCREENS = {"compare": 4, "budget": 5, "recommend": 5, "accuracy": 6}
 """Phone screens that a page of tables and maps may take; the others three."""
 DESKTOP = {"width": 1360, "height": 1000}
 DOES_NOT_FIT = "?model=llama-3.1-8b&framework=trl&method=lora&context=4096&batch=8"
