@@ -64,11 +64,16 @@ def read(
     _preferences(settings, recipe, method)
     image_limit(settings, recipe, model, "image_max_pixels")
     settings.raw("image_min_pixels", "video_max_pixels", "video_min_pixels", "video_fps")
-    for key in ("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model"):
+    for key in ("freeze_vision_tower", "freeze_multi_modal_projector"):
         if settings.raw(key) is not None and not settings.flag(key, default=True):
             settings.effect(
                 f"{key} false: that part's gradients and activations come on top of the text's"
             )
+    if settings.flag("freeze_language_model", default=False):
+        settings.effect(
+            "freeze_language_model true: the text's weights are not trained: their gradients and states are planned"
+            " all the same, an upper bound"
+        )
     return settings.finish(model, recipe=recipe, lora=_lora(settings, method), engine={}, gpus=gpus)
 
 

@@ -252,6 +252,10 @@ def test_images_are_planned_at_the_limit_that_is_stated() -> None:
     assert any("lower bound" in said for said in large.report.effects)
     none = import_config(config)
     assert none.run.recipe.images == 0
+    # the text is trained by default: saying so adds nothing, freezing it is said
+    for frozen in (False, True):
+        named = import_config(config + f"freeze_language_model: {frozen}\n")
+        assert any("freeze_language" in said for said in named.report.effects) is frozen
     model, machine = catalogue_model("qwen2.5-vl-3b"), make_machine("h100-sxm")
     assert "without images" in plan_text(plan(model, none.run.recipe, machine)).split("\n", 1)[0]
     assert (
