@@ -128,6 +128,11 @@ def _compute(settings: Settings, recipe: dict[str, Any], stage: str) -> None:
 def _method(settings: Settings, recipe: dict[str, Any], model: str) -> Method:
     kind = str(settings.raw("finetuning_type", to="method", default="lora"))
     bits = as_int(settings.raw("quantization_bit", to="quantization"))
+    kernels = str(settings.raw("quantization_method", default="bnb"))
+    if bits and kernels.lower() not in ("bnb", "bitsandbytes"):
+        settings.effect(
+            f"quantization_method {kernels}: its {bits}-bit weights are planned as bitsandbytes'"
+        )
     named = quantization_in_name(model)
     if kind == "full":
         method = Method.FULL

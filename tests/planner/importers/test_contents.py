@@ -229,6 +229,17 @@ def test_low_rank_states_are_named(optimizer: str) -> None:
     assert "optim_args.rank" not in [row.key for row in found.report.not_understood]
 
 
+@pytest.mark.parametrize("kernels", ["bnb", "hqq"])
+def test_who_quantizes_llamafactorys_base(kernels: str) -> None:
+    found = import_config(
+        LF.format("lora", "sft") + f"quantization_bit: 4\nquantization_method: {kernels}\n"
+    )
+    assert found.run.recipe.quantization == "nf4"
+    assert not found.report.not_understood
+    said = [note for note in found.report.effects if "quantization_method" in note]
+    assert bool(said) is (kernels == "hqq")
+
+
 def test_embeddings_states_stay_in_32_bit() -> None:
     model, machine = catalogue_model("qwen3-0.6b"), make_machine("h100-sxm")
     for framework in ("trl", "axolotl", "llamafactory", "hf-trainer"):
