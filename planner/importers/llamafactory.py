@@ -64,11 +64,16 @@ def read(
     _preferences(settings, recipe, method)
     image_limit(settings, recipe, model, "image_max_pixels")
     settings.raw("image_min_pixels", "video_max_pixels", "video_min_pixels", "video_fps")
-    for key in ("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model"):
+    for key in ("freeze_vision_tower", "freeze_multi_modal_projector"):
         if settings.raw(key) is not None and not settings.flag(key, default=True):
             settings.effect(
                 f"{key} false: that part's gradients and activations come on top of the text's"
             )
+    if settings.flag("freeze_language_model", default=False):
+        settings.effect(
+            "freeze_language_model true: the text's weights are not trained: their gradients and states are planned"
+            " all the same, an upper bound"
+        )
     return settings.finish(model, recipe=recipe, lora=_lora(settings, method), engine={}, gpus=gpus)
 
 
@@ -123,6 +128,11 @@ def _compute(settings: Settings, recipe: dict[str, Any], stage: str) -> None:
 def _method(settings: Settings, recipe: dict[str, Any], model: str) -> Method:
     kind = str(settings.raw("finetuning_type", to="method", default="lora"))
     bits = as_int(settings.raw("quantization_bit", to="quantization"))
+    kernels = str(settings.raw("quantization_method", default="bnb"))
+    if bits and kernels.lower() not in ("bnb", "bitsandbytes"):
+        settings.effect(
+            f"quantization_method {kernels}: its {bits}-bit weights are planned as bitsandbytes'"
+        )
     named = quantization_in_name(model)
     if kind == "full":
         method = Method.FULL

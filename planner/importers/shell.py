@@ -21,6 +21,7 @@ _ECHOED = re.compile(r"\$\([^()]*\|\|\s*echo (\w+)\s*\)")
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*|\d)(?:(:?[-=+])([^{}]*))?\}|\$([A-Za-z_]\w*)")
 _UNSET_INSIDE = re.compile(r"\$\{([A-Za-z_]\w*)\}(?=[^{}\s]*\})")
 _ARRAY_USE = re.compile(r"\"?\$\{([A-Za-z_]\w*)\[[@*]\]\}\"?")
+_ENDS_VALUES = re.compile(rf"--?[A-Za-z]|(?:{_ARRAY_USE.pattern})$")
 _INNER = re.compile(r"\$\([^()]*\)")
 """$(one | two): its pipe ends no command of the line."""
 _HIDDEN, _SHOWN = str.maketrans("|&;", "\x01\x02\x03"), str.maketrans("\x01\x02\x03", "|&;")
@@ -331,7 +332,11 @@ def _arithmetic(match: re.Match[str], environment: dict[str, str]) -> str:
 
 
 def flags(words: list[str]) -> dict[str, object]:
-    """Return --key value, --key=value and bare switches; a repeated value becomes a list."""
+    """Return --key value, --key=value and bare switches; a repeated value becomes a list.
+
+    An array that the script does not fill (`${MODEL_ARGS[@]}` of a file it sources) is no flag's value: it stands
+    under its own name, so that the report lists it.
+    """
     found: dict[str, object] = {}
     index = 0
     # an array's "--flag value" in one pair of quotes
@@ -341,6 +346,8 @@ def flags(words: list[str]) -> dict[str, object]:
     while index < len(words):
         word = words[index]
         index += 1
+        if _ARRAY_USE.fullmatch(word):
+            found[word.strip('"')] = "not filled in this script"
         if not re.match(r"^--?[A-Za-z]", word):
             continue
         key, has_value, value = word.lstrip("-").partition("=")
@@ -348,7 +355,7 @@ def flags(words: list[str]) -> dict[str, object]:
             found[key] = value
             continue
         values = []
-        while index < len(words) and not re.match(r"^--?[A-Za-z]", words[index]):
+        while index < len(words) and not _ENDS_VALUES.match(words[index]):
             values.append(words[index])
             index += 1
         if not values and key.startswith(("no_", "no-")):

@@ -29,6 +29,12 @@ def tool_of_toml(document: dict[str, Any]) -> str:
         return "torchtitan"
     if supervised.is_prime(document):
         return "prime-rl"
+    model = document.get("model")
+    if isinstance(model, dict) and "name" in model and "optim" in document:
+        raise UsageError(
+            "config: a prime-rl trainer without [data] or [orchestrator]: it has no lengths and no batch",
+            hint="give the run's one file, with [orchestrator] and [inference]",
+        )
     raise UnsupportedError(
         "config: this TOML file is of no tool that is read",
         hint="torchtitan and prime-rl have TOML configs",

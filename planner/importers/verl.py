@@ -375,6 +375,7 @@ def _read_sft(settings: Settings, launched: int | None) -> Imported:
         context=settings.count(*shared, to="parallel.context"),
         context_kind="ulysses",
     )
-    lora = {"rank": rank, "targets": "all-linear"} if rank else {}
+    named = settings.raw("model.target_modules", to="lora.targets", default="all-linear")
+    lora = {"rank": rank, "targets": words.lora_targets(named)} if rank else {}
     _drop_rest(settings)
     return settings.finish(model, recipe=recipe, lora=lora, engine={}, gpus=gpus)

@@ -229,6 +229,17 @@ def test_low_rank_states_are_named(optimizer: str) -> None:
     assert "optim_args.rank" not in [row.key for row in found.report.not_understood]
 
 
+@pytest.mark.parametrize("kernels", ["bnb", "hqq"])
+def test_who_quantizes_llamafactorys_base(kernels: str) -> None:
+    found = import_config(
+        LF.format("lora", "sft") + f"quantization_bit: 4\nquantization_method: {kernels}\n"
+    )
+    assert found.run.recipe.quantization == "nf4"
+    assert not found.report.not_understood
+    said = [note for note in found.report.effects if "quantization_method" in note]
+    assert bool(said) is (kernels == "hqq")
+
+
 def test_embeddings_states_stay_in_32_bit() -> None:
     model, machine = catalogue_model("qwen3-0.6b"), make_machine("h100-sxm")
     for framework in ("trl", "axolotl", "llamafactory", "hf-trainer"):
@@ -252,6 +263,10 @@ def test_images_are_planned_at_the_limit_that_is_stated() -> None:
     assert any("lower bound" in said for said in large.report.effects)
     none = import_config(config)
     assert none.run.recipe.images == 0
+    # the text is trained by default: saying so adds nothing, freezing it is said
+    for frozen in (False, True):
+        named = import_config(config + f"freeze_language_model: {frozen}\n")
+        assert any("freeze_language" in said for said in named.report.effects) is frozen
     model, machine = catalogue_model("qwen2.5-vl-3b"), make_machine("h100-sxm")
     assert "without images" in plan_text(plan(model, none.run.recipe, machine)).split("\n", 1)[0]
     assert (

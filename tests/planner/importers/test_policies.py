@@ -2,6 +2,7 @@
 
 import pytest
 
+from planner.errors import UsageError
 from planner.importers import import_config
 from planner.importers.settings import Imported
 from planner.machines.machine import make_machine
@@ -199,6 +200,25 @@ def test_slime() -> None:
     assert planned(found)
 
 
+def test_an_array_of_a_sourced_file_is_no_flags_value() -> None:
+    # slime's own scripts source their MODEL_ARGS, and put them behind --colocate
+    found = import_config(
+        SLIME.replace("--colocate \\\n", "--colocate \\\n   ${MODEL_ARGS[@]} \\\n")
+    )
+    assert found.run.recipe.engine.kind is EngineKind.VLLM_PUSH
+    assert found.run.recipe.engine.gpu_memory_utilization == 0.7
+    assert [row.key for row in found.report.not_understood] == ["${MODEL_ARGS[@]}"]
+
+
+def test_verl_sft_targets() -> None:
+    # verl's examples/sft/gsm8k/run_qwen_05_peft.sh, and the list that it offers beside it
+    line = "torchrun --nproc_per_node=4 -m verl.trainer.fsdp_sft_trainer data.micro_batch_size_per_gpu=4 model.partial_pretrain=Qwen/Qwen3-4B model.lora_rank=32 model.target_modules={}\n"
+    for said, targets in (("all-linear", "all-linear"), ("[q_proj,v_proj]", ("q_proj", "v_proj"))):
+        found = import_config(line.format(said))
+        assert found.run.recipe.lora.targets == targets
+        assert not found.report.not_understood
+
+
 def test_megatron_sft_is_planned_as_megatron() -> None:
     line = "NPROC_PER_NODE=8 CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 megatron sft --model Qwen/Qwen3-4B --train_type full --tensor_model_parallel_size 2 --sequence_parallel true --pipeline_model_parallel_size 2 --micro_batch_size 2 --global_batch_size 16 --max_length 512 --recompute_granularity full --recompute_method uniform --recompute_num_layers 1\n"
     found = import_config(line)
@@ -238,6 +258,8 @@ def test_prime_rl() -> None:
     )
     assert (sft.tool, sft.run.recipe.task, sft.run.recipe.context) == ("prime-rl", Task.SFT, 333)
     assert planned(sft)
+    with pytest.raises(UsageError, match="prime-rl trainer without"):
+        import_config('[model]\nname = "Qwen/Qwen3-4B"\nattn = "sdpa"\n[optim]\nlr = 3e-6\n')
 
 
 def test_litgpt() -> None:
