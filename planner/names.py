@@ -20,8 +20,19 @@ OPTIMIZER_WORDS = {
     "sgdmomentum": "sgd-momentum",
 }  # fmt: skip
 NOISE = re.compile(
-    r"\b(?:nvidia|geforce|tesla|amd|radeon|instinct|intel|apple|gpu|graphics|card|macbook|mac|pro\s+max)\b"
+    r"\b(?:nvidia|geforce|gtx|tesla|amd|radeon|instinct|intel|apple|gpu|graphics|card"
+    r"|i?mac(?:book)?(?:\s+(?:pro|air|mini|studio))?|air|pro\s+max)\b"
 )
+"""Words of a card's name that say nothing more: makers, and the computer around an Apple chip."""
+COUNTED = re.compile(
+    r"(?P<count>\d{1,3})\s*[x\u00d7*]\s*(?P<card>.{2,})|(?P<each>.{2,}?)\s*[x\u00d7*]\s*(?P<times>\d{1,3})",
+    re.IGNORECASE,
+)
+"""Several cards as one name: 2x3090, 8 x H100, 3090 x2."""
+_FILE_KIND = re.compile(
+    r"[\s:_.(-]+(?:i?q[1-8](?:_[a-z0-9]+)*|\d+[\s-]?bit)\)?(?=$|[\s-])", re.IGNORECASE
+)
+_SIZE = re.compile(r"\b\d+\s*(?:g|gb|gib)\b|\b(?:with|vram|ram|memory|of)\b")
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*(?:g|gb|gib)(?:\s*(?:gpu|card|vram|of\s+vram))?")
 
 
@@ -34,6 +45,16 @@ def memory_named(name: str) -> float | None:
     """Return the GB of a card that is named by its memory alone ("16 GB", "24gb card"), else None."""
     match = _MEMORY.fullmatch(name.strip().lower())
     return float(match.group(1)) if match else None
+
+
+def without_file_kind(name: str) -> str:
+    """Return a model's name without how its weights are stored: "llama 3.1 8b q4_K_M" -> "llama 3.1 8b"."""
+    return _FILE_KIND.sub("", name)
+
+
+def without_memory(name: str) -> str:
+    """Return a card's name in small letters without its memory and noise: "nvidia 3090 with 24G" -> "3090"."""
+    return NOISE.sub(" ", _SIZE.sub(" ", re.sub(r"[-_]", " ", name.lower()))).strip()
 
 
 def sized(found: list[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from planner.errors import UnsupportedError
 from planner.exporters.common import Exported, Writer
-from planner.run.recipe import Attention, Checkpointing, Loss, Method, RunFile, Task
+from planner.run.recipe import Attention, Checkpointing, Loss, Method, RunFile, Sharding, Task
 
 VERSION = "0.9.5"
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -39,16 +39,18 @@ def export(run: RunFile, *, version: str | None = None) -> Exported:
     put("optim", writer.optimizer())
     if recipe.task is Task.DPO:
         put("pref_beta", recipe.beta)
-    if recipe.sharding.value.startswith("zero"):
-        offload = (
-            "_offload" if recipe.optimizer_offload and recipe.sharding.value != "zero1" else ""
-        )
+    if recipe.sharding in (Sharding.ZERO2, Sharding.ZERO3):
+        offload = "_offload" if recipe.optimizer_offload else ""
         put("deepspeed", f"examples/deepspeed/ds_z{recipe.sharding.value[-1]}{offload}_config.json")
+    writer.lost(
+        "zero1: LLaMA-Factory has files of zero2 and zero3", when=recipe.sharding is Sharding.ZERO1
+    )
     writer.lost(
         "fsdp: give it to accelerate (examples/accelerate/fsdp_config.yaml)",
         when=recipe.sharding.value in ("fsdp", "fsdp2"),
     )
-    prefix = f"FORCE_TORCHRUN=1 NPROC_PER_NODE={run.machine.gpus} " if run.machine.gpus > 1 else ""
+    launched = run.machine.gpus > 1 or "deepspeed" in writer.keys
+    prefix = f"FORCE_TORCHRUN=1 NPROC_PER_NODE={run.machine.gpus} " if launched else ""
     return Exported(
         tool="llamafactory",
         version=version or VERSION,
@@ -79,7 +81,10 @@ def _adapter(writer: Writer) -> None:
 
 def _precision(writer: Writer) -> None:
     recipe = writer.recipe
-    if recipe.method is Method.FULL and recipe.dtype == "bf16" and not recipe.master_weights:
+    pure = recipe.method is Method.FULL and recipe.dtype == "bf16" and not recipe.master_weights
+    zero3 = recipe.sharding is Sharding.ZERO3
+    writer.lost("weights of bf16 alone: LLaMA-Factory refuses them in ZeRO-3", when=pure and zero3)
+    if pure and not zero3:
         writer.put("pure_bf16", True)
     elif recipe.dtype == "fp16" or recipe.mixed_precision == "fp16":
         writer.put("fp16", True)

@@ -9,6 +9,7 @@ from planner.models.catalogue import model_names, models_like
 from planner.models.gguf import GgufRepository, look
 from planner.models.hub import find_model
 from planner.models.spec import ModelSpec
+from planner.names import without_file_kind
 from planner.units import format_bytes
 
 SHOWN = 6
@@ -72,7 +73,7 @@ def _by_words(name: str, offline: bool) -> Typed:
     if len(like) == 1:
         model = find_model(like[0])
         return Typed(model, f"{name!r} is {model.name}")
-    same = resolve_name(name)
+    same = resolve_name(name) or resolve_name(without_file_kind(name))
     if same is not None:
         model = find_model(same, offline=True)
         return Typed(model, f"{name!r} has the shapes of {model.name}")

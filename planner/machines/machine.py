@@ -14,7 +14,7 @@ from typing import Any
 from planner.datafiles import data_dir
 from planner.errors import UnknownNameError, UsageError, words_of
 from planner.machines.calibration import Calibration
-from planner.names import NOISE, memory_named, sized
+from planner.names import COUNTED, NOISE, memory_named, sized, without_memory
 from planner.units import MiB, format_bytes, parse_memory
 
 MAX_GPUS = 65536
@@ -237,11 +237,22 @@ def find_gpu(name: str) -> GpuSpec:
         )
     like = gpus_like(name)
     whole = [gpu_id for gpu_id in like if gpu_catalogue()[gpu_id].kind != "mig"] or list(like)
+    # the card that is called just that, before those with more to their names: 3090 24GB is no 3090 Ti
+    called = [
+        gpu_id for gpu_id in _index().get(_squash(without_memory(name)), ()) if gpu_id in whole
+    ]
+    whole = called or whole
     if whole and len({gpu_catalogue()[gpu_id].torch_total_bytes for gpu_id in whole}) == 1:
         return gpu_catalogue()[whole[0]]
     if len(whole) > 1:
         raise UsageError(
             f"gpu: {name[:60]!r} could be several cards", hint=f"say which: {', '.join(whole[:8])}"
+        )
+    if counted := COUNTED.fullmatch(name.strip()):
+        card = find_gpu(counted["card"] or counted["each"])
+        raise UsageError(
+            f"gpu: {name[:60]!r} counts cards; one is named here",
+            hint=f"--gpu {card.id} --gpus {counted['count'] or counted['times']}",
         )
     names = [*gpu_catalogue(), *(a for gpu in gpu_catalogue().values() for a in gpu.aliases)]
     raise UnknownNameError(

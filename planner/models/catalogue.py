@@ -1,6 +1,7 @@
 """The catalogue: models by short name, alias and hub id, with their configs and exact counts."""
 
 import json
+import re
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -10,6 +11,8 @@ from planner.errors import words_of
 from planner.families import model_spec_from_config
 from planner.models.spec import ModelSpec
 from planner.names import folded
+
+_ACTIVE = re.compile(r"-a[\d.]+b$")
 
 
 @lru_cache(maxsize=1)
@@ -65,6 +68,10 @@ def models_like(name: str) -> tuple[str, ...]:
     asked = words_of(leaf)
     # a name is all words that were typed, in any order, and perhaps more
     wide = [short for short in catalogue_names() if _has_all(asked, short)]
+    # the one that adds nothing but its active parameters, before those of another kind: no VL, no Coder
+    plain = [short for short in wide if set(words_of(_ACTIVE.sub("", short))) <= set(asked)]
+    if len(plain) == 1:
+        return tuple(plain)
     return tuple(sorted(wide, key=lambda short: (len(words_of(short)), len(short))))
 
 

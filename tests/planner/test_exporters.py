@@ -39,10 +39,11 @@ def test_round_trip(example, tool: str) -> None:  # type: ignore[no-untyped-def]
     run = import_config(render(example)[1]).run
     try:
         exported = export_run(run, tool)
-    except UnsupportedError:
-        assert (run.recipe.task is Task.SERVE) != (tool == "vllm") or (
-            tool == "llamafactory" and run.recipe.task is Task.GRPO
-        )
+    except UnsupportedError as error:
+        grouped = tool == "axolotl" and "whole groups" in str(error)
+        served = (run.recipe.task is Task.SERVE) != (tool == "vllm")
+        if not (grouped or served or (tool == "llamafactory" and run.recipe.task is Task.GRPO)):
+            raise
         return
     back = import_config(exported.text)
     assert back.tool == tool

@@ -2,15 +2,17 @@
 
 import importlib.util
 import json
+import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from planner.errors import UnsupportedError
+from planner.errors import UnsupportedError, VramwiseError
 from planner.exporters import export_run
-from planner.run.recipe import MachineSection, RunFile
+from planner.run.recipe import Attention, MachineSection, Optimizer, RunFile, Sharding
 from planner.run.runfile import make_recipe
 from tests.planner.test_exporters import _fields
 
@@ -67,6 +69,131 @@ def test_llamafactory_has_every_key(fields: dict[str, Any]) -> None:
     written = exported("llamafactory", fields)
     known = set(SCHEMAS["llamafactory"]["top"]) | _fields("transformers", "TrainingArguments")
     assert set(written) <= known
+
+
+@cache
+def random_runs() -> tuple[RunFile, ...]:
+    """Return runs of random settings that the recipe itself allows."""
+    draw, runs = random.Random(22), []
+    while len(runs) < 600:
+        fields: dict[str, Any] = {
+            "task": draw.choice(["sft", "grpo", "dpo", "kto", "orpo", "simpo"]),
+            "method": draw.choice(["full", "lora", "qlora"]),
+            "dtype": draw.choice([None, "bf16", "fp16"]),
+            "optimizer": draw.choice([None, *Optimizer]),
+            "sharding": draw.choice([*Sharding]),
+            "optimizer_offload": draw.random() < 0.2,
+            "checkpointing": draw.choice([None, "none", "full", "offload"]),
+            "attention": draw.choice([None, *Attention]),
+            "loss": draw.choice([None, "full", "chunked"]),
+            "packing": draw.choice([None, True, False]),
+            "micro_batch_size": draw.choice([None, 1, 2, 8]),
+            "gradient_accumulation": draw.choice([1, 3, 8]),
+            "beta": draw.choice([None, 0.0, 0.1]),
+            "lora": {
+                "rank": draw.choice([8, 16]),
+                "targets": draw.choice(["all-linear", "attention", "mlp", ("q_proj", "v_proj")]),
+                "dora": draw.random() < 0.3,
+                "use_rslora": draw.random() < 0.3,
+                "modules_to_save": draw.choice([(), ("lm_head",)]),
+            },
+        }
+        if fields["task"] == "grpo":
+            fields |= {
+                "num_generations": draw.choice([None, 2, 4, 8]),
+                "prompt_length": 256,
+                "completion_length": 256,
+                "engine": {"kind": draw.choice(["hf", "vllm-push", "vllm-server"])},
+            }
+        else:
+            fields["context"] = draw.choice([None, 2048])
+        try:
+            recipe = make_recipe(**fields)
+        except VramwiseError:
+            continue
+        machine = MachineSection(gpus=draw.choice([1, 2, 8]))
+        runs.append(RunFile(model="llama-3.1-8b", recipe=recipe, machine=machine))
+    return tuple(runs)
+
+
+def takes(field: str | dict[str, Any], value: object) -> bool:
+    """Whether a field of a schema takes a value of YAML; whole numbers are floats too, switches are not numbers."""
+    if field == "any":
+        return True
+    kinds = field if isinstance(field, str) else field.get("type", "")
+    if isinstance(field, dict) and value in field["one_of"] and not isinstance(value, bool):
+        return True
+    kind = {"NoneType": "null"}.get(type(value).__name__, type(value).__name__)
+    return kind in kinds.split("|") or (kind == "int" and "float" in kinds.split("|"))
+
+
+def refusals(written: dict[str, Any], schema: dict[str, Any]) -> list[str]:
+    """Return why a tool would refuse a file: types, words, files it has not, settings that exclude each other."""
+    found = [
+        f"{section}.{key}: {value!r}"
+        for section, keys in [("top", written), *written.items()]
+        if isinstance(keys, dict) and section in schema
+        for key, value in keys.items()
+        if not takes(schema[section].get(key, "any"), value)
+    ]
+    for key, files in schema["files"].items():
+        if key in written and written[key] not in files:
+            found.append(f"{key}: no file {written[key]}")
+    for rule in schema["refused"]:
+        if all(
+            bool(written.get(key)) if allowed == "set" else written.get(key) in allowed
+            for key, allowed in rule.items()
+        ):
+            found.append(f"together: {rule}")
+    return found
+
+
+def ungrouped(written: dict[str, Any], gpus: int) -> bool:
+    """Whether axolotl's check of a GRPO batch fails: whole groups, and one for each GPU."""
+    section = written.get("trl") or {}
+    group = section.get("num_generations")
+    if written.get("rl") != "grpo" or group is None:
+        return False
+    batch = section.get("generation_batch_size") or (
+        written["micro_batch_size"] * written["gradient_accumulation_steps"]
+    )
+    return bool(group < 2 or batch % group or (gpus > 1 and batch < group * gpus))
+
+
+@pytest.mark.parametrize("tool", ["axolotl", "llamafactory"])
+def test_random_runs_are_accepted(tool: str) -> None:
+    schema, accepted = SCHEMAS[tool], 0
+    names = set(schema["top"]) | (
+        _fields("transformers", "TrainingArguments") if tool == "llamafactory" else set()
+    )
+    for run in random_runs():
+        try:
+            export = export_run(run, tool)
+        except UnsupportedError:
+            continue
+        written = yaml.safe_load(export.text)
+        accepted += 1
+        assert set(written) <= names
+        assert refusals(written, schema) == [], run.recipe
+        assert not ungrouped(written, run.machine.gpus), run.recipe
+        if tool == "llamafactory" and "deepspeed" in written:
+            assert "FORCE_TORCHRUN=1" in export.command
+    assert accepted > 150
+
+
+@pytest.mark.parametrize(
+    ("tool", "written", "said"),
+    [
+        ("axolotl", {"micro_batch_size": "2"}, "micro_batch_size"),
+        ("axolotl", {"attn_implementation": "flash"}, "attn_implementation"),
+        ("axolotl", {"rl": "dpo", "sample_packing": True}, "together"),
+        ("axolotl", {"trl": {"vllm_mode": "shared"}}, "trl.vllm_mode"),
+        ("llamafactory", {"deepspeed": "examples/deepspeed/ds_z1_config.json"}, "no file"),
+        ("llamafactory", {"lora_rank": True}, "lora_rank"),
+    ],
+)
+def test_the_check_itself_refuses(tool: str, written: dict[str, Any], said: str) -> None:
+    assert any(said in each for each in refusals(written, SCHEMAS[tool]))
 
 
 @pytest.mark.slow

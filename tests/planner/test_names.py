@@ -2,12 +2,14 @@
 
 import io
 import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from app.cli import main
-from planner.errors import UnknownNameError, UsageError
+from planner.errors import UnknownNameError, UsageError, VramwiseError
 from planner.importers.typed import typed_model
 from planner.machines.machine import find_gpu, gpu_catalogue, gpus_like, make_machine
 from planner.models.catalogue import catalogue_names, models_like
@@ -76,6 +78,78 @@ def test_a_name_of_several_models_asks_which() -> None:
 def test_a_card_in_any_spelling(typed: str, gpu: str) -> None:
     assert find_gpu(typed).id == gpu
     assert gpus_like(typed)[0] == gpu
+
+
+SPELLINGS = json.loads(Path(__file__).with_name("typed_names.json").read_text(encoding="utf-8"))
+
+
+def meant(kind: str, typed: str) -> tuple[str, bool]:
+    """Return what a name is taken for, or else the first name that the refusal offers; and whether it was taken."""
+    try:
+        if kind == "models":
+            return typed_model(typed, offline=True).model.name, True
+        gpu = make_machine(typed).gpu
+        return (gpu.id if gpu else ""), True
+    except VramwiseError as error:
+        offered = re.search(r"(?:say which: |did you mean )([^,;?]+)", str(error.hint))
+        return (offered[1].strip() if offered else ""), False
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "least_taken", "least_right"),
+    [("models", 75, 72, 74), ("cards", 48, 47, 47)],
+)
+def test_what_people_write_in_posts(
+    kind: str, count: int, least_taken: int, least_right: int
+) -> None:
+    """The floors are what was measured; the rest is two names of which several are right."""
+    found = [(typed, right, *meant(kind, typed)) for typed, right in SPELLINGS[kind]]
+    wrong = [(typed, right, got) for typed, right, got, _ in found if got != right]
+    assert len(found) == count
+    assert len(found) - len(wrong) >= least_right, wrong
+    assert sum(taken and got == right for _, right, got, taken in found) >= least_taken, wrong
+
+
+@pytest.mark.parametrize(
+    ("typed", "gpu"),
+    [
+        ("GTX 3090", "rtx-3090"),
+        ("nvidia 3090 with 24G", "rtx-3090"),
+        ("RTX 3070 8GB", "rtx-3070"),
+        ("macbook pro m3 max 64gb", "apple-m3-max-64gb"),
+        ("MacBook Air M3 16GB", "apple-m3-16gb"),
+        ("iMac M3 24GB", "apple-m3-24gb"),
+    ],
+)
+def test_the_computer_and_the_memory_beside_a_card(typed: str, gpu: str) -> None:
+    assert find_gpu(typed).id == gpu
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("2x3090", "--gpu rtx-3090 --gpus 2"),
+        ("8 x H100", "--gpu h100-sxm --gpus 8"),
+        ("3090 x2", "--gpu rtx-3090 --gpus 2"),
+    ],
+)
+def test_a_count_beside_a_card_says_where_it_goes(typed: str, hint: str) -> None:
+    with pytest.raises(UsageError, match="counts cards") as error:
+        find_gpu(typed)
+    assert error.value.hint == hint
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("qwen3 30b", "qwen3-30b-a3b"),
+        ("llama 3.1 8b instruct q4", "llama-3.1-8b"),
+        ("qwen2.5:7b-instruct-q4_K_M", "qwen2.5-7b"),
+        ("Llama 3.1 8B (4bit)", "llama-3.1-8b"),
+    ],
+)
+def test_a_file_kind_and_active_parameters_are_no_other_model(typed: str, name: str) -> None:
+    assert typed_model(typed, offline=True).model.name == name
 
 
 @pytest.mark.parametrize("typed", ["16 GB", "16gb", "16GB card", "16 g"])
