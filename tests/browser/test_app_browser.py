@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(chromium() is None, reason="no Chromium is installed"),
 ]
 PHONE = {"width": 390, "height": 844}
-SCREENS = {"serve": 4, "compare": 4, "budget": 5, "recommend": 5, "accuracy": 6}
+SCREENS = {"compare": 4, "budget": 5, "recommend": 5, "accuracy": 6}
 """Phone screens that a page of tables and maps may take; the others three."""
 DESKTOP = {"width": 1360, "height": 1000}
 DOES_NOT_FIT = "?model=llama-3.1-8b&framework=trl&method=lora&context=4096&batch=8"
@@ -191,6 +191,12 @@ def test_a_phone_scrolls_down_less_than_three_screens_and_never_sideways(
         assert phone.evaluate("document.documentElement.scrollWidth") <= PHONE["width"], name
         tall = phone.evaluate("document.querySelector('[data-testid=stMain]').scrollHeight")
         assert tall <= SCREENS.get(name, 3) * PHONE["height"], name
+    go(phone, f"{address}/explain")
+    phone.locator(".st-key-example button").click()
+    phone.get_by_role("heading", name="What to change").wait_for()
+    settle(phone)
+    tall = phone.evaluate("document.querySelector('[data-testid=stMain]').scrollHeight")
+    assert tall <= 3 * PHONE["height"], "an explained error"
     context.close()
 
 
@@ -277,6 +283,7 @@ def test_a_powershell_log_is_explained_beside_a_config_that_cannot_be_read(
             {"name": name, "mimeType": "text/plain", "buffer": content}
         )
     page.get_by_text("Read without the config").wait_for()
+    page.get_by_text("The message as it was found").click()
     page.locator('[data-testid="stCode"]', has_text="15.66 GiB").first.wait_for()
 
 
