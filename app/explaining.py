@@ -127,7 +127,8 @@ def _failure(number: int, failure: Failure, *, many: bool) -> None:
                 escape(f"Also possible: {cause.title} ({cause.certainty}): {cause.explanation}")
             )
         if failure.event is not None:
-            st.code(failure.event.text[:2000], language=None, wrap_lines=True)
+            with st.expander("The message as it was found"):
+                st.code(failure.event.text[:2000], language=None, wrap_lines=True)
         else:
             st.caption("No error message found: read as a description.")
     _fixes(failure)

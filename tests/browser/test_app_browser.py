@@ -191,6 +191,12 @@ def test_a_phone_scrolls_down_less_than_three_screens_and_never_sideways(
         assert phone.evaluate("document.documentElement.scrollWidth") <= PHONE["width"], name
         tall = phone.evaluate("document.querySelector('[data-testid=stMain]').scrollHeight")
         assert tall <= SCREENS.get(name, 3) * PHONE["height"], name
+    go(phone, f"{address}/explain")
+    phone.locator(".st-key-example button").click()
+    phone.get_by_role("heading", name="What to change").wait_for()
+    settle(phone)
+    tall = phone.evaluate("document.querySelector('[data-testid=stMain]').scrollHeight")
+    assert tall <= 3 * PHONE["height"], "an explained error"
     context.close()
 
 
@@ -277,6 +283,7 @@ def test_a_powershell_log_is_explained_beside_a_config_that_cannot_be_read(
             {"name": name, "mimeType": "text/plain", "buffer": content}
         )
     page.get_by_text("Read without the config").wait_for()
+    page.get_by_text("The message as it was found").click()
     page.locator('[data-testid="stCode"]', has_text="15.66 GiB").first.wait_for()
 
 
