@@ -26,7 +26,7 @@ with st.sidebar:
 text = st.text_area(
     "Message, stack trace or log",
     key="pasted",
-    height=120,
+    height=160,
     max_chars=explaining.MAX_PASTED,
     placeholder="torch.OutOfMemoryError: CUDA out of memory. Tried to allocate ...",
     help="Read here, never stored and never sent anywhere.",

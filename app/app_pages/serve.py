@@ -28,7 +28,7 @@ with left:
 with right:
     serving.budget(view)
 serving.adapters(view)
-with st.expander("A prefix that all requests share"):
-    serving.shared_prefix()
-    serving.prefix(view)
+words.section("A prefix that all requests share")
+serving.shared_prefix()
+serving.prefix(view)
 serving.command(run)
