@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from planner.errors import UnsupportedError, UsageError
-from planner.models.spec import MixerKind, MlpKind, ModelSpec
+from planner.mixers.registry import mixer_of
+from planner.models.spec import MlpKind, ModelSpec
 from planner.run.framework import frameworks
 from planner.run.framework_files import Framework
 from planner.run.recipe import Method, ParallelSection, Recipe, Sharding, Task
@@ -299,7 +300,7 @@ def refuse_unplanned(model: ModelSpec, recipe: Recipe, layout: Layout, law: Fram
             )
     if switches.layers == "megatron" and any(
         layer.mlp.kind is MlpKind.NONE
-        or layer.mixer.kind is MixerKind.NONE
+        or mixer_of(layer.mixer).record is None
         or len(layer.mixers) != 1
         for layer in model.layers
     ):
