@@ -36,6 +36,19 @@ def unsharded_gradients(signals: Signals) -> Cause | None:
     )
 
 
+def reduce_copy(signals: Signals) -> Cause | None:
+    """FSDP copies a unit's whole gradient into one buffer before the ranks divide it."""
+    if not signals.first("reduce_copy"):
+        return None
+    largest = signals.candidate("layer", "weight")
+    return Cause(
+        category="reduce_scatter_copy",
+        certainty=Certainty.CONSISTENT,
+        explanation="the backward of one wrapped unit is done: its whole gradient is copied, in the dtype it is reduced in, beside the gradient itself before each rank gets its part.",
+        formula=largest.formula if largest else "",
+    )
+
+
 def communicators(signals: Signals) -> Cause | None:
     """Much lies outside PyTorch's allocator in this process: process groups' buffers."""
     budget, context = signals.budget, signals.context
@@ -86,4 +99,4 @@ def fuller_rank(signals: Signals) -> Cause | None:
     )
 
 
-RANK_RULES = (unsharded_gradients, communicators, fuller_rank)
+RANK_RULES = (unsharded_gradients, reduce_copy, communicators, fuller_rank)

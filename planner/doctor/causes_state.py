@@ -128,20 +128,21 @@ def gathered(signals: Signals) -> Cause | None:
     """Sharded parameters gathered in full, or one FSDP layer."""
     context = signals.context
     layer = signals.candidate("layer")
-    sharded = context.sharding in ("zero3", "fsdp")
+    sharded = context.sharding in ("zero3", "fsdp", "fsdp2")
     in_generation = signals.first("generation") and context.sharding == "zero3"
-    one_layer = bool(
+    sized = bool(
         layer
         and sharded
         and signals.candidates[0] is layer
-        and signals.first("forward", "backward")
+        and signals.first("forward", "backward", "unit_gather")
     )
+    one_layer = sized or bool(signals.first("unit_gather"))
     if not (signals.first("gather") or in_generation or one_layer):
         return None
     weights = weights_bytes(context)
     formula = (
         layer.formula
-        if layer and one_layer
+        if layer and sized
         else f"{format_bytes(weights)} on every GPU"
         if weights
         else ""
@@ -150,7 +151,7 @@ def gathered(signals: Signals) -> Cause | None:
     exceeds = bool(weights and card and weights > card and context.model)
     return Cause(
         category="gather_full_params",
-        certainty=Certainty.PROVEN if one_layer or exceeds else Certainty.CONSISTENT,
+        certainty=Certainty.PROVEN if sized or exceeds else Certainty.CONSISTENT,
         explanation="one sharded layer is gathered to be computed with, and there was no room for it."
         if one_layer
         else "all sharded parameters are gathered on every GPU"

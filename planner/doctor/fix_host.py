@@ -118,6 +118,11 @@ RANKS: dict[str, Maker] = {
         "fewer accumulated micro-batches with a larger one",
         "a fused optimizer in the backward, or ZeRO-2/3, which divides gradients at every micro-batch",
     ),
+    "reduce_scatter_copy": plain(
+        "smaller units: wrap every decoder layer, and embeddings and head apart from the root (the copy is as large as a unit)",
+        "a narrower copy: reduce_dtype=torch.bfloat16 (MixedPrecisionPolicy) halves one of fp32",
+        "room beside it: checkpointing, or a smaller micro-batch with more accumulation",
+    ),
     "communicators": plain(
         "fewer process groups: one data-parallel group where the mesh allows; groups cost buffers when they are first used",
         "smaller buffers: NCCL_BUFFSIZE=2097152 and NCCL_MAX_NCHANNELS (or NCCL_NCHANNELS_PER_NET_PEER) lower",

@@ -28,6 +28,15 @@ PHASES: tuple[tuple[str, str], ...] = (
         "gather",
         r"GatheredParameters|unwrap_model_for_generation|summon_full_params|gather_full|ds3_gather|full_tensor\(\)|_gather_all",
     ),
+    # torch.distributed.fsdp: _fully_shard/_fsdp_collectives.py, _runtime_utils.py, _flat_param.py; DeepSpeed stage 3
+    (
+        "reduce_copy",
+        r"\bforeach_reduce\b|reduce_scatter_input|padded_unsharded_grad|\b_reduce_grad\b",
+    ),
+    (
+        "unit_gather",
+        r"\bforeach_all_gather\b|all_gather_(?:output|copy_in)|_alloc_padded_unsharded|\bin _?unshard\b|\bfetch_sub_module\b",
+    ),
     (
         "save",
         r"state_dict\(\)|save_pretrained|save_model|_save_checkpoint|checkpoint saving|saving (?:the )?(?:model|checkpoint)|full_state_dict|FULL_STATE_DICT|save_checkpoint|torch\.save",

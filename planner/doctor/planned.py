@@ -25,6 +25,7 @@ TRAINING = (
     "default_changed",
     "generation_batch",
     "unsharded_gradients",
+    "reduce_scatter_copy",
     "communicators",
     "one_rank_fuller",
     "unknown",

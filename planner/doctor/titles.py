@@ -33,6 +33,7 @@ TITLES: dict[str, str] = {
     "other_process": "Other processes hold memory on this card",
     "pinned_memory": "The driver refused page-locked host memory",
     "resume_copy": "Resuming reads the checkpoint onto the GPU beside what is there",
+    "reduce_scatter_copy": "A unit's whole gradient is copied before the ranks divide it",
     "save_full_state": "Saving gathers or copies the whole state on the GPU",
     "sglang_cuda_graphs": "SGLang's CUDA graphs find no room beside its static pool",
     "sglang_pool_too_small": "SGLang's static pool is too small for the weights and any KV cache",

@@ -277,6 +277,42 @@ def test_gradients_that_stay_whole_while_they_accumulate() -> None:
     assert "14.19 GiB whole instead of 1.77 GiB a rank" in cause.formula
 
 
+REDUCED = """  File "train.py", line 88, in train_step
+    loss.backward()
+  File "torch/distributed/fsdp/_fully_shard/_fsdp_state.py", line 300, in _root_post_backward_final_callback
+    fsdp_param_group.post_backward()
+  File "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py", line 441, in post_backward
+    ) = foreach_reduce(
+  File "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", line 411, in foreach_reduce
+    reduce_scatter_input = torch.empty(
+"""
+UNSHARDED = """  File "train.py", line 80, in train_step
+    logits = model(tokens)
+  File "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py", line 297, in unshard
+    self._all_gather_result = foreach_all_gather(
+  File "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", line 171, in foreach_all_gather
+    all_gather_input, all_gather_output = torch.ops.fsdp.all_gather_copy_in(
+"""
+
+
+@pytest.mark.parametrize("sharding", ["fully_shard, FSDP2", "FSDP"])
+def test_a_unit_s_gradient_is_copied_to_be_reduced(sharding: str) -> None:
+    text = f"{sharding}, 8 GPUs\nTraceback (most recent call last):\n{REDUCED}{FULL}"
+    failure = diagnose(text).failures[0]
+    cause = failure.causes[0]
+    assert (cause.category, cause.certainty) == ("reduce_scatter_copy", Certainty.CONSISTENT)
+    advice = " ".join(fix.change for fix in failure.advice.fixes)
+    for step in ("wrap every decoder layer", "embeddings and head apart", "reduce_dtype"):
+        assert step in advice
+
+
+def test_a_unit_that_finds_no_room_to_be_gathered_is_one_unit() -> None:
+    text = f"fully_shard, FSDP2, 8 GPUs\nTraceback (most recent call last):\n{UNSHARDED}{FULL}"
+    cause = diagnose(text).failures[0].causes[0]
+    assert (cause.category, cause.certainty) == ("gather_full_params", Certainty.CONSISTENT)
+    assert cause.explanation.startswith("one sharded layer is gathered")
+
+
 def test_communicators_and_one_fuller_rank() -> None:
     # 79.33 - 0.1 free; 78.2 used by the process, 71.5 + 0.2 in PyTorch: 6.5 GiB are outside it
     text = "8 GPUs\n" + OOM.format(
