@@ -82,10 +82,11 @@ def export(run: RunFile, *, version: str | None = None) -> Exported:
     )
     if recipe.task is Task.GRPO:
         _grpo(writer)
-    elif recipe.task is Task.DPO:
+    elif recipe.task is not Task.SFT:
         put("rl_beta", recipe.beta)
-    elif recipe.task is Task.KTO:
+    if recipe.task is Task.KTO:
         put("remove_unused_columns", False)
+    writer.lost("datasets: axolotl asks for them, and a run file has none")
     return Exported(
         tool="axolotl",
         version=version or VERSION,

@@ -49,6 +49,7 @@ def export(run: RunFile, *, version: str | None = None) -> Exported:
         "fsdp: give it to accelerate (examples/accelerate/fsdp_config.yaml)",
         when=recipe.sharding.value in ("fsdp", "fsdp2"),
     )
+    writer.lost("dataset: LLaMA-Factory asks for one, and a run file has none")
     launched = run.machine.gpus > 1 or "deepspeed" in writer.keys
     prefix = f"FORCE_TORCHRUN=1 NPROC_PER_NODE={run.machine.gpus} " if launched else ""
     return Exported(
@@ -88,7 +89,7 @@ def _precision(writer: Writer) -> None:
         writer.put("pure_bf16", True)
     elif recipe.dtype == "fp16" or recipe.mixed_precision == "fp16":
         writer.put("fp16", True)
-    else:
+    elif recipe.dtype != "fp32" or recipe.mixed_precision == "bf16":
         writer.put("bf16", True)
 
 

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import random
+import shlex
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -218,3 +219,58 @@ def test_trl_parses_what_is_written(fields: dict[str, Any], tmp_path: Path) -> N
     for key, value in written.items():
         if key not in beside and hasattr(training, key):
             assert getattr(training, key) == value or str(value) in str(getattr(training, key)), key
+
+
+SERVED: tuple[dict[str, Any], ...] = (
+    {},
+    {"context": 8192, "quantization": "fp8", "dtype": "bf16"},
+    {"engine": {"kv_dtype": "fp8", "gpu_memory_utilization": 0.85, "max_num_seqs": 64}},
+    {"engine": {"tensor_parallel": 4, "data_parallel": 2, "max_num_batched_tokens": 4096}},
+    {"engine": {"pipeline_parallel": 2, "tensor_parallel": 4, "cuda_graphs": False}},
+    {"engine": {"max_loras": 4, "max_lora_rank": 32, "prefix_caching": False}},
+    {"engine": {"kv_bytes": 8 << 30, "prefix_caching": True}},
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", SERVED, ids=range(len(SERVED)))
+def test_vllm_parses_what_is_written(fields: dict[str, Any]) -> None:
+    """vLLM's own parser of `vllm serve` reads every flag, and the value that was asked for."""
+    pytest.importorskip("vllm")
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    recipe = make_recipe(task="serve", framework="vllm", **fields)
+    run = RunFile(model="llama-3.1-8b", recipe=recipe, machine=MachineSection(gpus=8))
+    words = shlex.split(export_run(run, "vllm").command)
+    assert words[:2] == ["vllm", "serve"]
+    read = make_arg_parser(FlexibleArgumentParser()).parse_args(words[2:])
+    assert read.model_tag == "meta-llama/Llama-3.1-8B"
+    asked = recipe.engine
+    assert read.tensor_parallel_size == asked.tensor_parallel
+    assert read.pipeline_parallel_size == asked.pipeline_parallel
+    assert read.data_parallel_size == asked.data_parallel
+    assert read.enforce_eager == (asked.cuda_graphs is False)
+    for name, value in (
+        ("max_model_len", recipe.context),
+        ("max_num_seqs", asked.max_num_seqs),
+        ("max_num_batched_tokens", asked.max_num_batched_tokens),
+        ("kv_cache_memory_bytes", asked.kv_bytes),
+        ("enable_prefix_caching", asked.prefix_caching),
+        ("max_loras", asked.max_loras),
+    ):
+        if value is not None:
+            assert getattr(read, name) == value, name
+
+
+@pytest.mark.parametrize("task", ["dpo", "kto", "orpo", "simpo"])
+def test_axolotl_takes_beta_in_every_task_of_pairs(task: str) -> None:
+    assert exported("axolotl", {"task": task, "method": "lora", "beta": 0.2})["rl_beta"] == 0.2
+
+
+def test_what_a_tool_asks_for_beside_is_said_and_fp32_is_no_bf16() -> None:
+    for tool in ("axolotl", "llamafactory"):
+        run = RunFile(model="llama-3.1-8b", recipe=make_recipe(method="lora"))
+        assert any(line.startswith("dataset") for line in export_run(run, tool).left_out)
+    assert "bf16" not in exported("llamafactory", {"method": "full", "dtype": "fp32"})
+    assert exported("llamafactory", {"method": "lora"})["bf16"] is True
