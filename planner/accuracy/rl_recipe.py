@@ -188,10 +188,8 @@ def _sharding(row: Row) -> Sharding:
 
 
 def _accumulation(row: Row) -> int:
-    if (
-        row["optimizer"] == "none"
-    ):  # no step and no zero_grad: every backward adds to the last one's
-        return 2
+    if row["optimizer"] == "none":
+        return 2  # no step and no zero_grad: every backward adds to the last one's
     stated = re.search(r"\bGA (\d+)|grad acc (\d+)", row["notes"])
     return int(stated[1] or stated[2]) if stated else 1
 

@@ -198,8 +198,9 @@ def runner(task: str, framework: str | None) -> str:
 def refusals(machine: Machine, task: str, framework: str | None) -> list[str]:
     """Return why each method that a framework does not plan, of any model, has no row."""
     model, said = catalogue_model(PLAIN), []
+    framework = runner(task, framework)
     for label in variants(task):
-        recipes = starts(task, label, runner(task, framework), machine)
+        recipes = starts(task, label, framework, machine)
         reasons = []
         for recipe in recipes:
             try:

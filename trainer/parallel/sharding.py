@@ -26,13 +26,6 @@ from trainer.parallel.traffic import Traffic
 R = TypeVar("R")
 FSDP2_NEEDS = ("reset_iter_state", "set_reduce_scatter_unused_params", "set_custom_all_gather")
 """What FSDP2 of torch 2.13 has, and older ones don't all have."""
-ENGINES = (
-    EngineKind.TRANSFORMERS,
-    EngineKind.VLLM_SHARED,
-    EngineKind.VLLM_PUSH,
-    EngineKind.VLLM_SERVER,
-)
-"""What generates for several ranks: the policy itself, in step, engines that each or some share, or a server."""
 
 
 class Root(nn.Module):
@@ -236,7 +229,7 @@ def refuse_over_ranks(recipe: Recipe, layout: Layout) -> None:
     rules: tuple[tuple[str, Any, bool, str], ...] = (
         ("checkpointing", recipe.checkpointing, recipe.checkpointing is Checkpointing.EVERY_K, "full or offload: layers before the one at work are cut again by then"),
         ("optimizer", recipe.optimizer, recipe.optimizer in MATRIX and layout.data_shard > 1, f"adamw, lion or their 8-bit kinds, or sharding: ddp: it steps whole matrices, and {cut}"),
-        ("engine.kind", kind, recipe.task is Task.GRPO and kind not in ENGINES, "one that generates"),
+        ("engine.kind", kind, recipe.task is Task.GRPO and kind is EngineKind.NONE, "one that generates"),
         ("engine.kind", kind, recipe.task is Task.GRPO and kind is EngineKind.VLLM_SHARED and layout.data_shard > 1, f"vllm-push, transformers, vllm-server on other GPUs, or sharding: ddp: vllm-shared is whole weights, and {cut}"),
     )  # fmt: skip
     for name, value, wrong, allowed in rules:
