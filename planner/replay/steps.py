@@ -16,7 +16,7 @@ from planner.replay.norm import norm_events
 from planner.replay.player import Blocks, DeviceFullError, Player
 from planner.replay.rollout import play_rollout
 from planner.replay.tensors import Trained, factored, loaded, trained
-from planner.replay.units import Units
+from planner.replay.units import Units, wrap_units
 from planner.replay.update import Update
 from planner.replay.warmup import warmup_bytes
 from planner.replay.zero import flat_groups, load_zero, reduce_at_the_end, step_sizes, units_of
@@ -193,9 +193,12 @@ class Run:
             player.stay((blocks, 0) for blocks, _ in loaded(companion.spec, other))
 
     def _shard(self) -> None:
-        """Make flat units, layers first and the root last, and keep this rank's part of each."""
+        """Keep this rank's part of each unit, layers first and the root last."""
         if self.r.placement.flat_buffers:
             load_shards(self.model, self.r, self.player)
+            return
+        if self.r.placement.zero is None:
+            wrap_units(self.model, self.r, self.player)
             return
         root, *layers = self._shards(weights(self.model, self.r).bytes)
         for size in (*layers, root):

@@ -1,6 +1,7 @@
 """The tensors of a model, one by one, in the order of the checkpoint: what loading and training allocate."""
 
 from collections.abc import Iterator
+from itertools import chain
 from math import prod
 from typing import NamedTuple
 
@@ -36,8 +37,26 @@ def modules_in_order(model: ModelSpec) -> Iterator[ModuleSpec]:
 
 def loaded(model: ModelSpec, r: Resolved) -> Iterator[Loaded]:
     """Yield what each tensor of the base takes."""
-    full = r.method is Method.FULL and r.trains
-    width = trained_width(r) if full else element_bytes(r.dtype)
+    for tensors_of_module in _by_module(model, r):
+        yield from tensors_of_module
+
+
+def by_unit(model: ModelSpec, r: Resolved) -> list[list[Loaded]]:
+    """Return the tensors of FSDP's units: of what is outside the layers, then of every layer in order."""
+    sizes = [len(model.layers[index].modules) for index in model.layer_order]
+    found = list(_by_module(model, r))
+    place = len(model.embeddings)
+    layers: list[list[Loaded]] = []
+    for size in sizes:
+        layers.append(list(chain.from_iterable(found[place : place + size])))
+        place += size
+    root = chain.from_iterable(found[: len(model.embeddings)] + found[place:])
+    return [list(root), *layers]
+
+
+def _by_module(model: ModelSpec, r: Resolved) -> Iterator[list[Loaded]]:
+    """Yield the tensors of every module that holds parameters of its own, first to last."""
+    width = element_bytes(r.dtype)
     upcast = r.switches.kbit_upcast == "all" and r.quantization in BITSANDBYTES
     alike: dict[
         tuple[int, Scheme | None], list[Loaded]
@@ -52,7 +71,7 @@ def loaded(model: ModelSpec, r: Resolved) -> Iterator[Loaded]:
                 for shape, packed in tensors(module, scheme)
                 for _ in range(module.count)
             ]
-        yield from alike[key]
+        yield alike[key]
 
 
 def _with_schemes(model: ModelSpec, r: Resolved) -> Iterator[tuple[ModuleSpec, Scheme | None]]:

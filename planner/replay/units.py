@@ -2,7 +2,8 @@
 
 torch/distributed/fsdp (FSDP1): flat parameters are gathered on a stream of their own; the rate
 limiter lets two gathers wait in the forward, and the backward's prefetch adds a third; a flat
-gradient is freed when its reduce-scatter has run, one layer later.
+gradient is freed when its reduce-scatter has run, one layer later. Before all that, wrapping a unit joins
+its tensors and cuts them (_init_utils.py, _init_param_handle_from_module).
 """
 
 from dataclasses import dataclass, field
@@ -11,15 +12,21 @@ from planner.allocator.pool import Chunk
 from planner.dtypes import element_bytes
 from planner.models.spec import LayerSpec, ModelSpec
 from planner.replay.player import Player
+from planner.replay.tensors import Loaded, by_unit
 from planner.run.recipe import Method
 from planner.run.resolved import Resolved
 from planner.terms.gradients import gradient_width
+from planner.terms.loading import FULL, SHARDED
 from planner.terms.weights import gathered, trained_width
+from planner.units import MiB
 
 GATHER, REDUCE, CAST = 1, 2, 3
 """Streams: blocks of one never serve another."""
 FORWARD_UNITS, BACKWARD_UNITS = 2, 3
 """Units gathered at once: _FreeEventQueue's two, and one that the backward prefetches."""
+BROADCAST_BUCKET, BROADCASTS = 250 * MiB, 2
+"""sync_module_states: PARAM_BROADCAST_BUCKET_SIZE, and the buckets on their way at once
+(torch/csrc/distributed/c10d/comm.cpp, broadcast_coalesced)."""
 
 
 @dataclass(slots=True)
@@ -121,3 +128,58 @@ class Units:
         whole = gathered(self.model, self.r, 1).bytes - gathered(self.model, self.r, 0).bytes
         largest = max(each.parameters for each in self.model.layers)
         return whole * layer.parameters // largest
+
+
+def wrap_units(model: ModelSpec, r: Resolved, player: Player) -> None:
+    """Wrap every layer in FSDP1, the root last, until each rank has its part of every unit.
+
+    A unit's tensors come to the GPU one by one and rank 0's are broadcast; then they are joined, the
+    joined one is cut and freed, and they go after it. accelerate makes the parts of trained weights fp32
+    when all units are wrapped.
+    """
+    here, units = r.placement, by_unit(model, r)
+    _quantise(units, player)
+    whole = here.loads_whole or r.loads == FULL
+    there = [player.take_all(each.blocks[0] for each in unit) for unit in units if whole]
+    parts: list[tuple[int, Chunk]] = []
+    for number in (*range(1, len(units)), 0):
+        sizes = [each.blocks[0] for each in units[number]]
+        tensors = there[number] if whole else player.take_all(sizes)
+        if not whole and r.loads != SHARDED:
+            _broadcast(sizes, player)
+        joined = player.take(sum(sizes))
+        size = -(-sum(sizes) // here.weight_shards)
+        part = player.block(size)
+        player.give(joined, *tensors)
+        if here.offload.weights:
+            player.give(part)
+        else:
+            parts.append((size, part))
+    wider = trained_width(r) // element_bytes(r.dtype) if r.method is Method.FULL else 1
+    for size, part in (*parts[-1:], *parts[:-1]) if wider > 1 else ():
+        player.take(wider * size)
+        player.give(part)
+
+
+def _quantise(units: list[list[Loaded]], player: Player) -> None:
+    """Quantise every weight on the GPU: its codes go to the host until it is wrapped, its constants stay whole."""
+    for each in (*units[0], *(each for unit in units[1:] for each in unit)):
+        if len(each.blocks) > 1:
+            wide = player.take(each.passing)
+            codes = player.take(each.blocks[0]) if each.passing else None
+            player.take_all(each.blocks[1:])
+            player.give(wide, codes)
+
+
+def _broadcast(sizes: list[int], player: Player) -> None:
+    """Send tensors in buckets; a tensor alone in one is sent as it is."""
+    sent: list[Chunk | None] = []
+    bucket: list[int] = []
+    for place, size in enumerate(sizes):
+        bucket.append(size)
+        if sum(bucket) >= BROADCAST_BUCKET or place == len(sizes) - 1:
+            if len(sent) == BROADCASTS:
+                player.give(sent.pop(0))
+            sent.append(player.take(sum(bucket)) if len(bucket) > 1 else None)
+            bucket = []
+    player.give(*sent)
