@@ -69,7 +69,8 @@ def _broadcast(model: ModelSpec, r: Resolved) -> Term:
         size = gathered_module(model) * width
         what = "the largest module"
     elif r.loads == RANK0:
-        size, what = max(flat_units(model)) * width, "the largest unit"
+        # its tensors are there until the one that they are joined in is cut
+        size, what = 2 * max(flat_units(model)) * width, "the largest unit, twice,"
     else:
         return Term("communication", 0)
     text = "{0} whole on each of {1} ranks {2:,} B"

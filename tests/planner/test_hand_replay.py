@@ -21,12 +21,13 @@ from planner.layer.events import (
 from planner.layer.program import OpSettings
 from planner.layer.tape import Point, envelope
 from planner.machines.machine import Machine
+from planner.models.spec import ModelSpec
 from planner.replay.head import in_order
 from planner.replay.layers import Layers
 from planner.replay.player import Blocks, Player
 from planner.replay.steps import Run, replay_run
-from planner.replay.tensors import factored, loaded, trained
-from planner.replay.units import Units
+from planner.replay.tensors import by_unit, factored, loaded, trained
+from planner.replay.units import Units, _broadcast, wrap_units
 from planner.run.logits_law import LogitsLaw
 from planner.terms.activations import op_settings
 from planner.terms.optimizer import optimizer
@@ -376,14 +377,57 @@ def test_a_tied_embedding_has_a_third_buffer() -> None:
     assert again == found + 128_000
 
 
-def test_units_are_made_flat_before_they_are_cut() -> None:
-    r = choices(LLAMA, gpus(2), method="full", sharding="fsdp")
+def wrapped(model: ModelSpec = LLAMA, **fields: Any) -> tuple[int, int]:
+    """Return what two ranks' FSDP1 held while it wrapped the units, and what stays."""
     player = Player()
-    Run(LLAMA, r, player).load(0, 0)
-    # three layers of 36,992 B a rank; the root whole, 256,128, and cut, 128,064: rounded up to 512
+    Run(model, choices(model, gpus(2), **{"sharding": "fsdp", **fields}), player).load(0, 0)
+    return player.device.peak_allocated_bytes, player.device.allocated_bytes
+
+
+def test_units_are_made_flat_before_they_are_cut() -> None:
+    # three layers of 36,992 B a rank, in 37,376; the root comes last: its three tensors, the one they are
+    # joined in, both 256,128 in 256,512, and this rank's part of it
     layers, whole, cut = 3 * 37_376, 256_512, 128_512
-    assert player.device.peak_allocated_bytes == layers + whole + cut
-    assert player.device.allocated_bytes == layers + cut
+    assert wrapped(method="full") == (layers + 2 * whole + cut, layers + cut)
+    # litgpt has all tensors there before the first unit is cut: of a layer 73,728 and two norms, 512 each
+    deep = model_spec_from_config({**CONFIG, "num_hidden_layers": 12}, name="toy-deep")
+    everything = 12 * (73_728 + 2 * 512) + whole
+    assert wrapped(deep, method="full")[0] == 12 * 37_376 + 2 * whole + cut
+    assert wrapped(deep, method="full", framework="litgpt")[0] == everything + 74_240 + 37_376
+    # the parts wait on the host
+    assert wrapped(method="full", offload={"parameters": True})[1] == 0
+
+
+def test_trained_parts_become_fp32_after_the_last_unit() -> None:
+    # 73,984 B in 74,240, and the root's 256,128 in 256,512; the 16-bit ones go
+    peak, stays = wrapped(method="full", mixed_precision="bf16")
+    assert stays == 3 * 74_240 + 256_512
+    assert peak == 3 * 37_376 + 2 * 256_512 + 128_512
+
+
+def test_a_quantised_units_constants_stay_whole() -> None:
+    r = choices(LLAMA, gpus(2), method="qlora", sharding="fsdp")
+    units = by_unit(LLAMA, r)
+    assert [len(unit) for unit in units] == [3, 9, 9, 9]
+    player = Player()
+    wrap_units(LLAMA, r, player)
+    # a layer's codes 18,432 and fp32 norms 512, cut: 9,472 in 9,728; the root's fp32 512,256: 256,128 in
+    # 256,512; absmax and code map of q, k, v and o (320 and 192) in 512, of the MLP's (576) in 1,024
+    assert player.device.allocated_bytes == 3 * (9_728 + 4 * 512 + 3 * 1_024) + 256_512
+
+
+def test_tensors_are_broadcast_in_buckets() -> None:
+    # 250 MiB close a bucket; two are on their way; a tensor alone in one is not copied
+    def held(*sizes: int) -> int:
+        player = Player()
+        _broadcast([size * MiB for size in sizes], player)
+        assert player.device.allocated_bytes == 0
+        return player.device.peak_allocated_bytes
+
+    assert held(300, 400) == 0
+    assert held(100, 100) == 200 * MiB
+    assert held(200, 100, 300, 10, 20) == 300 * MiB
+    assert held(200, 60, 200, 70, 200, 80) == (270 + 280) * MiB
 
 
 def stack(tokens: int = 8, **fields: Any) -> tuple[Layers, Player]:
