@@ -7,6 +7,7 @@ its tensors and cuts them (_init_utils.py, _init_param_handle_from_module).
 """
 
 from dataclasses import dataclass, field
+from itertools import chain
 
 from planner.allocator.pool import Chunk
 from planner.dtypes import element_bytes
@@ -155,20 +156,20 @@ def wrap_units(model: ModelSpec, r: Resolved, player: Player) -> None:
             player.give(part)
         else:
             parts.append((size, part))
-    wider = trained_width(r) // element_bytes(r.dtype) if r.method is Method.FULL else 1
-    for size, part in (*parts[-1:], *parts[:-1]) if wider > 1 else ():
-        player.take(wider * size)
-        player.give(part)
+    wide, narrow = trained_width(r), element_bytes(r.dtype)
+    if r.method is Method.FULL and wide > narrow:
+        for size, part in (*parts[-1:], *parts[:-1]):
+            player.take(size * wide // narrow)
+            player.give(part)
 
 
 def _quantise(units: list[list[Loaded]], player: Player) -> None:
     """Quantise every weight on the GPU: its codes go to the host until it is wrapped, its constants stay whole."""
-    for each in (*units[0], *(each for unit in units[1:] for each in unit)):
-        if len(each.blocks) > 1:
-            wide = player.take(each.passing)
-            codes = player.take(each.blocks[0]) if each.passing else None
-            player.take_all(each.blocks[1:])
-            player.give(wide, codes)
+    for each in chain.from_iterable(units):
+        wide = player.take(each.passing)
+        codes = player.take(each.blocks[0]) if each.passing else None
+        player.take_all(each.blocks[1:])
+        player.give(wide, codes)
 
 
 def _broadcast(sizes: list[int], player: Player) -> None:
