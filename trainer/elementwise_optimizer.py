@@ -1,8 +1,9 @@
 """Optimizers that are exact in low precision and bounded in memory.
 
-One class, `ElementwiseOptimizer`, does AdamW, Lion and SGD. Every tensor is stepped in chunks: a
-chunk of weights and state is widened to fp32, updated, and written back, so a step's scratch is
-about 48 MiB however large the model is (torch's foreach AdamW takes 2 bytes a parameter more).
+One class, `ElementwiseOptimizer`, does AdamW, Lion and SGD. Weights are stepped in bundles: a large
+tensor in pieces, small ones of a kind together. A bundle of weights and state is widened to fp32, updated
+by torch's foreach kernels, and written back: a step's scratch is at most 48 MiB however large the model is
+(torch's foreach AdamW takes 2 bytes a parameter more), and a few launches do hundreds of adapters.
 
 Where the exact weights live:
 * fp32 weights: in the parameter.
@@ -18,7 +19,7 @@ parameter). `offload` keeps state in pinned host memory and streams it through c
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -28,10 +29,10 @@ from torch import Tensor
 
 from planner.errors import UsageError
 from planner.units import format_bytes
-from trainer.moments import BLOCK, blocks, nearest_codes, quantise, widen
+from trainer.moments import BLOCK, blocks, coded, meaning, nearest_codes, quantise, widen
 
 CHUNK_ELEMENTS = 2**21
-"""8 MiB in fp32: up to six of these is a step's scratch. A multiple of BLOCK."""
+"""Elements of a bundle at most, 8 MiB in fp32: up to six of these is a step's scratch. A multiple of BLOCK."""
 MIN_INT8_ELEMENTS = 4096
 """Smaller tensors keep fp32 state, as in bitsandbytes: norms and biases are sensitive."""
 
@@ -112,32 +113,56 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step_one(parameter, group)
+            for bundle in self._bundles(group):
+                self._step_bundle(bundle, group)
         return loss
 
-    def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if not state:
-            state.update(self.new_state(parameter))
-        state["step"] += 1
-        weights, grads = parameter.view(-1), parameter.grad.reshape(-1)  # type: ignore[union-attr]
-        for start in range(0, parameter.numel(), CHUNK_ELEMENTS):
-            chunk = slice(start, min(start + CHUNK_ELEMENTS, parameter.numel()))
-            exact = self._exact(weights, state, chunk)
-            grad = grads[chunk].float() * self.grad_factor
-            self._update(exact, grad, state, chunk, group)
-            if "master" in state:
-                self._store(state["master"][chunk], exact)
-                weights[chunk].copy_(exact)
-            else:
-                self._store(weights[chunk], exact)
+    def _bundles(self, group: dict[str, Any]) -> Iterator["_Bundle"]:
+        """Cut a group's tensors, in their order, into bundles of at most CHUNK_ELEMENTS of one kind.
 
-    def _exact(self, weights: Tensor, state: dict[str, Any], chunk: slice) -> Tensor:
-        """Return the chunk's weights in fp32 on the parameter's device: a view where possible."""
-        source = state.get("master", weights)
-        return source[chunk].to(weights.device, torch.float32)
+        Gradients and states are looked up when a bundle is due. A tensor may begin in one bundle and end in the next.
+        """
+        parts: list[_Part] = []
+        kind: tuple[object, ...] = ()
+        room = CHUNK_ELEMENTS
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            if not state:
+                state.update(self.new_state(parameter))
+            state["step"] += 1
+            weights, grad = parameter.view(-1), parameter.grad.reshape(-1)
+            start, own = 0, _kind(state, weights, grad)
+            while start < len(weights):
+                if parts and (room == 0 or own != kind):
+                    yield _Bundle(parts)
+                    parts, room = [], CHUNK_ELEMENTS
+                kind = own
+                chunk = slice(start, min(start + room, len(weights)))
+                parts.append(_Part(state, weights, grad, chunk))
+                room -= chunk.stop - chunk.start
+                start = chunk.stop
+        if parts:
+            yield _Bundle(parts)
+
+    def _step_bundle(self, bundle: "_Bundle", group: dict[str, Any]) -> None:
+        kept = bundle.kept("master" if bundle.has("master") else None)
+        exact = bundle.in_fp32(kept)
+        grads = self._gradients(bundle)
+        self._update(bundle, exact, grads, group)
+        self._store(kept, exact)
+        if bundle.has("master"):
+            torch._foreach_copy_(bundle.kept(None), exact.parts)
+
+    def _gradients(self, bundle: "_Bundle") -> list[Tensor]:
+        """Return the bundle's gradients times the factor, in fp32, as new tensors."""
+        grads = [part.of(part.grad) for part in bundle.parts]
+        if grads[0].dtype == torch.float32:
+            return list(torch._foreach_mul(grads, self.grad_factor))
+        wide = bundle.copied(grads)
+        wide.whole.mul_(self.grad_factor)
+        return wide.parts
 
     def new_state(self, parameter: Tensor) -> dict[str, Any]:
         """Return a parameter's state before its first step."""
@@ -164,30 +189,39 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         return state
 
     def _update(
-        self,
-        exact: Tensor,
-        grad: Tensor,
-        state: dict[str, Any],
-        chunk: slice,
-        group: dict[str, Any],
+        self, bundle: "_Bundle", exact: "_Wide", grads: list[Tensor], group: dict[str, Any]
     ) -> None:
-        """Update `exact` fp32 in place, and the chunk's state."""
+        """Update `exact` in place, and the bundle's moments."""
         numbers = range(1, self.settings.rule.num_states + 1)
-        moments = [widen(state, number, chunk, exact.device) for number in numbers]
-        _RULES[self.settings.rule](self.settings, exact, grad, moments, state["step"], group)
+        moments = [self._moment(bundle, number) for number in numbers]
+        step = bundle.parts[0].state["step"]
+        rule = _RULES[self.settings.rule]
+        rule(self.settings, exact.parts, grads, [moment.parts for moment in moments], step, group)
         for number, moment in zip(numbers, moments, strict=True):
-            if f"absmax{number}" in state:
-                quantise(state, number, chunk, moment)
-            else:
-                self._store(state[f"moment{number}"][chunk], moment)
+            if not bundle.has(f"absmax{number}"):
+                self._store(bundle.kept(f"moment{number}"), moment)
+                continue
+            codes, scales = coded(moment.whole, number)
+            torch._foreach_copy_(bundle.kept(f"moment{number}"), codes.split(bundle.sizes))
+            kept = bundle.scales(number)
+            torch._foreach_copy_(kept, scales.split([len(each) for each in kept]))
 
-    def _store(self, target: Tensor, exact: Tensor) -> None:
-        """Write fp32 values into their place: exactly, or rounded stochastically to bf16."""
-        if target.dtype == torch.bfloat16:
-            copy_stochastic_(target, exact, generator=self._generator(exact.device))
-        elif (target.dtype, target.device) != (exact.dtype, exact.device):
-            # otherwise `exact` is a view of `target`, updated in place
-            target.copy_(exact)
+    def _moment(self, bundle: "_Bundle", number: int) -> "_Wide":
+        """Return one moment of a bundle in fp32 on its device: views of the state where possible."""
+        kept = bundle.kept(f"moment{number}")
+        if not bundle.has(f"absmax{number}"):
+            return bundle.in_fp32(kept)
+        codes, scales = bundle.joined(kept), bundle.joined(bundle.scales(number))
+        return _Wide(meaning(codes, scales, number), bundle.sizes)
+
+    def _store(self, kept: list[Tensor], exact: "_Wide") -> None:
+        """Write fp32 values into their places: exactly, or rounded stochastically to bf16."""
+        if kept[0].dtype == torch.bfloat16:
+            rounded = _rounded(exact.whole, self._generator(exact.whole.device))
+            torch._foreach_copy_(kept, rounded.split([len(each) for each in kept]))
+        elif (kept[0].dtype, kept[0].device) != (exact.parts[0].dtype, exact.parts[0].device):
+            # otherwise the values are views of their places, updated in place
+            torch._foreach_copy_(kept, exact.parts)
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:
@@ -266,6 +300,83 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
                 self._generator(device).set_state(random_state.cpu())
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A piece of one parameter: weights and gradient [n] whole and flat, and which of their elements."""
+
+    state: dict[str, Any]
+    weights: Tensor
+    grad: Tensor
+    chunk: slice
+
+    def of(self, values: Tensor) -> Tensor:
+        """Return the piece's of a whole parameter's flat values."""
+        whole = self.chunk.stop - self.chunk.start == len(values)
+        return values if whole else values[self.chunk]
+
+
+def _kind(state: dict[str, Any], weights: Tensor, grad: Tensor) -> tuple[object, ...]:
+    """Return what must be the same in a bundle."""
+    # codes have scales by blocks that begin with their tensor: only whole blocks can be joined
+    alone = id(state) if "absmax1" in state and len(weights) % BLOCK else 0
+    return (weights.dtype, weights.device, grad.dtype, state["step"], *state, alone)
+
+
+class _Wide:
+    """fp32 values of a bundle: `parts`, one a piece, and where they are new ones `whole`, all of them in a row."""
+
+    def __init__(self, whole: Tensor, sizes: list[int]) -> None:
+        self.whole = whole
+        self.parts = list(whole.split(sizes))
+
+    @classmethod
+    def of_views(cls, parts: list[Tensor]) -> "_Wide":
+        """Stand for values where they are kept: there is no `whole`."""
+        wide = cls.__new__(cls)
+        wide.parts = parts
+        return wide
+
+
+class _Bundle:
+    """Pieces of parameters that are stepped together."""
+
+    def __init__(self, parts: list[_Part]) -> None:
+        self.parts = parts
+        self.sizes = [part.chunk.stop - part.chunk.start for part in parts]
+        self.device = parts[0].weights.device
+
+    def has(self, key: str) -> bool:
+        """Return whether the parameters' states have `key`."""
+        return key in self.parts[0].state
+
+    def kept(self, key: str | None) -> list[Tensor]:
+        """Return the pieces of one state, or (None) of the weights, where they are."""
+        return [part.of(part.weights if key is None else part.state[key]) for part in self.parts]
+
+    def scales(self, number: int) -> list[Tensor]:
+        """Return the pieces' scales of a moment in codes."""
+        return [part.state[f"absmax{number}"][blocks(part.chunk)] for part in self.parts]
+
+    def joined(self, kept: list[Tensor]) -> Tensor:
+        """Return values in a row on the bundle's device."""
+        if len(kept) == 1:
+            return kept[0].to(self.device)
+        return torch.cat(kept).to(self.device)
+
+    def copied(self, kept: list[Tensor]) -> _Wide:
+        """Return values as new ones in fp32."""
+        whole = torch.empty(sum(self.sizes), dtype=torch.float32, device=self.device)
+        wide = _Wide(whole, self.sizes)
+        torch._foreach_copy_(wide.parts, kept)
+        return wide
+
+    def in_fp32(self, kept: list[Tensor]) -> _Wide:
+        """Return values in fp32 on the bundle's device: views where they are so."""
+        if kept[0].dtype == torch.float32 and kept[0].device == self.device:
+            return _Wide.of_views(kept)
+        return self.copied(kept)
+
+
 def _restored(template: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
     """Return `template` filled with saved values; UsageError if they are another optimizer's."""
     same = template.keys() == saved.keys() and all(
@@ -292,7 +403,12 @@ def saved_values(saved: dict[str, Any], key: str, number: int) -> Tensor:
 
 
 def copy_stochastic_(target: Tensor, source: Tensor, *, generator: torch.Generator) -> None:
-    """Round fp32 `source` into bf16 `target` at random, right on average.
+    """Round fp32 `source` into bf16 `target` at random, right on average."""
+    target.copy_(_rounded(source, generator))
+
+
+def _rounded(source: Tensor, generator: torch.Generator) -> Tensor:
+    """Return fp32 `source` rounded at random to what bf16 can hold.
 
     bf16 is the upper half of fp32's bits: adding a uniform 16-bit number to the lower half carries
     into the upper with probability remainder / 2^16. Infinities stay (their lower half is 0).
@@ -300,54 +416,61 @@ def copy_stochastic_(target: Tensor, source: Tensor, *, generator: torch.Generat
     noise = torch.randint(
         0, 2**16, source.shape, dtype=torch.int32, device=source.device, generator=generator
     )
-    noise.add_(source.view(torch.int32)).bitwise_and_(-(2**16))
-    target.copy_(noise.view(torch.float32))
+    return noise.add_(source.view(torch.int32)).bitwise_and_(-(2**16)).view(torch.float32)
 
 
 def _adamw(
     settings: OptimizerSettings,
-    exact: Tensor,
-    grad: Tensor,
-    moments: Sequence[Tensor],
+    exact: list[Tensor],
+    grads: list[Tensor],
+    moments: Sequence[list[Tensor]],
     step: int,
     group: dict[str, Any],
 ) -> None:
     beta1, beta2 = settings.betas
     mean, square = moments
-    mean.lerp_(grad, 1 - beta1)
-    square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    exact.mul_(1 - group["lr"] * group["weight_decay"])
-    denominator = square.sqrt().div_((1 - beta2**step) ** 0.5).add_(settings.eps)
-    exact.addcdiv_(mean, denominator, value=-group["lr"] / (1 - beta1**step))
+    torch._foreach_lerp_(mean, grads, 1 - beta1)
+    torch._foreach_mul_(square, beta2)
+    torch._foreach_addcmul_(square, grads, grads, value=1 - beta2)
+    torch._foreach_mul_(exact, 1 - group["lr"] * group["weight_decay"])
+    denominator = torch._foreach_sqrt(square)
+    torch._foreach_div_(denominator, (1 - beta2**step) ** 0.5)
+    torch._foreach_add_(denominator, settings.eps)
+    torch._foreach_addcdiv_(exact, mean, denominator, value=-group["lr"] / (1 - beta1**step))
 
 
 def _lion(
     settings: OptimizerSettings,
-    exact: Tensor,
-    grad: Tensor,
-    moments: Sequence[Tensor],
+    exact: list[Tensor],
+    grads: list[Tensor],
+    moments: Sequence[list[Tensor]],
     step: int,
     group: dict[str, Any],
 ) -> None:
     beta1, beta2 = settings.betas
     (mean,) = moments
-    exact.mul_(1 - group["lr"] * group["weight_decay"])
-    exact.add_(torch.lerp(mean, grad, 1 - beta1).sign_(), alpha=-group["lr"])
-    mean.lerp_(grad, 1 - beta2)
+    torch._foreach_mul_(exact, 1 - group["lr"] * group["weight_decay"])
+    signs = torch._foreach_lerp(mean, grads, 1 - beta1)
+    torch._foreach_sign_(signs)
+    torch._foreach_add_(exact, signs, alpha=-group["lr"])
+    torch._foreach_lerp_(mean, grads, 1 - beta2)
 
 
 def _sgd(
     settings: OptimizerSettings,
-    exact: Tensor,
-    grad: Tensor,
-    moments: Sequence[Tensor],
+    exact: list[Tensor],
+    grads: list[Tensor],
+    moments: Sequence[list[Tensor]],
     step: int,
     group: dict[str, Any],
 ) -> None:
-    exact.mul_(1 - group["lr"] * group["weight_decay"])
+    torch._foreach_mul_(exact, 1 - group["lr"] * group["weight_decay"])
     if moments:
-        grad = moments[0].mul_(settings.betas[0]).add_(grad)
-    exact.add_(grad, alpha=-group["lr"])
+        (grown,) = moments
+        torch._foreach_mul_(grown, settings.betas[0])
+        torch._foreach_add_(grown, grads)
+        grads = grown
+    torch._foreach_add_(exact, grads, alpha=-group["lr"])
 
 
 class _Pinning:
