@@ -15,7 +15,8 @@ Where the exact weights live:
 
 State is fp32, bf16 (stochastically rounded too: with beta2 = 0.999 a bf16 second moment would
 otherwise stand still) or int8 in blocks of 256 with bitsandbytes' kernels (2.03 bytes a
-parameter). `offload` keeps state in pinned host memory and streams it through chunk by chunk.
+parameter). `offload` keeps state in pinned host memory: beside a GPU it is streamed through, the next
+bundle's coming and the last one's going on two side streams while one is stepped.
 """
 
 import sys
@@ -29,10 +30,15 @@ from torch import Tensor
 
 from planner.errors import UsageError
 from planner.units import format_bytes
+from trainer.bundles import Bundle, Copies, Part, Wide, ahead, kind
+from trainer.host_store import CudaCopies
 from trainer.moments import BLOCK, blocks, coded, meaning, nearest_codes, quantise, widen
 
 CHUNK_ELEMENTS = 2**21
-"""Elements of a bundle at most, 8 MiB in fp32: up to six of these is a step's scratch. A multiple of BLOCK."""
+"""Elements of a bundle at most, 8 MiB in fp32: up to six of these is a step's scratch. A multiple of BLOCK.
+
+Half as many where states are streamed: those of three bundles are on the device then.
+"""
 MIN_INT8_ELEMENTS = 4096
 """Smaller tensors keep fp32 state, as in bitsandbytes: norms and biases are sensitive."""
 
@@ -89,6 +95,8 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         self.grad_factor = 1.0
         super().__init__(params, {"lr": settings.lr, "weight_decay": settings.weight_decay})
         self._generators: dict[torch.device, torch.Generator] = {}
+        self.copies: Copies | None = None
+        """How offloaded states come and go; None where they lie on the parameters' device."""
         for parameter in self._parameters():
             half = parameter.dtype in (torch.bfloat16, torch.float16)
             if parameter.dtype == torch.float16 and not settings.master_weights:
@@ -112,19 +120,27 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for bundle in self._bundles(group):
-                self._step_bundle(bundle, group)
+        try:
+            for bundle in ahead(self._all_bundles()):
+                self._step_bundle(bundle)
+        finally:
+            if self.copies is not None:
+                self.copies.finish()
         return loss
 
-    def _bundles(self, group: dict[str, Any]) -> Iterator["_Bundle"]:
+    def _all_bundles(self) -> Iterator[Bundle]:
+        """Yield what is stepped together, group by group, each with its group's learning rate and decay."""
+        for group in self.param_groups:
+            yield from self._bundles(group)
+
+    def _bundles(self, group: dict[str, Any]) -> Iterator[Bundle]:
         """Cut a group's tensors, in their order, into bundles of at most CHUNK_ELEMENTS of one kind.
 
-        Gradients and states are looked up when a bundle is due. A tensor may begin in one bundle and end in the next.
+        A tensor may begin in one bundle and end in the next.
         """
-        parts: list[_Part] = []
-        kind: tuple[object, ...] = ()
-        room = CHUNK_ELEMENTS
+        parts: list[Part] = []
+        kinds: tuple[object, ...] = ()
+        room = self._longest(group)
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
@@ -133,29 +149,34 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
                 state.update(self.new_state(parameter))
             state["step"] += 1
             weights, grad = parameter.view(-1), parameter.grad.reshape(-1)
-            start, own = 0, _kind(state, weights, grad)
+            start, own = 0, kind(state, weights, grad)
             while start < len(weights):
-                if parts and (room == 0 or own != kind):
-                    yield _Bundle(parts)
-                    parts, room = [], CHUNK_ELEMENTS
-                kind = own
+                if parts and (room == 0 or own != kinds):
+                    yield Bundle(parts, group, self.copies)
+                    parts, room = [], self._longest(group)
+                kinds = own
                 chunk = slice(start, min(start + room, len(weights)))
-                parts.append(_Part(state, weights, grad, chunk))
+                parts.append(Part(state, weights, grad, chunk))
                 room -= chunk.stop - chunk.start
                 start = chunk.stop
         if parts:
-            yield _Bundle(parts)
+            yield Bundle(parts, group, self.copies)
 
-    def _step_bundle(self, bundle: "_Bundle", group: dict[str, Any]) -> None:
-        kept = bundle.kept("master" if bundle.has("master") else None)
-        exact = bundle.in_fp32(kept)
+    def _longest(self, group: dict[str, Any]) -> int:
+        if self.settings.offload and self.copies is None and group["params"][0].is_cuda:
+            self.copies = CudaCopies(group["params"][0].device)
+        return CHUNK_ELEMENTS if self.copies is None else CHUNK_ELEMENTS // 2
+
+    def _step_bundle(self, bundle: Bundle) -> None:
+        key = "master" if bundle.has("master") else None
+        exact = bundle.in_fp32(key)
         grads = self._gradients(bundle)
-        self._update(bundle, exact, grads, group)
-        self._store(kept, exact)
-        if bundle.has("master"):
-            torch._foreach_copy_(bundle.kept(None), exact.parts)
+        self._update(bundle, exact, grads)
+        self._store(bundle, key, exact)
+        if key is not None:
+            bundle.put(None, exact.parts)
 
-    def _gradients(self, bundle: "_Bundle") -> list[Tensor]:
+    def _gradients(self, bundle: Bundle) -> list[Tensor]:
         """Return the bundle's gradients times the factor, in fp32, as new tensors."""
         grads = [part.of(part.grad) for part in bundle.parts]
         if grads[0].dtype == torch.float32:
@@ -188,40 +209,35 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             state[f"moment{number}"] = moment
         return state
 
-    def _update(
-        self, bundle: "_Bundle", exact: "_Wide", grads: list[Tensor], group: dict[str, Any]
-    ) -> None:
+    def _update(self, bundle: Bundle, exact: Wide, grads: list[Tensor]) -> None:
         """Update `exact` in place, and the bundle's moments."""
         numbers = range(1, self.settings.rule.num_states + 1)
         moments = [self._moment(bundle, number) for number in numbers]
-        step = bundle.parts[0].state["step"]
-        rule = _RULES[self.settings.rule]
-        rule(self.settings, exact.parts, grads, [moment.parts for moment in moments], step, group)
+        parts = [moment.parts for moment in moments]
+        step, rule = bundle.parts[0].state["step"], _RULES[self.settings.rule]
+        rule(self.settings, exact.parts, grads, parts, step, bundle.group)
         for number, moment in zip(numbers, moments, strict=True):
             if not bundle.has(f"absmax{number}"):
-                self._store(bundle.kept(f"moment{number}"), moment)
+                self._store(bundle, f"moment{number}", moment)
                 continue
             codes, scales = coded(moment.whole, number)
-            torch._foreach_copy_(bundle.kept(f"moment{number}"), codes.split(bundle.sizes))
-            kept = bundle.scales(number)
-            torch._foreach_copy_(kept, scales.split([len(each) for each in kept]))
+            bundle.put(f"moment{number}", codes.split(bundle.sizes))
+            sizes = [-(-size // BLOCK) for size in bundle.sizes]
+            bundle.put(f"absmax{number}", scales.split(sizes))
 
-    def _moment(self, bundle: "_Bundle", number: int) -> "_Wide":
+    def _moment(self, bundle: Bundle, number: int) -> Wide:
         """Return one moment of a bundle in fp32 on its device: views of the state where possible."""
-        kept = bundle.kept(f"moment{number}")
         if not bundle.has(f"absmax{number}"):
-            return bundle.in_fp32(kept)
-        codes, scales = bundle.joined(kept), bundle.joined(bundle.scales(number))
-        return _Wide(meaning(codes, scales, number), bundle.sizes)
+            return bundle.in_fp32(f"moment{number}")
+        codes, scales = bundle.joined(f"moment{number}"), bundle.joined(f"absmax{number}")
+        return Wide(meaning(codes, scales, number), bundle.sizes)
 
-    def _store(self, kept: list[Tensor], exact: "_Wide") -> None:
-        """Write fp32 values into their places: exactly, or rounded stochastically to bf16."""
-        if kept[0].dtype == torch.bfloat16:
-            rounded = _rounded(exact.whole, self._generator(exact.whole.device))
-            torch._foreach_copy_(kept, rounded.split([len(each) for each in kept]))
-        elif (kept[0].dtype, kept[0].device) != (exact.parts[0].dtype, exact.parts[0].device):
-            # otherwise the values are views of their places, updated in place
-            torch._foreach_copy_(kept, exact.parts)
+    def _store(self, bundle: Bundle, key: str | None, exact: Wide) -> None:
+        """Write fp32 values back: exactly, or rounded stochastically to bf16."""
+        kept = bundle.parts[0].weights if key is None else bundle.parts[0].state[key]
+        if kept.dtype == torch.bfloat16:
+            exact = Wide(_rounded(exact.whole, self._generator(exact.whole.device)), bundle.sizes)
+        bundle.put_back(key, exact)
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:
@@ -298,83 +314,6 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             device = here.get(torch.device(name).type)
             if device is not None:
                 self._generator(device).set_state(random_state.cpu())
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A piece of one parameter: weights and gradient [n] whole and flat, and which of their elements."""
-
-    state: dict[str, Any]
-    weights: Tensor
-    grad: Tensor
-    chunk: slice
-
-    def of(self, values: Tensor) -> Tensor:
-        """Return the piece's of a whole parameter's flat values."""
-        whole = self.chunk.stop - self.chunk.start == len(values)
-        return values if whole else values[self.chunk]
-
-
-def _kind(state: dict[str, Any], weights: Tensor, grad: Tensor) -> tuple[object, ...]:
-    """Return what must be the same in a bundle."""
-    # codes have scales by blocks that begin with their tensor: only whole blocks can be joined
-    alone = id(state) if "absmax1" in state and len(weights) % BLOCK else 0
-    return (weights.dtype, weights.device, grad.dtype, state["step"], *state, alone)
-
-
-class _Wide:
-    """fp32 values of a bundle: `parts`, one a piece, and where they are new ones `whole`, all of them in a row."""
-
-    def __init__(self, whole: Tensor, sizes: list[int]) -> None:
-        self.whole = whole
-        self.parts = list(whole.split(sizes))
-
-    @classmethod
-    def of_views(cls, parts: list[Tensor]) -> "_Wide":
-        """Stand for values where they are kept: there is no `whole`."""
-        wide = cls.__new__(cls)
-        wide.parts = parts
-        return wide
-
-
-class _Bundle:
-    """Pieces of parameters that are stepped together."""
-
-    def __init__(self, parts: list[_Part]) -> None:
-        self.parts = parts
-        self.sizes = [part.chunk.stop - part.chunk.start for part in parts]
-        self.device = parts[0].weights.device
-
-    def has(self, key: str) -> bool:
-        """Return whether the parameters' states have `key`."""
-        return key in self.parts[0].state
-
-    def kept(self, key: str | None) -> list[Tensor]:
-        """Return the pieces of one state, or (None) of the weights, where they are."""
-        return [part.of(part.weights if key is None else part.state[key]) for part in self.parts]
-
-    def scales(self, number: int) -> list[Tensor]:
-        """Return the pieces' scales of a moment in codes."""
-        return [part.state[f"absmax{number}"][blocks(part.chunk)] for part in self.parts]
-
-    def joined(self, kept: list[Tensor]) -> Tensor:
-        """Return values in a row on the bundle's device."""
-        if len(kept) == 1:
-            return kept[0].to(self.device)
-        return torch.cat(kept).to(self.device)
-
-    def copied(self, kept: list[Tensor]) -> _Wide:
-        """Return values as new ones in fp32."""
-        whole = torch.empty(sum(self.sizes), dtype=torch.float32, device=self.device)
-        wide = _Wide(whole, self.sizes)
-        torch._foreach_copy_(wide.parts, kept)
-        return wide
-
-    def in_fp32(self, kept: list[Tensor]) -> _Wide:
-        """Return values in fp32 on the bundle's device: views where they are so."""
-        if kept[0].dtype == torch.float32 and kept[0].device == self.device:
-            return _Wide.of_views(kept)
-        return self.copied(kept)
 
 
 def _restored(template: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:

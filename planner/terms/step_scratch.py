@@ -20,6 +20,8 @@ MOST = 24
 """Bytes of an element at most: six fp32 numbers, which is what `step_scratch_bytes` is a bundle's."""
 SINGLE = (Optimizer.SGD, Optimizer.SGD_MOMENTUM)
 """They add the gradient as it is; the others make a root of the second moment, or a sign."""
+STREAMED_AT_ONCE = 3
+"""Bundles whose states are on the device: the one that is stepped, the next, and the last, which is leaving."""
 
 
 def states_away(r: Resolved) -> bool:
@@ -41,24 +43,35 @@ class _Kind(NamedTuple):
 
 
 def _bundle_width(r: Resolved, kind: _Kind) -> int:
-    """Return the bytes of an element of a bundle.
+    """Return the bytes of an element of a bundle that is stepped, without states that are streamed.
 
     Its gradient times a factor, in fp32; the weights, where they are not in fp32 on the device; moments
-    that are codes, or come from the host; what the rule makes of them, or the noise that rounds.
+    that are codes; what the rule makes of them, or the noise that rounds.
     """
-    optimizer, away = KINDS[r.optimizer], states_away(r)
+    optimizer = KINDS[r.optimizer]
     low = kind.width < 4
-    master = r.master_weights and low
-    exact = 4 if low and (not master or away) else 0
-    moments = 4 * optimizer.states if away or kind.coded else 0
+    rounded = low and not r.master_weights
+    exact = 4 if rounded else 0
+    moments = 4 * optimizer.states if kind.coded else 0
     made = 0 if r.optimizer in SINGLE else 4
-    noise = 4 if low and not master else 0
+    noise = 4 if rounded else 0
     return exact + 4 + max(noise, moments + made)
 
 
+def _streamed_width(r: Resolved, kind: _Kind) -> float:
+    """Return the bytes of an element's states as they travel between host and device."""
+    if not states_away(r):
+        return 0
+    master = 4 if r.master_weights and kind.width < 4 else 0
+    moment = 1 + 4 / BLOCK_8BIT if kind.coded else 4
+    return master + moment * KINDS[r.optimizer].states
+
+
 def bundles(model: ModelSpec, r: Resolved) -> Term:
-    """Return the largest bundle's temporaries on one rank."""
+    """Return the largest bundle's temporaries on one rank; streamed, also the states that come and go beside it."""
     longest = r.switches.step_scratch_bytes // MOST
+    if states_away(r):
+        longest //= 2
     kinds: Counter[_Kind] = Counter()
     for size, times, width, decayed in _tensors(model, r):
         coded = KINDS[r.optimizer].eight_bit and size >= SMALL_TENSOR
@@ -66,15 +79,19 @@ def bundles(model: ModelSpec, r: Resolved) -> Term:
         kind = _Kind(width, decayed, coded, alone)
         kinds[kind] = size if alone else kinds[kind] + size * times
     found = [
-        (_bundle_width(r, kind) * min(size, longest), min(size, longest))
+        (
+            _bundle_width(r, kind) * min(size, longest)
+            + int(_streamed_width(r, kind) * min(size, STREAMED_AT_ONCE * longest)),
+            min(size, longest),
+        )
         for kind, size in kinds.items()
     ]
     size, elements = max(found, default=(0, 0))
     return Term(
         "optimizer",
         size,
-        "{0:,} elements x {1} B: the weights that are stepped at once, in fp32",
-        (elements, size // max(1, elements)),
+        "{0:,} elements x {1:.6g} B: the weights that are stepped at once, in fp32",
+        (elements, size / max(1, elements)),
         "trainer/elementwise_optimizer.py",
     )
 

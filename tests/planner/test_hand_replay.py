@@ -113,7 +113,7 @@ def test_a_step_bundle_by_bundle() -> None:
 @pytest.mark.parametrize(
     ("fields", "passing"),
     [
-        # a bundle's weights, gradient, two moments and a root come to 20 B an element
+        # a bundle's weights, gradient and a root, and two moments that come: 20 B an element
         ({"optimizer_offload": True, "framework": "vramwise"}, 20 * 238_592),
         ({"optimizer": "paged-adamw"}, STREAM),
     ],

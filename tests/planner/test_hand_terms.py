@@ -390,6 +390,28 @@ def test_states_are_divided() -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "step"),
+    [
+        # half of 4,000 elements at once: weights, gradient, root; the moments of three such bundles
+        ({"optimizer": "adamw"}, 2_000 * 12 + 6_000 * 8),
+        # a master is stepped where it has come: no weights beside it
+        ({"optimizer": "adamw", "master_weights": True}, 2_000 * 8 + 6_000 * 12),
+        # codes come with their scales, and 4 B are made of them: 38,093; of k and v, which have none, more comes
+        ({"optimizer": "lion-8bit"}, 2_000 * 12 + 6_000 * 4),
+        # nothing comes
+        ({"optimizer": "sgd", "dtype": "fp32"}, 2_000 * 4),
+    ],
+)
+def test_streamed_states_come_and_go_beside_what_is_stepped(
+    fields: dict[str, object], step: int
+) -> None:
+    r = choices(
+        method="full", optimizer_offload=True, switches={"step_scratch_bytes": 24 * 4_000}, **fields
+    )
+    assert optimizer(LLAMA, r).step.bytes == step
+
+
+@pytest.mark.parametrize(
     "fields", [{"optimizer": "adamw", "optimizer_offload": True}, {"optimizer": "paged-adamw"}]
 )
 def test_offloaded_states_are_the_hosts(fields: dict[str, object]) -> None:

@@ -158,6 +158,92 @@ def test_where_bundles_end_changes_nothing_that_is_rounded_at_random(kind, monke
         assert torch.equal(one, other)
 
 
+class LateCopies:
+    """Two queues that copy as late as they may: what is read too early, or written too early, is wrong.
+
+    What comes is NaN until it is waited for; what goes is read when it is waited for, or at the end.
+    """
+
+    def __init__(self):
+        self.queues = {"in": [], "out": []}
+        self.most_coming = self.most_going = 0
+
+    def _enter(self, queue, sources, targets):
+        self.queues[queue].append((list(sources), list(targets)))
+        self.most_coming = max(self.most_coming, len(self.queues["in"]))
+        self.most_going = max(self.most_going, len(self.queues["out"]))
+        return queue, self.queues[queue][-1]
+
+    def bring(self, sources, targets):
+        for target in targets:
+            target.fill_(math.nan if target.is_floating_point() else 255)
+        return self._enter("in", sources, targets)
+
+    def send(self, sources, targets):
+        return self._enter("out", sources, targets)
+
+    def wait(self, event):
+        queue, entry = event
+        while any(entry is other for other in self.queues[queue]):  # in order, as a stream
+            for source, target in zip(*self.queues[queue].pop(0), strict=True):
+                target.copy_(source)
+
+    def finish(self):
+        for queue in self.queues:
+            while self.queues[queue]:
+                self.wait((queue, self.queues[queue][0]))
+
+
+STREAMED = {
+    "masters": {"kind": Optimizer.ADAMW, "dtype": torch.bfloat16, "master_weights": True},
+    "rounded": {"kind": Optimizer.ADAMW, "dtype": torch.bfloat16},
+    "bf16 states": {
+        "kind": Optimizer.LION,
+        "dtype": torch.bfloat16,
+        "state_format": StateFormat.BF16,
+    },
+    "codes": {"kind": Optimizer.ADAMW_8BIT, "dtype": torch.bfloat16},
+    "fp32": {"kind": Optimizer.SGD_MOMENTUM},
+    "nothing": {"kind": Optimizer.SGD},
+}
+
+
+@pytest.mark.parametrize("options", STREAMED.values(), ids=STREAMED.keys())
+def test_streamed_states_step_as_resident_ones(options, monkeypatch):
+    """Bundles of 512 streamed, of 512 resident: the same noise, and a tensor lies in several."""
+    options = {"dtype": torch.float32, **options}
+    dtype = options.pop("dtype")
+    resident, streamed = parameters(dtype, ADAPTERS), parameters(dtype, ADAPTERS)
+    monkeypatch.setattr(elementwise_optimizer, "CHUNK_ELEMENTS", 512)
+    here = make_optimizer(named(resident), lr=1e-2, weight_decay=0.1, **options)
+    train(here, resident, 4)
+    monkeypatch.setattr(elementwise_optimizer, "CHUNK_ELEMENTS", 1024)
+    there = make_optimizer(named(streamed), lr=1e-2, weight_decay=0.1, offload=True, **options)
+    there.copies = LateCopies()
+    train(there, streamed, 4)
+    for one, other in zip(resident, streamed, strict=True):
+        assert torch.equal(one, other)
+        for key, value in here.state[one].items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(there.state[other][key]))
+    if here.settings.rule is not elementwise_optimizer.Rule.SGD:
+        # one bundle comes while another is stepped; what went is waited for after the next one's step
+        assert there.copies.most_coming == 2
+        assert there.copies.most_going > 1
+
+
+def test_copies_end_with_a_step_that_fails(monkeypatch):
+    monkeypatch.setattr(elementwise_optimizer, "CHUNK_ELEMENTS", 1024)
+    tensors = parameters(torch.float32, ADAPTERS)
+    optimizer = make_optimizer(named(tensors), kind=Optimizer.ADAMW, lr=1e-2, offload=True)
+    optimizer.copies = LateCopies()
+    train(optimizer, tensors, 1)
+    give_gradients(tensors, 1)
+    monkeypatch.setattr(torch, "_foreach_sqrt", lambda tensors: (_ for _ in ()).throw(MemoryError))
+    with pytest.raises(MemoryError):
+        optimizer.step()
+    assert optimizer.copies.queues == {"in": [], "out": []}
+
+
 class Operations(TorchDispatchMode):
     """Counts what would be launched: every operation but those that only look at memory, or reserve it."""
 
