@@ -1,8 +1,9 @@
 """Optimizers that are exact in low precision and bounded in memory.
 
-One class, `ElementwiseOptimizer`, does AdamW, Lion and SGD. Every tensor is stepped in chunks: a
-chunk of weights and state is widened to fp32, updated, and written back, so a step's scratch is
-about 48 MiB however large the model is (torch's foreach AdamW takes 2 bytes a parameter more).
+One class, `ElementwiseOptimizer`, does AdamW, Lion and SGD. Weights are stepped in bundles: a large
+tensor in pieces, small ones of a kind together. A bundle of weights and state is widened to fp32, updated
+by torch's foreach kernels, and written back: a step's scratch is at most 48 MiB however large the model is
+(torch's foreach AdamW takes 2 bytes a parameter more), and a few launches do hundreds of adapters.
 
 Where the exact weights live:
 * fp32 weights: in the parameter.
@@ -14,11 +15,12 @@ Where the exact weights live:
 
 State is fp32, bf16 (stochastically rounded too: with beta2 = 0.999 a bf16 second moment would
 otherwise stand still) or int8 in blocks of 256 with bitsandbytes' kernels (2.03 bytes a
-parameter). `offload` keeps state in pinned host memory and streams it through chunk by chunk.
+parameter). `offload` keeps state in pinned host memory: beside a GPU it is streamed through, the next
+bundle's coming and the last one's going on two side streams while one is stepped.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -28,10 +30,15 @@ from torch import Tensor
 
 from planner.errors import UsageError
 from planner.units import format_bytes
-from trainer.moments import BLOCK, blocks, nearest_codes, quantise, widen
+from trainer.bundles import Bundle, Copies, Part, Wide, ahead, kind
+from trainer.host_store import CudaCopies
+from trainer.moments import BLOCK, blocks, coded, meaning, nearest_codes, quantise, widen
 
 CHUNK_ELEMENTS = 2**21
-"""8 MiB in fp32: up to six of these is a step's scratch. A multiple of BLOCK."""
+"""Elements of a bundle at most, 8 MiB in fp32: up to six of these is a step's scratch. A multiple of BLOCK.
+
+Half as many where states are streamed: those of three bundles are on the device then.
+"""
 MIN_INT8_ELEMENTS = 4096
 """Smaller tensors keep fp32 state, as in bitsandbytes: norms and biases are sensitive."""
 
@@ -88,6 +95,8 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         self.grad_factor = 1.0
         super().__init__(params, {"lr": settings.lr, "weight_decay": settings.weight_decay})
         self._generators: dict[torch.device, torch.Generator] = {}
+        self.copies: Copies | None = None
+        """How offloaded states come and go; None where they lie on the parameters' device."""
         for parameter in self._parameters():
             half = parameter.dtype in (torch.bfloat16, torch.float16)
             if parameter.dtype == torch.float16 and not settings.master_weights:
@@ -111,33 +120,70 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step_one(parameter, group)
+        try:
+            for bundle in ahead(self._all_bundles()):
+                self._step_bundle(bundle)
+        finally:
+            if self.copies is not None:
+                self.copies.finish()
         return loss
 
-    def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if not state:
-            state.update(self.new_state(parameter))
-        state["step"] += 1
-        weights, grads = parameter.view(-1), parameter.grad.reshape(-1)  # type: ignore[union-attr]
-        for start in range(0, parameter.numel(), CHUNK_ELEMENTS):
-            chunk = slice(start, min(start + CHUNK_ELEMENTS, parameter.numel()))
-            exact = self._exact(weights, state, chunk)
-            grad = grads[chunk].float() * self.grad_factor
-            self._update(exact, grad, state, chunk, group)
-            if "master" in state:
-                self._store(state["master"][chunk], exact)
-                weights[chunk].copy_(exact)
-            else:
-                self._store(weights[chunk], exact)
+    def _all_bundles(self) -> Iterator[Bundle]:
+        """Yield what is stepped together, group by group, each with its group's learning rate and decay."""
+        for group in self.param_groups:
+            yield from self._bundles(group)
 
-    def _exact(self, weights: Tensor, state: dict[str, Any], chunk: slice) -> Tensor:
-        """Return the chunk's weights in fp32 on the parameter's device: a view where possible."""
-        source = state.get("master", weights)
-        return source[chunk].to(weights.device, torch.float32)
+    def _bundles(self, group: dict[str, Any]) -> Iterator[Bundle]:
+        """Cut a group's tensors, in their order, into bundles of at most CHUNK_ELEMENTS of one kind.
+
+        A tensor may begin in one bundle and end in the next.
+        """
+        parts: list[Part] = []
+        kinds: tuple[object, ...] = ()
+        room = self._longest(group)
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            if not state:
+                state.update(self.new_state(parameter))
+            state["step"] += 1
+            weights, grad = parameter.view(-1), parameter.grad.reshape(-1)
+            start, own = 0, kind(state, weights, grad)
+            while start < len(weights):
+                if parts and (room == 0 or own != kinds):
+                    yield Bundle(parts, group, self.copies)
+                    parts, room = [], self._longest(group)
+                kinds = own
+                chunk = slice(start, min(start + room, len(weights)))
+                parts.append(Part(state, weights, grad, chunk))
+                room -= chunk.stop - chunk.start
+                start = chunk.stop
+        if parts:
+            yield Bundle(parts, group, self.copies)
+
+    def _longest(self, group: dict[str, Any]) -> int:
+        if self.settings.offload and self.copies is None and group["params"][0].is_cuda:
+            self.copies = CudaCopies(group["params"][0].device)
+        return CHUNK_ELEMENTS if self.copies is None else CHUNK_ELEMENTS // 2
+
+    def _step_bundle(self, bundle: Bundle) -> None:
+        key = "master" if bundle.has("master") else None
+        exact = bundle.in_fp32(key)
+        grads = self._gradients(bundle)
+        self._update(bundle, exact, grads)
+        self._store(bundle, key, exact)
+        if key is not None:
+            bundle.put(None, exact.parts)
+
+    def _gradients(self, bundle: Bundle) -> list[Tensor]:
+        """Return the bundle's gradients times the factor, in fp32, as new tensors."""
+        grads = [part.of(part.grad) for part in bundle.parts]
+        if grads[0].dtype == torch.float32:
+            return list(torch._foreach_mul(grads, self.grad_factor))
+        wide = bundle.copied(grads)
+        wide.whole.mul_(self.grad_factor)
+        return wide.parts
 
     def new_state(self, parameter: Tensor) -> dict[str, Any]:
         """Return a parameter's state before its first step."""
@@ -163,31 +209,35 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             state[f"moment{number}"] = moment
         return state
 
-    def _update(
-        self,
-        exact: Tensor,
-        grad: Tensor,
-        state: dict[str, Any],
-        chunk: slice,
-        group: dict[str, Any],
-    ) -> None:
-        """Update `exact` fp32 in place, and the chunk's state."""
+    def _update(self, bundle: Bundle, exact: Wide, grads: list[Tensor]) -> None:
+        """Update `exact` in place, and the bundle's moments."""
         numbers = range(1, self.settings.rule.num_states + 1)
-        moments = [widen(state, number, chunk, exact.device) for number in numbers]
-        _RULES[self.settings.rule](self.settings, exact, grad, moments, state["step"], group)
+        moments = [self._moment(bundle, number) for number in numbers]
+        parts = [moment.parts for moment in moments]
+        step, rule = bundle.parts[0].state["step"], _RULES[self.settings.rule]
+        rule(self.settings, exact.parts, grads, parts, step, bundle.group)
         for number, moment in zip(numbers, moments, strict=True):
-            if f"absmax{number}" in state:
-                quantise(state, number, chunk, moment)
-            else:
-                self._store(state[f"moment{number}"][chunk], moment)
+            if not bundle.has(f"absmax{number}"):
+                self._store(bundle, f"moment{number}", moment)
+                continue
+            codes, scales = coded(moment.whole, number)
+            bundle.put(f"moment{number}", codes.split(bundle.sizes))
+            sizes = [-(-size // BLOCK) for size in bundle.sizes]
+            bundle.put(f"absmax{number}", scales.split(sizes))
 
-    def _store(self, target: Tensor, exact: Tensor) -> None:
-        """Write fp32 values into their place: exactly, or rounded stochastically to bf16."""
-        if target.dtype == torch.bfloat16:
-            copy_stochastic_(target, exact, generator=self._generator(exact.device))
-        elif (target.dtype, target.device) != (exact.dtype, exact.device):
-            # otherwise `exact` is a view of `target`, updated in place
-            target.copy_(exact)
+    def _moment(self, bundle: Bundle, number: int) -> Wide:
+        """Return one moment of a bundle in fp32 on its device: views of the state where possible."""
+        if not bundle.has(f"absmax{number}"):
+            return bundle.in_fp32(f"moment{number}")
+        codes, scales = bundle.joined(f"moment{number}"), bundle.joined(f"absmax{number}")
+        return Wide(meaning(codes, scales, number), bundle.sizes)
+
+    def _store(self, bundle: Bundle, key: str | None, exact: Wide) -> None:
+        """Write fp32 values back: exactly, or rounded stochastically to bf16."""
+        kept = bundle.parts[0].weights if key is None else bundle.parts[0].state[key]
+        if kept.dtype == torch.bfloat16:
+            exact = Wide(_rounded(exact.whole, self._generator(exact.whole.device)), bundle.sizes)
+        bundle.put_back(key, exact)
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:
@@ -292,7 +342,12 @@ def saved_values(saved: dict[str, Any], key: str, number: int) -> Tensor:
 
 
 def copy_stochastic_(target: Tensor, source: Tensor, *, generator: torch.Generator) -> None:
-    """Round fp32 `source` into bf16 `target` at random, right on average.
+    """Round fp32 `source` into bf16 `target` at random, right on average."""
+    target.copy_(_rounded(source, generator))
+
+
+def _rounded(source: Tensor, generator: torch.Generator) -> Tensor:
+    """Return fp32 `source` rounded at random to what bf16 can hold.
 
     bf16 is the upper half of fp32's bits: adding a uniform 16-bit number to the lower half carries
     into the upper with probability remainder / 2^16. Infinities stay (their lower half is 0).
@@ -300,54 +355,61 @@ def copy_stochastic_(target: Tensor, source: Tensor, *, generator: torch.Generat
     noise = torch.randint(
         0, 2**16, source.shape, dtype=torch.int32, device=source.device, generator=generator
     )
-    noise.add_(source.view(torch.int32)).bitwise_and_(-(2**16))
-    target.copy_(noise.view(torch.float32))
+    return noise.add_(source.view(torch.int32)).bitwise_and_(-(2**16)).view(torch.float32)
 
 
 def _adamw(
     settings: OptimizerSettings,
-    exact: Tensor,
-    grad: Tensor,
-    moments: Sequence[Tensor],
+    exact: list[Tensor],
+    grads: list[Tensor],
+    moments: Sequence[list[Tensor]],
     step: int,
     group: dict[str, Any],
 ) -> None:
     beta1, beta2 = settings.betas
     mean, square = moments
-    mean.lerp_(grad, 1 - beta1)
-    square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    exact.mul_(1 - group["lr"] * group["weight_decay"])
-    denominator = square.sqrt().div_((1 - beta2**step) ** 0.5).add_(settings.eps)
-    exact.addcdiv_(mean, denominator, value=-group["lr"] / (1 - beta1**step))
+    torch._foreach_lerp_(mean, grads, 1 - beta1)
+    torch._foreach_mul_(square, beta2)
+    torch._foreach_addcmul_(square, grads, grads, value=1 - beta2)
+    torch._foreach_mul_(exact, 1 - group["lr"] * group["weight_decay"])
+    denominator = torch._foreach_sqrt(square)
+    torch._foreach_div_(denominator, (1 - beta2**step) ** 0.5)
+    torch._foreach_add_(denominator, settings.eps)
+    torch._foreach_addcdiv_(exact, mean, denominator, value=-group["lr"] / (1 - beta1**step))
 
 
 def _lion(
     settings: OptimizerSettings,
-    exact: Tensor,
-    grad: Tensor,
-    moments: Sequence[Tensor],
+    exact: list[Tensor],
+    grads: list[Tensor],
+    moments: Sequence[list[Tensor]],
     step: int,
     group: dict[str, Any],
 ) -> None:
     beta1, beta2 = settings.betas
     (mean,) = moments
-    exact.mul_(1 - group["lr"] * group["weight_decay"])
-    exact.add_(torch.lerp(mean, grad, 1 - beta1).sign_(), alpha=-group["lr"])
-    mean.lerp_(grad, 1 - beta2)
+    torch._foreach_mul_(exact, 1 - group["lr"] * group["weight_decay"])
+    signs = torch._foreach_lerp(mean, grads, 1 - beta1)
+    torch._foreach_sign_(signs)
+    torch._foreach_add_(exact, signs, alpha=-group["lr"])
+    torch._foreach_lerp_(mean, grads, 1 - beta2)
 
 
 def _sgd(
     settings: OptimizerSettings,
-    exact: Tensor,
-    grad: Tensor,
-    moments: Sequence[Tensor],
+    exact: list[Tensor],
+    grads: list[Tensor],
+    moments: Sequence[list[Tensor]],
     step: int,
     group: dict[str, Any],
 ) -> None:
-    exact.mul_(1 - group["lr"] * group["weight_decay"])
+    torch._foreach_mul_(exact, 1 - group["lr"] * group["weight_decay"])
     if moments:
-        grad = moments[0].mul_(settings.betas[0]).add_(grad)
-    exact.add_(grad, alpha=-group["lr"])
+        (grown,) = moments
+        torch._foreach_mul_(grown, settings.betas[0])
+        torch._foreach_add_(grown, grads)
+        grads = grown
+    torch._foreach_add_(exact, grads, alpha=-group["lr"])
 
 
 class _Pinning:

@@ -10,6 +10,7 @@ for the copy, and staging buffers are allocated and freed in compute-stream orde
 """
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -87,23 +88,39 @@ class CudaCopies:
 
     def to_host(self, source: Tensor, target: Tensor) -> Any:
         """Copy after what the compute stream has been given so far."""
+        return self.send([source], [target])
+
+    def send(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Any:
+        """Copy after what the compute stream has been given so far."""
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._out):
-            target.copy_(source, non_blocking=True)
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source, non_blocking=True)
             return self._out.record_event()
 
     def to_device(self, source: Tensor, after: Any, device: torch.device) -> tuple[Tensor, Any]:
         """Copy into memory of the compute stream, after its earlier users and after `after`."""
         staged = torch.empty(source.shape, dtype=source.dtype, device=device)
+        return staged, self.bring([source], [staged], after)
+
+    def bring(self, sources: Sequence[Tensor], targets: Sequence[Tensor], after: Any = None) -> Any:
+        """Copy into memory of the compute stream, after its earlier users and after `after`."""
         self._back.wait_stream(torch.cuda.current_stream(self._device))
-        self._back.wait_event(after)
+        if after is not None:
+            self._back.wait_event(after)
         with torch.cuda.stream(self._back):
-            staged.copy_(source, non_blocking=True)
-            return staged, self._back.record_event()
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source, non_blocking=True)
+            return self._back.record_event()
 
     def wait(self, event: Any) -> None:
         """Let the compute stream wait; the host goes on."""
         torch.cuda.current_stream(self._device).wait_event(event)
+
+    def finish(self) -> None:
+        """Let the host wait for both streams."""
+        self._out.synchronize()
+        self._back.synchronize()
 
 
 def clear_last_error(device: torch.device) -> None:

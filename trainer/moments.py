@@ -20,17 +20,27 @@ def widen(state: dict[str, Any], number: int, chunk: slice, device: torch.device
     stored = state[f"moment{number}"][chunk].to(device)
     if f"absmax{number}" not in state:
         return stored.float()
-    scale = state[f"absmax{number}"][blocks(chunk)].to(device)
-    code = _int8_map(number == 1, device)
-    return _bitsandbytes().dequantize_blockwise(stored, absmax=scale, code=code, blocksize=BLOCK)
+    return meaning(stored, state[f"absmax{number}"][blocks(chunk)].to(device), number)
 
 
 def quantise(state: dict[str, Any], number: int, chunk: slice, moment: Tensor) -> None:
     """Write fp32 values back as int8 codes and scales; the first moment is signed."""
-    code = _int8_map(number == 1, moment.device)
-    stored, made = _bitsandbytes().quantize_blockwise(moment, code=code, blocksize=BLOCK)
-    state[f"moment{number}"][chunk].copy_(stored)
-    state[f"absmax{number}"][blocks(chunk)].copy_(made.absmax)
+    codes, scales = coded(moment, number)
+    state[f"moment{number}"][chunk].copy_(codes)
+    state[f"absmax{number}"][blocks(chunk)].copy_(scales)
+
+
+def meaning(codes: Tensor, scales: Tensor, number: int) -> Tensor:
+    """Return in fp32 what the codes [n] of moment `number` mean with scales [n / BLOCK]."""
+    table = _int8_map(number == 1, codes.device)
+    return _bitsandbytes().dequantize_blockwise(codes, absmax=scales, code=table, blocksize=BLOCK)
+
+
+def coded(moment: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """Return the codes [n] of fp32 values [n] of moment `number`, and their scales [n / BLOCK]."""
+    table = _int8_map(number == 1, moment.device)
+    codes, made = _bitsandbytes().quantize_blockwise(moment, code=table, blocksize=BLOCK)
+    return codes, made.absmax
 
 
 def nearest_codes(values: Tensor, scales: Tensor, *, signed: bool) -> Tensor:

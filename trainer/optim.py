@@ -120,11 +120,8 @@ def gradient_norm(
     On several ranks `parameters` are each one's shards, and the norm is that of the whole, the same for all.
     inf or nan if any gradient is: the step must be left out then.
     """
-    norms = [
-        torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)
-        for parameter in parameters
-        if parameter.grad is not None
-    ]
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norms = torch._foreach_norm(grads, dtype=torch.float32) if grads else ()
     norm = torch.linalg.vector_norm(torch.stack(norms)).item() if norms else 0.0
     if ranks.several:
         norm = math.sqrt(ranks.sum(norm * norm) / ranks.copies)

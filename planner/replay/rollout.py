@@ -1,4 +1,4 @@
-"""`model.generate` on the training model: keys and values grow by concatenation, layer by layer."""
+"""Generation by the training model: keys and values grow by concatenation, layer by layer, or have room from the start."""
 
 from planner.allocator.pool import Chunk
 from planner.dtypes import ELEMENT_BYTES, normal_dtype
@@ -14,7 +14,7 @@ from planner.terms.kv_cache import (
 
 
 def play_rollout(model: ModelSpec, r: Resolved, player: Player) -> None:
-    """Play a dynamic cache's last step: every tensor is copied to one token more; then its end.
+    """Play a dynamic cache's last step: every tensor that has no room is copied to one token more; then its end.
 
     Layers with a window keep no more than that (transformers 5.19 DynamicSlidingWindowLayer.update).
     """
@@ -27,6 +27,10 @@ def play_rollout(model: ModelSpec, r: Resolved, player: Player) -> None:
     for tokens in (max(1, r.seq_tokens - 1), r.seq_tokens):
         for place, (layer, width) in enumerate(each):
             held = tokens_held(layer, tokens)
+            in_place = r.switches.generates_in_place and held == tokens
+            if in_place and (place, 0) in cache:
+                continue
+            held = r.seq_tokens if in_place else held
             for half in (0, 1):
                 longer = player.take(int(count * held * width))
                 player.give(cache.get((place, half)))

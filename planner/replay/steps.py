@@ -31,6 +31,7 @@ from planner.terms.gradients import gradient_width
 from planner.terms.logits import head_gradient_width
 from planner.terms.optimizer_kinds import KINDS
 from planner.terms.rope_tables import rope_tables
+from planner.terms.step_scratch import bundles
 from planner.terms.weights import flat_units, trained_width, weights
 from planner.units import MiB
 
@@ -123,7 +124,8 @@ class Run:
             if r.trains and r.placement.zero is not None
             else None
         )
-        self.update = Update(r, self.trained, player, self._factored(), copies)
+        bundle = bundles(model, r).bytes if r.trains and r.switches.step_scratch_bytes else 0
+        self.update = Update(r, self.trained, player, self._factored(), copies, bundle)
         self.outputs: Chunk | None = None
         self.held: list[list[Chunk]] = []
         """Whole gradients that wait for the last micro-batch."""

@@ -4,10 +4,10 @@ from planner.allocator.pool import Chunk
 from planner.replay.player import Player
 from planner.replay.tensors import Trained
 from planner.run.resolved import Resolved
-from planner.terms.counts import SMALL_TENSOR
-from planner.terms.optimizer import BLOCK_8BIT, state_width
+from planner.terms.counts import BLOCK_8BIT, SMALL_TENSOR
+from planner.terms.optimizer import state_width
 from planner.terms.optimizer_kinds import KINDS
-from planner.terms.step_scratch import MOST, slice_width, states_away
+from planner.terms.step_scratch import states_away
 
 
 class Update:
@@ -20,15 +20,16 @@ class Update:
         player: Player,
         factored: list[int],
         copies: tuple[int, ...] | None = None,
+        bundle: int = 0,
     ) -> None:
         self.r = r
         self.copies = copies
         """Blocks that DeepSpeed's step makes; None where it is not at work."""
+        self.bundle = bundle
+        """Bytes of what is stepped at once, where a step goes bundle by bundle."""
         self.factored = factored
         """Elements of Adafactor's statistics; empty for another optimizer."""
         self.trained = trained
-        self.kinds = {(each.elements, each.width) for each in trained}
-        """What differs between them."""
         self.player = player
         self.started = False
         self.kind = KINDS[r.optimizer]
@@ -38,16 +39,8 @@ class Update:
         here = not states_away(self.r)
         if here and not self.started:
             self._start()
-        if longest := self.r.switches.step_scratch_bytes // MOST:
-            self.player.passing(
-                max(
-                    (
-                        min(elements, longest) * slice_width(self.r, width, elements)
-                        for elements, width in self.kinds
-                    ),
-                    default=0,
-                )
-            )
+        if self.bundle:
+            self.player.passing(self.bundle)
         elif here and self.copies is not None:
             self.player.passing(*self.copies)
         elif here and self.kind.square_roots:

@@ -61,7 +61,7 @@ class Switches(Section):
     (bnb_4bit_quant_storage): uint8, the default, stays whole on every rank (accelerate 1.15
     utils/fsdp_utils.py, fsdp2_prepare_model: ignored_params)."""
     step_scratch_bytes: Annotated[int, Field(ge=0, strict=True)] = 0
-    """The step works slice by slice, each of at most this many bytes in six fp32 numbers an element; 0: all
+    """The step works bundle by bundle, each of at most this many bytes in six fp32 numbers an element; 0: all
     tensors at once, as torch's foreach."""
     embeddings_32bit_state: Flag = False
     """8-bit optimizers keep the embeddings' states in 32 bit (bitsandbytes GlobalOptimManager)."""
@@ -236,6 +236,9 @@ class Switches(Section):
     """Bytes of a buffer that weights go to the engine through."""
     drops_renewed_weights: Flag = False
     """A pushed copy whose weights all come anew gives them back asleep (level 2), not into host memory."""
+    generates_in_place: Flag = False
+    """Generation by transformers has room for all tokens of its sequences from the start and writes each where it
+    stays; elsewhere every layer's keys and values are copied to one token more (DynamicLayer.update)."""
     prefill_tokens: Annotated[int, Field(ge=0, strict=True)] = 0
     """The transformers engine reads every prompt once, so many tokens at a time (trainer/engines/
     transformers.py); 0: `generate` reads the prompt of every completion, all of it at once."""

@@ -13,6 +13,8 @@ from planner.run.resolved import Resolved
 
 SMALL_TENSOR = 4096
 """Elements below which 8-bit optimizers keep a tensor in 32 bit."""
+BLOCK_8BIT = 256
+"""bitsandbytes: elements that share one fp32 scale."""
 
 
 class BaseKey(NamedTuple):

@@ -1,5 +1,6 @@
 """What `model.generate` needs beside weights and cache: of one new token, and of the prompts before it."""
 
+from planner.dtypes import ELEMENT_BYTES, normal_dtype
 from planner.layer.costs import no_grad_costs
 from planner.layer.tape import largest
 from planner.models.spec import ModelSpec
@@ -7,7 +8,12 @@ from planner.run.recipe import EngineKind, Task
 from planner.run.resolved import Resolved
 from planner.terms.activations import op_settings
 from planner.terms.counts import base_weights
-from planner.terms.kv_cache import rollout_sequences, sequence_bytes
+from planner.terms.kv_cache import (
+    layer_bytes_per_token,
+    rollout_sequences,
+    sequence_bytes,
+    tokens_held,
+)
 from planner.terms.term import Term
 
 LOGIT_BYTES = 4
@@ -50,8 +56,8 @@ def rolling(model: ModelSpec, r: Resolved, *, prompts: int = 0) -> Term:
     """Return what a rollout by transformers needs beside its cache at full length.
 
     Two moments: the prompts' forward, when the cache is as long as they are, and the last token, when every
-    layer's keys (and then its values) are copied to one token more (cache_utils.py, DynamicLayer.update).
-    `prompts`: how many different ones, where it is not a group's one.
+    layer's keys (and then its values) are copied to one token more (cache_utils.py, DynamicLayer.update). Where
+    they are written in place, a layer's prompts are beside it while its rows are made of them. `prompts`: how many different ones, where it is not a group's one.
     """
     if r.engine is not EngineKind.TRANSFORMERS or r.task is not Task.GRPO:
         return Term("activations", 0)
@@ -65,7 +71,11 @@ def rolling(model: ModelSpec, r: Resolved, *, prompts: int = 0) -> Term:
     settings = op_settings(model, r)
     # the forward holds the embeddings' output beside the layer at work
     prefill = cache + tokens * model.hidden * settings.residual + _one_layer(model, r, tokens)
-    longer = full // (2 * model.num_layers)
+    if r.switches.generates_in_place:
+        spread = cache // model.num_layers if different < rows else 0
+        longer = max(spread, rows * _window_copy(model, r))
+    else:
+        longer = full // (2 * model.num_layers)
     # no weight is dequantised while keys are copied
     last = full + max(
         longer + _one_layer(model, r, rows, constants=False), _one_layer(model, r, rows)
@@ -73,10 +83,24 @@ def rolling(model: ModelSpec, r: Resolved, *, prompts: int = 0) -> Term:
     size = max(prefill, last) - full
     if last >= prefill:
         text = "a layer's keys copied {0:,} B + one layer of a forward of {1:,} new tokens"
+        if not longer:
+            text = "one layer of a forward of {1:,} new tokens"
         return Term("activations", size, text, (longer, rows), "transformers cache_utils.py")
     text = "a forward of {0:,} prompt tokens {1:,} B, above what the cache grows by {2:,} B"
     args = (tokens, prefill - cache, full - cache)
     return Term("activations", size, text, args, "transformers generation/utils.py")
+
+
+def _window_copy(model: ModelSpec, r: Resolved) -> int:
+    """Return what a sequence's keys of a layer with a window take, which are copied for every token."""
+    element = ELEMENT_BYTES[normal_dtype(r.kv_dtype, field="kv_dtype")]
+    held = ((layer, tokens_held(layer, r.seq_tokens)) for layer in model.layers)
+    windows = (
+        int(tokens * layer_bytes_per_token(layer, element)) // 2
+        for layer, tokens in held
+        if tokens < r.seq_tokens
+    )
+    return max(windows, default=0)
 
 
 def _one_layer(model: ModelSpec, r: Resolved, tokens: int, *, constants: bool = True) -> int:

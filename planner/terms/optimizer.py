@@ -10,15 +10,12 @@ from planner.models.spec import ModelSpec, ModuleSpec
 from planner.run.recipe import Method
 from planner.run.resolved import Resolved
 from planner.terms.adapters import Group, trained_groups
-from planner.terms.counts import SMALL_TENSOR, adapters
+from planner.terms.counts import BLOCK_8BIT, SMALL_TENSOR, adapters
 from planner.terms.optimizer_kinds import KINDS
 from planner.terms.shards import trained_share
-from planner.terms.step_scratch import slices, states_away
+from planner.terms.step_scratch import bundles, states_away
 from planner.terms.term import Term
 from planner.terms.zero import step_copies
-
-BLOCK_8BIT = 256
-"""bitsandbytes: elements that share one fp32 scale."""
 
 
 class OptimizerCosts(NamedTuple):
@@ -61,7 +58,7 @@ def optimizer(model: ModelSpec, r: Resolved) -> OptimizerCosts:
         f"{r.optimizer}: states as wide as the parameter; 8-bit ones with a scale for 256 elements",
     )
     nothing = Term("optimizer", 0)
-    own = slices(model, r) if r.switches.step_scratch_bytes else nothing
+    own = bundles(model, r) if r.switches.step_scratch_bytes else nothing
     if states_away(r):  # paged ones are evicted to the host when pressed
         return OptimizerCosts(nothing, term, own)
     # foreach AdamW holds sqrt(exp_avg_sq) of every parameter at once

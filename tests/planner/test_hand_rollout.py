@@ -42,8 +42,14 @@ def test_our_engine_reads_a_group_s_prompt_once() -> None:
     r = choices(**GRPO, framework="vramwise", context=528, prompt_length=512, completion_length=16)
     full = 8 * sequence_bytes(LLAMA, 528, "bf16")
     one = largest(no_grad_costs(LLAMA.layers[0], 64, op_settings(LLAMA, r, 8)), 8).at(8)
-    # eight sequences' last token: the keys of one of three layers are copied
-    assert rolling(LLAMA, r).bytes == full // 6 + one
+    # a layer's keys and values of the prompt, of which eight rows are made; 16 tokens are written in place
+    assert rolling(LLAMA, r).bytes == sequence_bytes(LLAMA, 512, "bf16") // 3 + one
+    copied = choices(
+        **GRPO, framework="vramwise", context=528, prompt_length=512, completion_length=16,
+        switches={"generates_in_place": False},
+    )  # fmt: skip
+    # else the keys of one of three layers are copied for the last token
+    assert rolling(LLAMA, copied).bytes == full // 6 + one
     # sixteen held-out prompts are different ones: read 2,048 tokens at a time, no more
     settings = op_settings(LLAMA, r, 2048)
     tokens = largest(no_grad_costs(LLAMA.layers[0], 64, settings), 2048).at(2048)
@@ -99,6 +105,10 @@ def test_layers_with_a_window_copy_no_more_than_it() -> None:
     r = resolve(spec, recipe, make_machine("h100-sxm"))
     player = Player()
     play_rollout(spec, r, player)
+    # by default vramwise has room for all from the start: only windows of 512 tokens are copied
+    assert player.device.peak_allocated_bytes <= 8 * sequence_bytes(spec, 32768) + 8 * 512 * 256 * 2
+    growing = make_recipe(**GRPO, context=32768, framework="trl==1.9")
+    play_rollout(spec, resolve(spec, growing, make_machine("h100-sxm")), player := Player())
     # the whole cache, and beside it the longest layer's keys once more
     whole = 8 * sequence_bytes(spec, 32768, "bf16")
     longest = 8 * 32768 * 256 * 2

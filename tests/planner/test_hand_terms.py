@@ -338,8 +338,8 @@ def test_eight_bit_states_of_small_adapters_are_32_bit() -> None:
         ({"optimizer": "adamw", "master_weights": True}, {}, 12 * 239_040, 4 * 239_040),
         ({"optimizer": "adamw", "master_weights": True, "dtype": "fp32"}, {}, 1_912_320, 956_160),
         ({"optimizer": "adamw"}, {"fp32_optimizer_state": True}, 1_912_320, 956_160),
-        # slice by slice, of the largest tensor: weights, gradient and a root in fp32
-        ({"optimizer": "adamw"}, {"step_scratch_bytes": 10**9}, 956_160, 12 * 64_000),
+        # bundle by bundle, here all matrices (the norms are 7 x 64): weights, gradient and a root in fp32
+        ({"optimizer": "adamw"}, {"step_scratch_bytes": 10**9}, 956_160, 12 * 238_592),
         # or six numbers of 416 elements, of which three are taken
         ({"optimizer": "adamw"}, {"step_scratch_bytes": 10_000}, 956_160, 12 * 416),
         # fp32 weights, and masters, are stepped in place
@@ -347,22 +347,24 @@ def test_eight_bit_states_of_small_adapters_are_32_bit() -> None:
             {"optimizer": "adamw", "dtype": "fp32"},
             {"step_scratch_bytes": 10**9},
             1_912_320,
-            8 * 64_000,
+            8 * 238_592,
         ),
         (
             {"optimizer": "adamw", "master_weights": True},
             {"step_scratch_bytes": 10**9},
             2_868_480,
-            8 * 64_000,
+            8 * 238_592,
         ),
-        # codes are widened
+        # codes are widened; k and v have 2,048 elements and none
         (
             {"optimizer": "lion-8bit", "dtype": "fp32"},
             {"step_scratch_bytes": 10**9, "embeddings_32bit_state": False},
             280_784,
-            12 * 64_000,
+            12 * (238_592 - 6 * 2_048),
         ),
-        ({"optimizer": "sgd", "dtype": "fp32"}, {"step_scratch_bytes": 10**9}, 0, 4 * 64_000),
+        ({"optimizer": "sgd", "dtype": "fp32"}, {"step_scratch_bytes": 10**9}, 0, 4 * 238_592),
+        # without a master bf16 is rounded by noise, when what the rule made is gone
+        ({"optimizer": "sgd"}, {"step_scratch_bytes": 10**9}, 0, 12 * 238_592),
     ],
 )
 def test_masters_and_the_steps_temporaries(
@@ -382,9 +384,31 @@ def test_states_are_divided() -> None:
     )
     assert found.step.formula == "59,760 x 2 B: foreach sqrt of the second moment"
     r = choices(machine=FOUR, **FULL, sharding=sharding, switches={"step_scratch_bytes": 10**9})
-    assert optimizer(LLAMA, r).step.bytes == 12 * 64_000 // 4
+    assert optimizer(LLAMA, r).step.bytes == 12 * 238_592 // 4
     ddp = optimizer(LLAMA, choices(machine=FOUR, **FULL, sharding="ddp"))
     assert ddp.states.bytes == 956_160
+
+
+@pytest.mark.parametrize(
+    ("fields", "step"),
+    [
+        # half of 4,000 elements at once: weights, gradient, root; the moments of three such bundles
+        ({"optimizer": "adamw"}, 2_000 * 12 + 6_000 * 8),
+        # a master is stepped where it has come: no weights beside it
+        ({"optimizer": "adamw", "master_weights": True}, 2_000 * 8 + 6_000 * 12),
+        # codes come with their scales, and 4 B are made of them: 38,093; of k and v, which have none, more comes
+        ({"optimizer": "lion-8bit"}, 2_000 * 12 + 6_000 * 4),
+        # nothing comes
+        ({"optimizer": "sgd", "dtype": "fp32"}, 2_000 * 4),
+    ],
+)
+def test_streamed_states_come_and_go_beside_what_is_stepped(
+    fields: dict[str, object], step: int
+) -> None:
+    r = choices(
+        method="full", optimizer_offload=True, switches={"step_scratch_bytes": 24 * 4_000}, **fields
+    )
+    assert optimizer(LLAMA, r).step.bytes == step
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.errors import UnsupportedError, UsageError
 from planner.run.recipe import Optimizer
@@ -113,6 +114,168 @@ def test_int8_chunks_end_on_blocks(monkeypatch):
     monkeypatch.setattr(elementwise_optimizer, "CHUNK_ELEMENTS", 512)
     train(make_optimizer(named(chunked), kind=Optimizer.ADAMW_8BIT, lr=1e-2), chunked, 5)
     torch.testing.assert_close(chunked, whole, rtol=0, atol=0)
+
+
+ADAPTERS = ((16, 96), (64, 16), (33,), (16, 40), (256, 64), (3, 5, 7), (16, 64), (96, 16))
+"""Among them tensors without whole blocks of 256, and some too small for 8 bits."""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kind": Optimizer.ADAMW},
+        {"kind": Optimizer.ADAMW, "dtype": torch.bfloat16, "master_weights": True},
+        {"kind": Optimizer.PAGED_ADAMW, "dtype": torch.float16, "master_weights": True},
+        {"kind": Optimizer.ADAMW_8BIT, "shapes": (*ADAPTERS, (50, 100), (16, 512), (4100,))},
+        {"kind": Optimizer.LION, "dtype": torch.bfloat16, "master_weights": True},
+        {"kind": Optimizer.SGD_MOMENTUM},
+    ],
+    ids=lambda options: options["kind"],
+)
+def test_tensors_stepped_together_are_stepped_as_each_alone(options):
+    options = {"dtype": torch.float32, "shapes": ADAPTERS, **options}
+    dtype, shapes = options.pop("dtype"), options.pop("shapes")
+    together, alone = parameters(dtype, shapes), parameters(dtype, shapes)
+    train(make_optimizer(named(together), lr=1e-2, weight_decay=0.1, **options), together, 5)
+    each = [
+        make_optimizer([("p", tensor)], lr=1e-2, weight_decay=0.1, **options) for tensor in alone
+    ]
+    for step in range(5):
+        give_gradients(alone, step)
+        for optimizer in each:
+            optimizer.step()
+    for one, other in zip(together, alone, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kind", [Optimizer.ADAMW, Optimizer.ADAMW_8BIT, Optimizer.LION])
+def test_where_bundles_end_changes_nothing_that_is_rounded_at_random(kind, monkeypatch):
+    few, many = parameters(torch.bfloat16, ADAPTERS), parameters(torch.bfloat16, ADAPTERS)
+    train(make_optimizer(named(few), kind=kind, lr=1e-2), few, 4)
+    monkeypatch.setattr(elementwise_optimizer, "CHUNK_ELEMENTS", 512)
+    train(make_optimizer(named(many), kind=kind, lr=1e-2), many, 4)
+    for one, other in zip(few, many, strict=True):
+        assert torch.equal(one, other)
+
+
+class LateCopies:
+    """Two queues that copy as late as they may: what is read too early, or written too early, is wrong.
+
+    What comes is NaN until it is waited for; what goes is read when it is waited for, or at the end.
+    """
+
+    def __init__(self):
+        self.queues = {"in": [], "out": []}
+        self.most_coming = self.most_going = 0
+
+    def _enter(self, queue, sources, targets):
+        self.queues[queue].append((list(sources), list(targets)))
+        self.most_coming = max(self.most_coming, len(self.queues["in"]))
+        self.most_going = max(self.most_going, len(self.queues["out"]))
+        return queue, self.queues[queue][-1]
+
+    def bring(self, sources, targets):
+        for target in targets:
+            target.fill_(math.nan if target.is_floating_point() else 255)
+        return self._enter("in", sources, targets)
+
+    def send(self, sources, targets):
+        return self._enter("out", sources, targets)
+
+    def wait(self, event):
+        queue, entry = event
+        while any(entry is other for other in self.queues[queue]):  # in order, as a stream
+            for source, target in zip(*self.queues[queue].pop(0), strict=True):
+                target.copy_(source)
+
+    def finish(self):
+        for queue in self.queues:
+            while self.queues[queue]:
+                self.wait((queue, self.queues[queue][0]))
+
+
+STREAMED = {
+    "masters": {"kind": Optimizer.ADAMW, "dtype": torch.bfloat16, "master_weights": True},
+    "rounded": {"kind": Optimizer.ADAMW, "dtype": torch.bfloat16},
+    "bf16 states": {
+        "kind": Optimizer.LION,
+        "dtype": torch.bfloat16,
+        "state_format": StateFormat.BF16,
+    },
+    "codes": {"kind": Optimizer.ADAMW_8BIT, "dtype": torch.bfloat16},
+    "fp32": {"kind": Optimizer.SGD_MOMENTUM},
+    "nothing": {"kind": Optimizer.SGD},
+}
+
+
+@pytest.mark.parametrize("options", STREAMED.values(), ids=STREAMED.keys())
+def test_streamed_states_step_as_resident_ones(options, monkeypatch):
+    """Bundles of 512 streamed, of 512 resident: the same noise, and a tensor lies in several."""
+    options = {"dtype": torch.float32, **options}
+    dtype = options.pop("dtype")
+    resident, streamed = parameters(dtype, ADAPTERS), parameters(dtype, ADAPTERS)
+    monkeypatch.setattr(elementwise_optimizer, "CHUNK_ELEMENTS", 512)
+    here = make_optimizer(named(resident), lr=1e-2, weight_decay=0.1, **options)
+    train(here, resident, 4)
+    monkeypatch.setattr(elementwise_optimizer, "CHUNK_ELEMENTS", 1024)
+    there = make_optimizer(named(streamed), lr=1e-2, weight_decay=0.1, offload=True, **options)
+    there.copies = LateCopies()
+    train(there, streamed, 4)
+    for one, other in zip(resident, streamed, strict=True):
+        assert torch.equal(one, other)
+        for key, value in here.state[one].items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(there.state[other][key]))
+    if here.settings.rule is not elementwise_optimizer.Rule.SGD:
+        # one bundle comes while another is stepped; what went is waited for after the next one's step
+        assert there.copies.most_coming == 2
+        assert there.copies.most_going > 1
+
+
+def test_copies_end_with_a_step_that_fails(monkeypatch):
+    monkeypatch.setattr(elementwise_optimizer, "CHUNK_ELEMENTS", 1024)
+    tensors = parameters(torch.float32, ADAPTERS)
+    optimizer = make_optimizer(named(tensors), kind=Optimizer.ADAMW, lr=1e-2, offload=True)
+    optimizer.copies = LateCopies()
+    train(optimizer, tensors, 1)
+    give_gradients(tensors, 1)
+    monkeypatch.setattr(torch, "_foreach_sqrt", lambda tensors: (_ for _ in ()).throw(MemoryError))
+    with pytest.raises(MemoryError):
+        optimizer.step()
+    assert optimizer.copies.queues == {"in": [], "out": []}
+
+
+class Operations(TorchDispatchMode):
+    """Counts what would be launched: every operation but those that only look at memory, or reserve it."""
+
+    NONE = (
+        "view",
+        "slice",
+        "split_with_sizes",
+        "empty",
+        "_record_function_enter_new",
+        "_record_function_exit",
+    )
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket.__name__ not in self.NONE
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_adapters_of_thirty_layers_take_few_launches():
+    """4,677 when each of the 420 tensors was stepped by itself."""
+    shapes = [shape for _ in range(30 * 7) for shape in ((16, 576), (576, 16))]
+    adapters = parameters(torch.bfloat16, shapes)
+    optimizer = make_optimizer(named(adapters), kind=Optimizer.ADAMW, lr=1e-3, master_weights=True)
+    train(optimizer, adapters, 1)
+    give_gradients(adapters, 1)
+    with Operations() as counted:
+        apply_step(optimizer, adapters, scale=NO_SCALE, max_norm=1.0)
+    # two bundles of 11, and the norm: one for all, stacked, normed again, read
+    assert counted.count == 2 * 11 + 4
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -236,16 +399,17 @@ def test_another_optimizers_state_is_refused():
         fewer.load_state_dict(adam.state_dict())
 
 
-def test_the_step_takes_bounded_scratch():
-    """A bf16 tensor of 24 million elements: its fp32 copy alone would be 96 MiB."""
-    tensor = nn.Parameter(torch.zeros(24, 2**20, dtype=torch.bfloat16))
-    optimizer = make_optimizer([("p", tensor)], kind=Optimizer.ADAMW_8BIT, lr=1e-3)
-    tensor.grad = torch.ones_like(tensor)
-    optimizer.step()
+@pytest.mark.parametrize("shapes", [((12, 2**20),), 48 * ((256, 1024),)], ids=["one", "many"])
+def test_the_step_takes_bounded_scratch(shapes):
+    """bf16 tensors of 12 million elements: fp32 copies of weights, gradients and moments would be 192 MiB."""
+    tensors = parameters(torch.bfloat16, shapes)
+    optimizer = make_optimizer(named(tensors), kind=Optimizer.ADAMW_8BIT, lr=1e-3)
+    train(optimizer, tensors, 1)
     with StorageTracker() as tracker:
-        for known in (tensor, tensor.grad, *optimizer.state[tensor].values()):
-            if isinstance(known, torch.Tensor):
-                tracker.adopt(known, term="known", module="")
+        for tensor in tensors:
+            for known in (tensor, tensor.grad, *optimizer.state[tensor].values()):
+                if isinstance(known, torch.Tensor):
+                    tracker.adopt(known, term="known", module="")
         optimizer.step()
     live = peak = 0
     for event in tracker.events:

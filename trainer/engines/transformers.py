@@ -1,6 +1,7 @@
 """Generation by the training model itself: no second copy of the weights, nothing to synchronise.
 
-A group's prompt runs once and its KV cache is repeated for the group; finished rows leave the batch.
+A group's prompt runs once and its KV cache is repeated for the group, with room for all that it may say;
+finished rows leave the batch.
 Shapes: U prompts, B rows, P prompt tokens, V vocabulary.
 """
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from planner.errors import UnsupportedError, VramwiseError
 from planner.run.recipe import Recipe
+from trainer.engines.cache import fill, keep, roomy, spread
 from trainer.engines.protocol import Completion, SamplingSettings
 from trainer.model import Policy, eos_ids
 from trainer.sampling import StopStrings, draw, penalise, shape_logits, uniforms
@@ -22,7 +24,7 @@ from trainer.sampling import StopStrings, draw, penalise, shape_logits, uniforms
 PREFILL_TOKENS = 2048
 """Prompt tokens of one forward: their activations are gone before the cache is full."""
 COMPACT_BELOW = 0.75
-"""Rows are dropped from the cache when at most this share of them still runs: dropping copies it."""
+"""Rows are dropped from the cache when at most this share of them still runs: dropping moves some."""
 
 
 @dataclass
@@ -113,7 +115,7 @@ class TransformersEngine:
         """Fill `rows` with tokens until each has ended or is at the limit."""
         ends = set(eos_ids(self._policy)) | set(settings.stop_token_ids)
         stops = StopStrings(self._policy.tokenizer, settings.stop)
-        logits, mask, cache = self._prefill(rows, prompts)
+        logits, mask, cache = self._prefill(rows, prompts, settings.max_new_tokens)
         active = list(rows)
         at = uniforms([row.seed for row in rows], settings.max_new_tokens).to(logits.device)
         for step in range(settings.max_new_tokens):
@@ -140,15 +142,15 @@ class TransformersEngine:
             if not running or step == settings.max_new_tokens - 1:
                 return
             if len(running) <= COMPACT_BELOW * len(active) and _selectable(cache):
-                chosen = torch.tensor(running, device=token.device)
-                cache.batch_select_indices(chosen)
+                places = keep(cache, running, token.device)
+                chosen = torch.tensor(places, device=token.device)
                 token, mask, at = token[chosen], mask[chosen], at[chosen]
-                active = [active[place] for place in running]
+                active = [active[place] for place in places]
             mask = torch.cat([mask, mask.new_ones(len(active), 1)], dim=1)
             logits = self._forward(token[:, None], mask, cache)
 
     def _prefill(
-        self, rows: list[_Row], prompts: Sequence[Sequence[int]]
+        self, rows: list[_Row], prompts: Sequence[Sequence[int]], max_new_tokens: int
     ) -> tuple[Tensor, Tensor, Any]:
         """Return (logits [B, V] of the first new token, mask [B, P], cache) of `rows`."""
         cache = self._new_cache()
@@ -156,6 +158,8 @@ class TransformersEngine:
         if not _selectable(cache):
             unique = [row.prompt_index for row in rows]
         width = max(len(prompts[index]) for index in unique)
+        full = width + max_new_tokens - 1  # the last token is not run
+        cache = roomy(cache, width if len(unique) < len(rows) else full)
         ids = torch.full((len(unique), width), self._policy.tokenizer.pad_token_id or 0)
         mask = torch.zeros_like(ids)
         for place, index in enumerate(unique):
@@ -167,7 +171,7 @@ class TransformersEngine:
         if len(unique) < len(rows):
             where = {index: place for place, index in enumerate(unique)}
             chosen = torch.tensor([where[row.prompt_index] for row in rows], device=device)
-            cache.batch_select_indices(chosen)
+            spread(cache, chosen, full)
             logits, mask = logits[chosen], mask[chosen]
         return logits, mask, cache
 
@@ -229,16 +233,14 @@ class TransformersEngine:
     ) -> None:
         """Hold what the last token of a rollout at full length holds: all prompts, then a full cache."""
         ids = torch.zeros(num_prompts, prompt_tokens, dtype=torch.long, device=self._policy.device)
-        cache = self._new_cache()
+        cache = roomy(self._new_cache(), prompt_tokens)
         logits = self._prefill_in_chunks(ids, torch.ones_like(ids), cache)
         if _selectable(cache):
             chosen = torch.arange(rows, device=ids.device) % num_prompts
-            cache.batch_select_indices(chosen)
-            for layer in cache.layers:
-                full = prompt_tokens + completion_tokens - 1 - layer.keys.shape[-2]
-                layer.keys = torch.nn.functional.pad(layer.keys, (0, 0, 0, full))
-                layer.values = torch.nn.functional.pad(layer.values, (0, 0, 0, full))
-            mask = ids.new_ones(rows, prompt_tokens + completion_tokens)
+            full = prompt_tokens + completion_tokens - 1
+            spread(cache, chosen, full)
+            fill(cache, full - 1)
+            mask = ids.new_ones(rows, full)
             logits = self._forward(ids.new_zeros(rows, 1), mask, cache)
         at = torch.zeros(len(logits), dtype=torch.float64, device=logits.device)
         draw(shape_logits(logits, temperature=1.0, top_k=0, top_p=1.0), at)
