@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from planner.errors import UsageError
 from planner.importers.keys import DTYPE, HARMLESS, MOVES, SETTLED, SIXTEEN, shown
+from planner.importers.vocabulary import strange
 from planner.run.framework import fallback_note, pick, spell
 from planner.run.framework_files import Framework
 from planner.run.recipe import EngineSection, LoraSection, MachineSection, Recipe, RunFile
@@ -152,6 +153,8 @@ class Settings:
                     self.report.taken.append(
                         Taken(key=key, value=shown(key, value)[:200], field=to)
                     )
+                if strange(to, value):
+                    self.unread(key, value, f"no word for {to} that is known; planned without it")
                 return value
         self.used.update(keys)
         if default is not None and to:

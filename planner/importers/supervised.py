@@ -215,7 +215,7 @@ def read_xtuner(calls: Calls, names: dict[str, Any], *, version: str | None = No
         recipe["reference"] = words.reference(method, needed=True)
     elif reward:
         recipe["task"] = Task.REWARD
-    lora = {}
+    lora: dict[str, Any] = {}
     if lora_given:
         lora = {
             "rank": s.count("lora.r", to="lora.rank", default=8),

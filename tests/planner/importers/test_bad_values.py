@@ -112,6 +112,35 @@ def test_nonsense_is_refused_by_its_keys_name(tool: str) -> None:
     assert tried > 10
 
 
+@pytest.mark.parametrize(
+    ("tool", "key"),
+    [
+        ("axolotl", "rl"),
+        ("axolotl", "adapter"),
+        ("axolotl", "gradient_checkpointing"),
+        ("llamafactory", "flash_attn"),
+        ("trl", "dtype"),
+        ("hf-trainer", "fsdp"),
+        ("torchtitan", "activation_checkpoint.mode"),
+        ("ms-swift", "rlhf_type"),
+        ("litgpt", "quantize"),
+        ("llm-foundry", "precision"),
+        ("verl", "algorithm.adv_estimator"),
+        ("skyrl", "trainer.strategy"),
+        ("slime", "recompute_granularity"),
+        ("areal", "allocation_mode"),
+        ("roll", "actor_train.device_mapping"),
+        ("sglang", "kv-cache-dtype"),
+        ("vllm", "quantization"),
+    ],
+)
+@pytest.mark.parametrize("word", ["zorgl", "${CHOSEN}"])
+def test_a_word_that_no_tool_has_is_reported(tool: str, key: str, word: str) -> None:
+    found = import_config(with_value(TEXTS[tool], key, word))
+    said = {row.value for row in found.report.not_understood}
+    assert {word, "", "$CHOSEN"} & said or any(word in each for each in found.report.effects)
+
+
 SOURCES = {
     "from unsloth import FastLanguageModel\nm, t = FastLanguageModel.from_pretrained('unsloth/Qwen3-4B', max_seq_length={0})\nm = FastLanguageModel.get_peft_model(m, r=8)\n": "max_seq_length",
     "from unsloth import FastLanguageModel\nm, t = FastLanguageModel.from_pretrained('unsloth/Qwen3-4B')\nm = FastLanguageModel.get_peft_model(m, r={0})\n": "r",
