@@ -32,7 +32,7 @@ def pretrain_command(started: Started, context: Context) -> Imported | None:
         return None
     if not (_PROGRAM.search(started.program) or "tensor_model_parallel_size" in values):
         return None
-    return read(values, started.gpus, version=context.version_of("megatron-core"))
+    return read(values, started.gpus, version=context.version_of("megatron"))
 
 
 def read(values: dict[str, Any], gpus: int | None, *, version: str | None = None) -> Imported:

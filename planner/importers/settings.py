@@ -61,7 +61,7 @@ class ImportReport:
     version_assumed: bool
     """The file does not say its version: this one was assumed, or follows from what it holds."""
     version_why: str = ""
-    """What in the file the version follows from."""
+    """What in the file, or beside it, the version follows from; empty where its user gave it."""
     taken: list[Taken] = field(default_factory=list)
     defaulted: list[Defaulted] = field(default_factory=list)
     not_understood: list[NotUnderstood] = field(default_factory=list)
