@@ -85,16 +85,15 @@ def import_config(
     found = _import(text, path, context)
     if spread is not None and found.run.recipe.sharding.value == "none":
         found = _with_launch(found, spread)
-    return _completed(found, context)
+    return _completed(found, replace(context, text=text))
 
 
 def _completed(found: Imported, context: Context) -> Imported:
     """Return the import with what was said beside it: the model, and no note about GPUs that were given."""
     if context.model is not None:
         found = replace(found, run=found.run.model_copy(update={"model": context.model}))
-    pinned = context.locked(found.tool) if context.version is None else None
-    if pinned is not None and found.version == pinned.version:
-        found.report.effects.append(f"version {pinned.version}: {pinned.file} beside it pins it")
+    if not found.report.version_assumed:
+        found.report.version_why = context.why(found.tool, found.version)
     if context.gpus is not None:
         report = found.report
         report.effects = [

@@ -216,11 +216,11 @@ def _sharding(
         settings,
         recipe,
         _degrees(settings) or gpus or from_words(text).gpus,
-        tensor=settings.count("tensor_parallel_size", to="parallel.tensor"),
+        tensor=settings.count("tensor_parallel_size", to="parallel.tensor", off=True),
         context=settings.count(
-            "context_parallel_size", "sequence_parallel_degree", to="parallel.context"
+            "context_parallel_size", "sequence_parallel_degree", to="parallel.context", off=True
         ),
-        expert=settings.count("expert_parallel_size", to="parallel.expert"),
+        expert=settings.count("expert_parallel_size", to="parallel.expert", off=True),
     )
     return finish_sharding(settings, recipe, gpus)
 
@@ -228,7 +228,7 @@ def _sharding(
 def _degrees(settings: Settings) -> int | None:
     """Return the ranks of the device mesh, where the file states its shards."""
     shard, replicate = (
-        settings.count(key, to="gpus") for key in ("dp_shard_size", "dp_replicate_size")
+        settings.count(key, to="gpus", off=True) for key in ("dp_shard_size", "dp_replicate_size")
     )
     return (shard or 1) * (replicate or 1) if shard or replicate else None
 

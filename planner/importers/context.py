@@ -8,7 +8,7 @@ from typing import Any
 from planner.errors import UsageError
 from planner.importers.loading import flatten, load_json, load_yaml, read_text
 from planner.importers.spread import Launch
-from planner.importers.versions import Locked, locked, stated
+from planner.importers.versions import Locked, locked, stated, stated_as
 
 PACKAGES = {
     "axolotl": ("axolotl",),
@@ -20,6 +20,8 @@ PACKAGES = {
     "unsloth": ("unsloth",),
     "vllm": ("vllm",),
     "sglang": ("sglang",),
+    "megatron": ("megatron-core", "megatron-lm"),
+    "skyrl": ("skyrl", "skyrl-train"),
     "hf-trainer": ("transformers",),
     **dict.fromkeys(("trl", "alignment-handbook", "open-r1"), ("trl",)),
 }
@@ -48,6 +50,17 @@ class Context:
         if found is None and (pinned := self.locked(tool)) is not None:
             return pinned.version
         return found
+
+    def why(self, tool: str, version: str) -> str:
+        """Return what states the version that was taken, where something other than its user does, else ""."""
+        if self.version is not None:
+            return ""
+        packages = PACKAGES.get(tool, (tool,))
+        said = stated_as(self.text, *packages)
+        if said is not None and said[0] == version:
+            return f"the file says {said[1]!r}"
+        pinned = self.locked(tool)
+        return f"{pinned.file} beside it pins it" if pinned and pinned.version == version else ""
 
     def locked(self, tool: str) -> Locked | None:
         """Return what a lock file beside the config pins of a tool's package."""

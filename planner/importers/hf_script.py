@@ -12,7 +12,7 @@ from planner.importers.image_limits import image_limit
 from planner.importers.launch import apply_launch, finish_sharding, launched
 from planner.importers.names import quantization_in_name, resolve_model
 from planner.importers.python_calls import UNKNOWN, Calls
-from planner.importers.settings import Imported, Settings, as_int, as_names
+from planner.importers.settings import Imported, Settings, as_names
 from planner.importers.spread import Launch
 from planner.importers.trl_script import arguments_of, checkpoints, constants
 from planner.importers.versions import stated
@@ -150,7 +150,7 @@ def _method(settings: Settings, recipe: dict[str, Any], model: str) -> Method:
     rank = settings.has("lora_r", "lora_rank", "r", "lora_target_modules")
     full = settings.flag("full_finetune")
     peft = (settings.flag(*switches, to="method") or rank) and not full
-    bits = as_int(settings.raw("bits", "quantization_bit", "load_in_nbits", to="quantization"))
+    bits = settings.count("bits", "quantization_bit", "load_in_nbits", to="quantization", off=True)
     four = settings.flag("load_in_4bit", "q_lora", "use_4bit", "qlora") or bits == 4
     eight = settings.flag("load_in_8bit", "use_8bit") or bits == 8
     named = quantization_in_name(model)

@@ -19,7 +19,7 @@ def image_limit(
 
     Says nothing and plans none where no limit is stated: the data may be text alone.
     """
-    pixels = as_int(settings.raw(*keys, to="image_size") if keys else word)
+    pixels = settings.count(*keys, to="image_size", off=True) if keys else as_int(word)
     spec = resolve_model(model) if model and pixels else None
     if not pixels or spec is None or spec.vision is None or recipe.get("task") is Task.SERVE:
         return

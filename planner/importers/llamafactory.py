@@ -14,7 +14,7 @@ from planner.importers.launch import (
     set_degrees,
 )
 from planner.importers.names import quantization_in_name
-from planner.importers.settings import Imported, Settings, as_int, as_names
+from planner.importers.settings import Imported, Settings, as_names
 from planner.importers.spread import Launch
 from planner.run.recipe import Checkpointing, Loss, Method, Optimizer, Sharding, Task
 
@@ -127,7 +127,7 @@ def _compute(settings: Settings, recipe: dict[str, Any], stage: str) -> None:
 
 def _method(settings: Settings, recipe: dict[str, Any], model: str) -> Method:
     kind = str(settings.raw("finetuning_type", to="method", default="lora"))
-    bits = as_int(settings.raw("quantization_bit", to="quantization"))
+    bits = settings.count("quantization_bit", to="quantization", off=True)
     kernels = str(settings.raw("quantization_method", default="bnb"))
     if bits and kernels.lower() not in ("bnb", "bitsandbytes"):
         settings.effect(
@@ -213,7 +213,7 @@ def _sharding(
     if fsdp := fsdp_setting(settings):
         apply_launch(settings, recipe, fsdp)
     # of forks with sequence parallelism, such as 360-LLaMA-Factory
-    ranks = settings.count("sequence_parallel_size", "cp_size", to="parallel.context")
+    ranks = settings.count("sequence_parallel_size", "cp_size", to="parallel.context", off=True)
     gpus = set_degrees(settings, recipe, gpus, context=ranks, context_kind="ulysses")
     return finish_sharding(settings, recipe, gpus or from_words(text).gpus)
 

@@ -80,11 +80,11 @@ def read_swift(
     found = {
         name: s.flag(*keys, to="parallel.sequence")
         if name == "sequence"
-        else s.count(*keys, to=f"parallel.{name}")
+        else s.count(*keys, to=f"parallel.{name}", off=True)
         for name, keys in DEGREES.items()
     }
     found["virtual_stages"] = s.count(
-        "virtual_pipeline_model_parallel_size", to="parallel.virtual_stages"
+        "virtual_pipeline_model_parallel_size", to="parallel.virtual_stages", off=True
     )
     if recipe["task"] is not Task.SFT:
         recipe["framework"] = "ms-swift"
@@ -113,7 +113,7 @@ def recompute(s: Settings, recipe: dict[str, Any]) -> None:
     """Read Megatron's recomputation: full (uniform, N layers), selective (attention's core), none."""
     granularity = str(s.raw("recompute_granularity", to="checkpointing", default="selective"))
     how = s.raw("recompute_method")
-    layers = s.count("recompute_num_layers", to="checkpoint_every") or 1
+    layers = s.count("recompute_num_layers", to="checkpoint_every", off=True) or 1
     if granularity == "full":
         recipe["checkpointing"] = (
             Checkpointing.FULL if layers == 1 or how == "block" else Checkpointing.EVERY_K
@@ -164,10 +164,10 @@ def _swift_grpo(s: Settings, gpus: int) -> Imported:
     s.raw("template", "model_type", "recompute_method", "recompute_num_layers", "lora_alpha")
     s.raw("steps_per_generation", "vllm_max_model_len", "padding_free", "packing")
     if str(s.raw("train_type", "tuner_type", to="method", default="full")) == "lora":
-        s.values["adapter_rank"] = s.raw("lora_rank", to="lora.rank", default=8)
+        s.values["adapter_rank"] = s.count("lora_rank", to="lora.rank", default=8)
     beta = s.number("beta", to="beta", default=0.04)
     mode = str(s.raw("vllm_mode", to="engine.kind", default="colocate"))
-    level = s.raw("sleep_level", to="engine.sleep_level", default=0)
+    level = s.count("sleep_level", to="engine.sleep_level", off=True)
     s.raw("use_vllm")
     for name in ("offload_model", "offload_optimizer"):
         if s.flag(name):
@@ -176,7 +176,7 @@ def _swift_grpo(s: Settings, gpus: int) -> Imported:
         sharding=Sharding.ZERO1,
         gpus=gpus,
         colocated=mode == "colocate",
-        sleeps=(as_int(level) or 0) > 0,
+        sleeps=level is not None,
         reference=bool(beta),
         beta=beta,
         algorithm="grpo",

@@ -32,7 +32,7 @@ def pretrain_command(started: Started, context: Context) -> Imported | None:
         return None
     if not (_PROGRAM.search(started.program) or "tensor_model_parallel_size" in values):
         return None
-    return read(values, started.gpus, version=context.version_of("megatron-core"))
+    return read(values, started.gpus, version=context.version_of("megatron"))
 
 
 def read(values: dict[str, Any], gpus: int | None, *, version: str | None = None) -> Imported:
@@ -63,12 +63,14 @@ def read(values: dict[str, Any], gpus: int | None, *, version: str | None = None
     found: dict[str, Any] = {
         name: s.flag(*keys, to="parallel.sequence")
         if name == "sequence"
-        else s.count(*keys, to=f"parallel.{name}")
+        else s.count(*keys, to=f"parallel.{name}", off=True)
         for name, keys in DEGREES.items()
     }
     if (found.get("tensor") or 1) < 2:
         found["sequence"] = False
-    layers = as_int(s.raw("num_layers_per_virtual_pipeline_stage", to="parallel.virtual_stages"))
+    layers = s.count(
+        "num_layers_per_virtual_pipeline_stage", to="parallel.virtual_stages", off=True
+    )
     if layers and (stages := found.get("pipeline")):
         found["virtual_stages"] = max(1, (as_int(values["num_layers"]) or 1) // stages // layers)
     total = set_degrees(s, recipe, gpus, **found)
@@ -88,8 +90,8 @@ def _model(s: Settings) -> str:
     hidden = s.count("hidden_size", to="model") or 0
     heads = s.count("num_attention_heads", to="model") or 0
     grouped = s.flag("group_query_attention")
-    queries = s.count("num_query_groups", to="model")
-    experts = s.count("num_experts", to="model")
+    queries = s.count("num_query_groups", to="model", off=True)
+    experts = s.count("num_experts", to="model", off=True)
     swiglu = s.flag("swiglu")
     usual = int(4 * hidden * 2 / 3 / SWIGLU_MULTIPLE) * SWIGLU_MULTIPLE if swiglu else 4 * hidden
     inner = s.count("moe_ffn_hidden_size", "ffn_hidden_size", to="model") or usual

@@ -98,7 +98,7 @@ def read(
         settings,
         recipe,
         gpus,
-        context=settings.count("sequence_parallel_size", to="parallel.context"),
+        context=settings.count("sequence_parallel_size", to="parallel.context", off=True),
         context_kind="ulysses",
     )
     pixels = environment.get("MAX_PIXELS")
@@ -121,7 +121,7 @@ def _by_keys(values: dict[str, Any]) -> tuple[str, str]:
 def _method(settings: Settings, recipe: dict[str, Any], model: str) -> Method:
     kind = str(settings.raw("tuner_type", "train_type", "sft_type", to="method", default="lora"))
     quantized = settings.raw("quant_method", to="quantization")
-    bits = as_int(settings.raw("quant_bits", to="quantization")) or 4
+    bits = settings.count("quant_bits", to="quantization", off=True) or 4
     named = quantization_in_name(model)
     if kind == "full":
         method = Method.FULL
@@ -296,14 +296,14 @@ def _reinforcement(
         )
     settings.raw("vllm_server_host", "vllm_server_port", "vllm_server_base_url")
     server = mode == "server"
-    sleep = as_int(settings.raw("sleep_level", to="engine.sleep_level")) or 0
+    sleep = settings.count("sleep_level", to="engine.sleep_level", off=True) or 0
     util = settings.number(
         "vllm_gpu_memory_utilization", to="engine.gpu_memory_utilization", default=0.9
     )
     if not server and not sleep:
         settings.effect(f"sleep_level 0: the engine keeps {util:g} of the card while training")
     settings.raw("vllm_max_model_len", to="engine")
-    parts = settings.count("move_model_batches", to="engine.sync")
+    parts = settings.count("move_model_batches", to="engine.sync", off=True)
     return {
         **({"sync": parts} if parts else {}),
         "kind": EngineKind.VLLM_SERVER if server else EngineKind.VLLM_PUSH,

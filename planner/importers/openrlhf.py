@@ -137,7 +137,9 @@ def read(
 
 def _zero(settings: Settings, recipe: dict[str, Any]) -> None:
     """Write DeepSpeed's stage: 16-bit weights beside fp32 master and states, divided by stage."""
-    stage = settings.count("zero_stage", to="sharding") or (0 if settings.has("zero_stage") else 2)
+    stage = settings.count("zero_stage", to="sharding", off=True) or (
+        0 if settings.has("zero_stage") else 2
+    )
     section: dict[str, Any] = {"stage": stage}
     if settings.flag("adam_offload", to="optimizer_offload"):
         section["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
@@ -147,7 +149,7 @@ def _zero(settings: Settings, recipe: dict[str, Any]) -> None:
 def _supervised(settings: Settings, task: Task, gpus: int | None) -> Imported:
     recipe: dict[str, Any] = {"framework": KEYS.law, "task": task}
     model = str(settings.raw("pretrain", to="model", default=""))
-    rank = settings.count("lora_rank", to="lora.rank")
+    rank = settings.count("lora_rank", to="lora.rank", off=True)
     four = settings.flag("load_in_4bit", to="quantization")
     recipe["method"] = Method.FULL if not rank else Method.QLORA if four else Method.LORA
     if four and rank:
@@ -180,8 +182,8 @@ def _supervised(settings: Settings, task: Task, gpus: int | None) -> Imported:
         settings,
         recipe,
         gpus,
-        context=settings.count("ring_attn_size", to="parallel.context"),
-        tensor=settings.count("ds_tensor_parallel_size", to="parallel.tensor"),
+        context=settings.count("ring_attn_size", to="parallel.context", off=True),
+        tensor=settings.count("ds_tensor_parallel_size", to="parallel.tensor", off=True),
     )
     lora = {}
     if rank:
@@ -195,7 +197,9 @@ def _supervised(settings: Settings, task: Task, gpus: int | None) -> Imported:
 def _policy(settings: Settings) -> Imported:
     nodes = settings.count("actor_num_nodes", to="gpus", default=1) or 1
     each = settings.count("actor_num_gpus_per_node", to="gpus", default=8) or 8
-    stage = settings.count("zero_stage", to="sharding") or (0 if settings.has("zero_stage") else 2)
+    stage = settings.count("zero_stage", to="sharding", off=True) or (
+        0 if settings.has("zero_stage") else 2
+    )
     shard = {1: Sharding.ZERO1, 2: Sharding.ZERO2, 3: Sharding.ZERO3}.get(stage, Sharding.DDP)
     estimator = str(settings.raw("advantage_estimator", to="task", default="gae"))
     remote = settings.raw("remote_rm_url", to="reward_model")
@@ -204,7 +208,7 @@ def _policy(settings: Settings) -> Imported:
     if settings.flag("use_dynamic_batch", to="micro_batch_size"):
         settings.values["token_budget"] = settings.raw("max_tokens_per_gpu", default=16192)
     together = settings.flag("colocate_all_models", to="engine.kind")
-    engines = settings.count("vllm_num_engines", to="engine.kind")
+    engines = settings.count("vllm_num_engines", to="engine.kind", off=True)
     policy = Policy(
         sharding=shard,
         gpus=nodes * each,

@@ -186,7 +186,7 @@ def _beside(settings: Settings, keys: PolicyKeys) -> None:
 
 def read_lora(settings: Settings, keys: PolicyKeys) -> dict[str, Any]:
     """Return the adapters' settings, {} for full fine-tuning (rank 0 or absent)."""
-    rank = settings.count(*keys.rank, to="lora.rank") if keys.rank else None
+    rank = settings.count(*keys.rank, to="lora.rank", off=True) if keys.rank else None
     named = settings.raw(*keys.targets, to="lora.targets") if keys.targets else None
     dropout = settings.number(*keys.dropout, to="lora.dropout") if keys.dropout else None
     if rank is None:
@@ -218,7 +218,9 @@ def lengths(settings: Settings, recipe: dict[str, Any], keys: PolicyKeys) -> Non
 
 def _micro_batch(settings: Settings, recipe: dict[str, Any], keys: PolicyKeys) -> None:
     budget = (
-        settings.count(*keys.token_budget, to="micro_batch_size") if keys.token_budget else None
+        settings.count(*keys.token_budget, to="micro_batch_size", off=True)
+        if keys.token_budget
+        else None
     )
     if budget:
         length = recipe["prompt_length"] + recipe["completion_length"]
@@ -301,7 +303,7 @@ def _degrees(
         if name == "sequence":
             found[name] = settings.flag(*named, to="parallel.sequence")
         else:
-            found[name] = settings.count(*named, to=f"parallel.{name}")
+            found[name] = settings.count(*named, to=f"parallel.{name}", off=True)
     if (found.get("tensor") or 1) < 2:
         found.pop("sequence", None)
     found["context_kind"] = keys.context_kind

@@ -6,9 +6,9 @@ from planner.importers.settings import Imported
 def report_text(imported: Imported) -> str:
     """Return what was taken, what was defaulted, what was not understood, and what it does to memory."""
     report = imported.report
-    assumed = ""
+    why = report.version_why
+    assumed = f" ({why})" if why else ""
     if report.version_assumed:
-        why = report.version_why
         assumed = (
             f" ({why}; --tool-version states it)"
             if why

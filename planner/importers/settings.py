@@ -1,18 +1,26 @@
 """One tool's settings while they are read: what was taken, what was defaulted, what is left over."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from planner.errors import UsageError
 from planner.importers.keys import DTYPE, HARMLESS, MOVES, SETTLED, SIXTEEN, shown
+from planner.importers.vocabulary import strange
 from planner.run.framework import fallback_note, pick, spell
 from planner.run.framework_files import Framework
 from planner.run.recipe import EngineSection, LoraSection, MachineSection, Recipe, RunFile
 
-_NUMBER = re.compile(r"^\s*(\d[\d_,]*)(?:\.0+)?\s*([kKmM]?)\s*$")
-_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0", "none", "null", "")
+_NUMBER = re.compile(r"^\s*(\d[\d_,]*(?:\.\d+)?)\s*([kKmMgGtT]?)\s*$")
+SCALES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+SCALES |= {letter.upper(): 1024 ** (place + 1) for place, letter in enumerate("kmgt")}
+"""vLLM reads 32k as 32000 and 32K as 32768."""
+_OPEN = re.compile(r"[$?{}<>()]|\bargs\.")
+"""A variable or an expression, which nothing in the file resolves."""
+_NOTHING = ("none", "null", "")
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0", *_NOTHING)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +61,7 @@ class ImportReport:
     version_assumed: bool
     """The file does not say its version: this one was assumed, or follows from what it holds."""
     version_why: str = ""
-    """What in the file the version follows from."""
+    """What in the file, or beside it, the version follows from; empty where its user gave it."""
     taken: list[Taken] = field(default_factory=list)
     defaulted: list[Defaulted] = field(default_factory=list)
     not_understood: list[NotUnderstood] = field(default_factory=list)
@@ -145,6 +153,8 @@ class Settings:
                     self.report.taken.append(
                         Taken(key=key, value=shown(key, value)[:200], field=to)
                     )
+                if strange(to, value):
+                    self.unread(key, value, f"no word for {to} that is known; planned without it")
                 return value
         self.used.update(keys)
         if default is not None and to:
@@ -176,55 +186,73 @@ class Settings:
         """Record a default of the tool."""
         self.report.defaulted.append(Defaulted(field=to, value=str(value), source=self.source))
 
-    def count(self, *keys: str, to: str, default: int | None = None) -> int | None:
-        """Return a whole number of at least 1; "8k" and "1_024" are read, others reported."""
-        value = self.raw(*keys)
+    def count(
+        self, *keys: str, to: str, default: int | None = None, off: bool = False
+    ) -> int | None:
+        """Return a whole number of at least 1 ("8k" and "1_024" are read), or the default where none is set.
+
+        `off`: 0 or less says in this tool that there is none: None. Raises UsageError for any other value;
+        a variable that nothing in the file sets is reported, and the default used.
+        """
+        key, value = self._set_one(keys)
+        if value is None or self._unset(key, value, to):
+            if default is not None:
+                self.defaulted(to, default)
+            return default
         number = as_int(value)
-        key = next((key for key in keys if self.values.get(key) is not None), keys[0])
-        if number is not None and number >= 1:
-            self.report.taken.append(Taken(key=key, value=str(value), field=to))
-            return number
-        if (
-            value is not None
-            and not (isinstance(value, str) and value.strip().lower() in _FALSE)
-            and number != 0
-        ):
-            self.unread(key, value, f"{to} could not be read; the default is used")
-        if default is not None:
-            self.defaulted(to, default)
-        return default
+        none = (number is not None and number < 1) or as_bool(value) is False
+        if (number is None or number < 1) and not (off and none):
+            self._refuse(key, value, "a whole number of at least 1" + (", or 0" if off else ""))
+        self.report.taken.append(Taken(key=key, value=str(value), field=to))
+        return None if none else number
 
     def number(self, *keys: str, to: str, default: float | None = None) -> float | None:
-        """Return a real number."""
-        value = self.raw(*keys)
-        try:
-            if value is not None:
-                real = float(value)
-                self.report.taken.append(Taken(key=keys[0], value=str(value), field=to))
-                return real
-        except (TypeError, ValueError):
-            self.unread(keys[0], value, f"{to} could not be read; the default is used")
-        if default is not None:
-            self.defaulted(to, default)
-        return default
+        """Return a real number, or the default where none is set; refuses like `count`."""
+        key, value = self._set_one(keys)
+        if value is None or self._unset(key, value, to):
+            if default is not None:
+                self.defaulted(to, default)
+            return default
+        real = as_real(value)
+        if real is None:
+            self._refuse(key, value, "a number")
+        self.report.taken.append(Taken(key=key, value=str(value), field=to))
+        return real
 
     def flag(self, *keys: str, to: str = "", default: bool = False) -> bool:
-        """Return a switch; "true"/"false" words are read."""
-        value = self.raw(*keys)
-        read = as_bool(value)
-        if read is None:
+        """Return a switch, or the default where none is set; "true"/"false" words are read; refuses like `count`."""
+        key, value = self._set_one(keys)
+        unset = value is None or str(value).strip().lower() == "auto"
+        if unset or self._unset(key, value, to or key):
             if to:
                 self.defaulted(to, default)
             return default
+        read = as_bool(value)
+        if read is None:
+            self._refuse(key, value, "true or false")
         if to:
-            self.report.taken.append(
-                Taken(
-                    key=next(k for k in keys if self.values.get(k) is not None),
-                    value=str(value),
-                    field=to,
-                )
-            )
-        return read
+            self.report.taken.append(Taken(key=key, value=str(value), field=to))
+        return bool(read)
+
+    def _set_one(self, keys: tuple[str, ...]) -> tuple[str, Any]:
+        """Return the first of the keys that is set, and its value; ("", None) where none is."""
+        value = self.raw(*keys)
+        if isinstance(value, str) and value.strip().lower() in _NOTHING:
+            return "", None
+        return next((key for key in keys if self.values.get(key) is not None), ""), value
+
+    def _unset(self, key: str, value: Any, to: str) -> bool:
+        """Report a value that only the program or its shell would know; False for one that is written out."""
+        if not (isinstance(value, str) and _OPEN.search(value)):
+            return False
+        self.unread(key, value, f"{to} could not be read; the default is used")
+        return True
+
+    def _refuse(self, key: str, value: Any, allowed: str) -> NoReturn:
+        raise UsageError(
+            f"{self.report.tool} config: {key}: {shown(key, value)[:60]!r} is not {allowed}",
+            hint=f"leave {key} out for {self.report.tool}'s default",
+        )
 
     def unread(self, key: str, value: Any, effect: str) -> None:
         """Record something that was not understood."""
@@ -388,11 +416,20 @@ def as_int(value: Any) -> int | None:
     if isinstance(value, float):
         return int(value) if value.is_integer() else None
     match = _NUMBER.match(str(value))
-    if match is None:
+    if match is not None:
+        real: float | None = float(re.sub("[,_]", "", match[1])) * SCALES[match[2]]
+    else:
+        real = as_real(value) if re.search(r"\d[eE]\+?\d", str(value)) else None
+    return int(real) if real is not None and real.is_integer() else None
+
+
+def as_real(value: Any) -> float | None:
+    """Return a finite number of a YAML value or a flag's word, or None."""
+    try:
+        real = None if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
         return None
-    # vLLM reads 32k as 32000 and 32K as 32768
-    scale = {"": 1, "k": 1000, "K": 1024, "m": 10**6, "M": 2**20}[match.group(2)]
-    return int(match.group(1).replace(",", "").replace("_", "")) * scale
+    return real if real is not None and math.isfinite(real) else None
 
 
 def as_bool(value: Any) -> bool | None:

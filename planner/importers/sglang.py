@@ -8,7 +8,7 @@ from typing import Any
 from planner.importers import words
 from planner.importers.launchers import started
 from planner.importers.names import quantization_in_name, resolve_model
-from planner.importers.settings import Imported, Settings, as_int
+from planner.importers.settings import Imported, Settings
 from planner.importers.shell import Script, flags
 from planner.run.recipe import EngineKind, Method, Sharding, Task
 
@@ -90,22 +90,20 @@ def read(given: dict[str, Any], *, version: str | None = None) -> Imported:
         "grammar",
         "is-embedding",
     )
-    if largest := settings.count("cuda-graph-max-bs", to="engine.cuda_graphs"):
+    if largest := settings.count("cuda-graph-max-bs", to="engine.cuda_graphs", off=True):
         settings.effect(
             f"CUDA graphs of up to {largest} sequences: planned as vLLM's, which are more"
         )
     kv = settings.raw("kv-cache-dtype", to="engine.kv_dtype")
-    offload = settings.raw("cpu-offload-gb")
-    if offload and as_int(offload) != 0:
-        settings.unread("cpu-offload-gb", offload, "weights in host memory: counted on the GPU")
     engine = {
         "kind": EngineKind.VLLM_SERVER,
         "gpu_memory_utilization": share,
         "max_num_seqs": settings.count("max-running-requests", to="engine.max_num_seqs"),
         "max_num_batched_tokens": settings.count(
-            "chunked-prefill-size", to="engine.max_num_batched_tokens"
+            "chunked-prefill-size", to="engine.max_num_batched_tokens", off=True
         ),
         "kv_dtype": "fp8" if "fp8" in str(kv) else None,
+        "cpu_offload_gib": settings.number("cpu-offload-gb", to="engine.cpu_offload_gib"),
         "cuda_graphs": not settings.flag("disable-cuda-graph", to="engine.cuda_graphs"),
         "tensor_parallel": tensor,
         "pipeline_parallel": pipeline,

@@ -40,7 +40,7 @@ def read(flat: dict[str, Any], *, version: str | None, assumed: str) -> Imported
         s.effect("max_length is not set: nothing is cut off; planned at 4,096 tokens (--context)")
         recipe["context"] = 4096
     rows = s.count("micro_train_batch_size_per_gpu", to="micro_batch_size", default=2)
-    budget = s.count("max_tokens_per_microbatch", to="micro_batch_size")
+    budget = s.count("max_tokens_per_microbatch", to="micro_batch_size", off=True)
     recipe["packing"] = budget is not None
     recipe["micro_batch_size"] = max(1, budget // recipe["context"]) if budget else rows
     nodes = s.count("placement.num_nodes", to="gpus", default=1) or 1
@@ -52,10 +52,12 @@ def read(flat: dict[str, Any], *, version: str | None, assumed: str) -> Imported
         for name, default in (("tensor", 2), ("pipeline", 2)):
             key = f"{_M}{name}_model_parallel_size"
             degrees[name] = s.count(key, to=f"parallel.{name}", default=default)
-        degrees["context"] = s.count(f"{_M}context_parallel_size", to="parallel.context")
-        degrees["expert"] = s.count(f"{_M}expert_model_parallel_size", to="parallel.expert")
+        degrees["context"] = s.count(f"{_M}context_parallel_size", to="parallel.context", off=True)
+        degrees["expert"] = s.count(
+            f"{_M}expert_model_parallel_size", to="parallel.expert", off=True
+        )
     else:
-        degrees["context"] = s.count("sequence_parallel_size", to="parallel.context")
+        degrees["context"] = s.count("sequence_parallel_size", to="parallel.context", off=True)
         degrees["context_kind"] = "ulysses"
     ranks = finish_sharding(s, recipe, set_degrees(s, recipe, gpus, **degrees))
     s.quiet(*quiet_prefixes("skyrl"))

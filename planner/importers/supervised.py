@@ -15,7 +15,7 @@ from planner.importers.policy_keys import (
     read_policy,
 )
 from planner.importers.python_calls import Calls
-from planner.importers.settings import Imported, Settings, as_int, as_names
+from planner.importers.settings import Imported, Settings, as_names
 from planner.run.recipe import Checkpointing, Loss, Method, Sharding, Task
 
 VERSIONS = {"litgpt": "0.5.13", "llm-foundry": "0.22", "xtuner": "0.2", "prime-rl": "0.8.0"}
@@ -47,8 +47,13 @@ def read_litgpt(flat: dict[str, Any], *, version: str | None = None) -> Imported
     )
     recipe["mixed_precision"] = precision.split("-")[0] if precision.endswith("mixed") else "none"
     micro = s.count("train.micro_batch_size", to="micro_batch_size", default=1) or 1
-    devices = s.raw("devices", to="gpus", default=1)
-    gpus = (as_int(devices) or 1) * (s.count("num_nodes", to="gpus") or 1)
+    gpus = 1
+    if str(s.values.get("devices")) == "auto":
+        s.raw("devices", to="gpus")
+        s.effect("devices auto is every GPU of the machine: give --gpus (planned on one)")
+    else:
+        gpus = s.count("devices", to="gpus", default=1) or 1
+    gpus *= s.count("num_nodes", to="gpus") or 1
     whole = s.count("train.global_batch_size", to="gradient_accumulation", default=16) or 16
     recipe["micro_batch_size"] = micro
     recipe["gradient_accumulation"] = max(1, whole // (micro * gpus))
@@ -107,12 +112,14 @@ def read_llm_foundry(
     precision = str(s.raw("precision", to="mixed_precision", default="amp_bf16"))
     recipe["dtype"] = "fp32" if precision.startswith("amp") else words.dtype(precision) or "fp32"
     recipe["mixed_precision"] = words.dtype(precision.removeprefix("amp_")) or "none"
-    word = s.raw("device_train_microbatch_size", to="micro_batch_size", default=1)
-    if str(word) == "auto":
+    micro = 1
+    if str(s.values.get("device_train_microbatch_size")) == "auto":
+        s.raw("device_train_microbatch_size", to="micro_batch_size")
         s.effect(
             "device_train_microbatch_size auto: Composer tries smaller ones until it fits; planned as 1"
         )
-    micro = as_int(word) or 1
+    else:
+        micro = s.count("device_train_microbatch_size", to="micro_batch_size", default=1) or 1
     recipe["micro_batch_size"] = micro
     whole = s.count("global_train_batch_size", to="gradient_accumulation") or micro
     recipe["gradient_accumulation"] = max(1, whole // (micro * (gpus or 1)))
@@ -143,7 +150,7 @@ def read_llm_foundry(
     if peft:
         named = peft.get("target_modules")
         lora = {
-            "rank": as_int(peft.get("r")) or 8,
+            "rank": s.count("model.peft_config.r", to="lora.rank", default=8),
             "targets": words.lora_targets(named) if named else "all-linear",
         }
     s.quiet(*quiet_prefixes("llm-foundry"))
@@ -174,7 +181,8 @@ def read_xtuner(calls: Calls, names: dict[str, Any], *, version: str | None = No
     scalars = {
         key: value for key, value in names.items() if isinstance(value, (str, int, float, bool))
     }
-    s = _settings(scalars, "xtuner", version)
+    plain = {f"lora.{key}": lora_given.get(key) for key in ("r", "lora_dropout")}
+    s = _settings({**scalars, **plain}, "xtuner", version)
     recipe: dict[str, Any] = {"framework": "hf-trainer", "task": Task.SFT}
     model = str(
         s.raw(
@@ -207,12 +215,12 @@ def read_xtuner(calls: Calls, names: dict[str, Any], *, version: str | None = No
         recipe["reference"] = words.reference(method, needed=True)
     elif reward:
         recipe["task"] = Task.REWARD
-    lora = {}
+    lora: dict[str, Any] = {}
     if lora_given:
         lora = {
-            "rank": as_int(lora_given.get("r")) or 8,
+            "rank": s.count("lora.r", to="lora.rank", default=8),
             "targets": "all-linear",
-            "dropout": lora_given.get("lora_dropout"),
+            "dropout": s.number("lora.lora_dropout", to="lora.dropout"),
         }
         named = as_names(lora_given.get("target_modules"))
         if named:

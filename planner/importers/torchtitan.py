@@ -7,7 +7,7 @@ from typing import Any
 from planner.errors import UsageError
 from planner.importers import words
 from planner.importers.launch import set_degrees
-from planner.importers.settings import Imported, Settings, as_int
+from planner.importers.settings import Imported, Settings
 from planner.run.recipe import Checkpointing, Float8, Method, Sharding, Task
 
 VERSION = "0.1.0"
@@ -141,13 +141,13 @@ def _float8(settings: Settings, recipe: dict[str, Any]) -> None:
 def _sharding(settings: Settings, recipe: dict[str, Any]) -> int | None:
     """Read the data-parallel degree; what else divides the model is said."""
 
-    def degree(name: str, default: int = 1) -> int:
-        given = as_int(settings.raw(f"parallelism.{name}", f"training.{name}"))
-        return default if given is None else given
+    def degree(name: str) -> int | None:
+        keys = (f"parallelism.{name}", f"training.{name}")
+        return settings.count(*keys, to=f"parallel.{name.removesuffix('_degree')}", off=True)
 
-    shard = degree("data_parallel_shard_degree", -1)
+    shard = degree("data_parallel_shard_degree") or -1
     found = {
-        name: degree(key)
+        name: degree(key) or 1
         for name, key in (
             ("data_replicate", "data_parallel_replicate_degree"),
             ("tensor", "tensor_parallel_degree"),

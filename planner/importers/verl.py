@@ -141,7 +141,7 @@ def _degrees(settings: Settings, recipe: dict[str, Any], gpus: int, megatron: bo
     if not megatron:
         if str(settings.values.get(f"{_A}fsdp_config.fsdp_size")) == "-1":  # all GPUs
             settings.raw(f"{_A}fsdp_config.fsdp_size")
-        size = settings.count(f"{_A}fsdp_config.fsdp_size", to="parallel.data_shard")
+        size = settings.count(f"{_A}fsdp_config.fsdp_size", to="parallel.data_shard", off=True)
         if size and size < gpus and gpus % size == 0:
             recipe["parallel"] = {"data_shard": size, "data_replicate": gpus // size}
         return set_degrees(settings, recipe, gpus, context=ulysses, context_kind="ulysses")
@@ -157,7 +157,7 @@ def _degrees(settings: Settings, recipe: dict[str, Any], gpus: int, megatron: bo
 
 
 def _lora(settings: Settings) -> dict[str, Any]:
-    rank = settings.count(f"{_M}lora_rank", f"{_M}lora.rank", to="lora.rank")
+    rank = settings.count(f"{_M}lora_rank", f"{_M}lora.rank", to="lora.rank", off=True)
     if rank is None:  # 0, the default, is full fine-tuning
         settings.defaulted("method", "full (lora_rank 0)")
         return {}
@@ -335,7 +335,7 @@ def _read_sft(settings: Settings, launched: int | None) -> Imported:
         "mixed_precision": "bf16",
     }
     model = str(settings.raw("model.partial_pretrain", "model.path", to="model", default=""))
-    rank = settings.count("model.lora_rank", to="lora.rank")
+    rank = settings.count("model.lora_rank", to="lora.rank", off=True)
     method = Method.LORA if rank else Method.FULL
     recipe["method"] = method
     recipe["dtype"] = (
@@ -372,7 +372,7 @@ def _read_sft(settings: Settings, launched: int | None) -> Imported:
         settings,
         recipe,
         launched or told,
-        context=settings.count(*shared, to="parallel.context"),
+        context=settings.count(*shared, to="parallel.context", off=True),
         context_kind="ulysses",
     )
     named = settings.raw("model.target_modules", to="lora.targets", default="all-linear")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.importers.names import quantization_in_name
-from planner.importers.settings import Imported, Settings, as_int
+from planner.importers.settings import Imported, Settings
 from planner.importers.shell import Script, flags, parse_shell
 from planner.run.recipe import EngineKind, Method, Sharding, Task
 
@@ -120,13 +120,12 @@ def read(values: dict[str, Any], *, version: str | None = None, is_call: bool = 
 
 
 def _length(settings: Settings, recipe: dict[str, Any], model: str) -> None:
-    length = settings.raw("max-model-len", to="context")
-    if str(length) in ("-1", "auto"):
+    if str(settings.values.get("max-model-len")) in ("-1", "auto"):
+        settings.raw("max-model-len", to="context")
         settings.effect("max-model-len auto: vLLM takes the largest length that fits")
-    elif (count := as_int(length)) is not None:
-        recipe["context"] = count
-    elif length is None:
-        recipe["context"] = _model_length(settings, model)
+        return
+    length = settings.count("max-model-len", to="context")
+    recipe["context"] = length or _model_length(settings, model)
 
 
 def _adapter_slots(settings: Settings) -> dict[str, int | None]:
@@ -203,7 +202,6 @@ def _model_length(settings: Settings, model: str) -> int | None:
 def _engine(settings: Settings, is_call: bool) -> dict[str, Any]:
     """Return the engine's settings; what is not said follows from release and card (EngineLaw)."""
     kv = settings.raw("kv-cache-dtype", to="engine.kv_dtype", default="auto")
-    kv_bytes = settings.raw("kv-cache-memory-bytes", "kv-cache-memory", to="engine.kv_bytes")
     return {
         "kind": EngineKind.VLLM_SERVER,
         "gpu_memory_utilization": settings.number(
@@ -217,7 +215,9 @@ def _engine(settings: Settings, is_call: bool) -> dict[str, Any]:
         ),
         "offline": is_call,
         "kv_dtype": "fp8" if "fp8" in str(kv) else None,
-        "kv_bytes": as_int(kv_bytes),
+        "kv_bytes": settings.count(
+            "kv-cache-memory-bytes", "kv-cache-memory", to="engine.kv_bytes"
+        ),
         "block_size": settings.count("block-size", to="engine.block_size"),
         "cuda_graphs": not settings.flag("enforce-eager", to="engine.cuda_graphs"),
     }

@@ -94,8 +94,9 @@ class EngineLaw(Section):
     """Sizes go by 8 up to here, by 16 above; 0 = by 8 throughout."""
     graph_piece: str = "graph_piece_bytes"
     """The constant of data/calibration/vllm.json that says what a captured piece holds."""
-    graph_estimate: str = "graph_piece_estimate_bytes"
-    """The one that says what the start-up takes it for, where the budget holds the graphs."""
+    graph_estimate: str = "graph_piece_bytes"
+    """The one that says what the start-up takes it for, where the budget holds the graphs: the newer
+    runner captures every piece once to measure them, the older one takes two of each mode for all."""
     piecewise: Flag = True
     """One graph a piece between attentions and size, not one a size."""
 

@@ -296,6 +296,17 @@ def test_a_budget_with_the_context_and_graphs() -> None:
     assert (found.kv.low, found.kv.high) == (pool - more, pool + less)
 
 
+def test_the_newer_runner_measures_its_graphs_and_the_older_one_reckons_them() -> None:
+    engine = {"max_num_seqs": 256, "max_num_batched_tokens": 2048}
+    known = {
+        version: choices(task="serve", framework=f"vllm=={version}", engine=engine)
+        for version in ("0.22.0", "0.32.0")
+    }
+    taken = {v: captured(LLAMA, r, estimated=True).typical for v, r in known.items()}
+    drawn = {v: captured(LLAMA, r).typical for v, r in known.items()}
+    assert taken["0.32.0"] == drawn["0.32.0"] == drawn["0.22.0"] < taken["0.22.0"]
+
+
 def test_a_server_of_transformers_divides_its_weights() -> None:
     engine = {"kind": "transformers", "tensor_parallel": 7}
     found = planned(machine=gpus(7), task="serve", micro_batch_size=None, engine=engine)

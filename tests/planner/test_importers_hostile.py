@@ -96,7 +96,7 @@ def test_missing_file_and_too_large(tmp_path: Path) -> None:
 
 
 def test_values_that_cannot_be_read_are_reported_not_guessed() -> None:
-    found = import_config("base_model: x/y\nmicro_batch_size: two\nsequence_len: 8k\n")
+    found = import_config("base_model: x/y\nmicro_batch_size: ${MICRO}\nsequence_len: 8k\n")
     assert found.run.recipe.micro_batch_size == 1
     assert found.run.recipe.context == 8000
     assert [row.key for row in found.report.not_understood] == ["micro_batch_size"]

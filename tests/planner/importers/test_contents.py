@@ -306,7 +306,8 @@ def test_a_server_that_refuses_says_what_makes_it_start() -> None:
     from planner.answers.serving_changes import rescues
 
     model, machine = catalogue_model("qwen3-8b"), make_machine("rtx-4090")
-    recipe = import_config("vllm serve Qwen/Qwen3-8B --max-model-len 40960\n").run.recipe
+    line = "vllm serve Qwen/Qwen3-8B --max-model-len 40960 --gpu-memory-utilization 0.9\n"
+    recipe = import_config(line).run.recipe
     refused = plan(model, recipe, machine)
     assert refused.problem
     assert "does not hold one sequence" in plan_text(refused)

@@ -1,16 +1,19 @@
 """Which release a file was written for, by the names it uses."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from planner.datafiles import data_dir
 from planner.importers import import_config
+from planner.importers.context import PACKAGES
 from planner.importers.report import report_text
 from planner.importers.trl_versions import infer
 from planner.importers.versions import stated
 from planner.run.recipe import EngineKind, Loss, Task
+from tests.planner.importers.test_page import EXAMPLES
 
 MODEL = "m = AutoModelForCausalLM.from_pretrained('Qwen/Qwen2.5-7B')\n"
 
@@ -185,8 +188,53 @@ def test_a_lock_file_beside_the_config_pins_it(tmp_path: Path) -> None:
     (tmp_path / "requirements.txt").write_text("torch\ntrl==0.24.0\n", encoding="utf-8")
     found = import_config(config)
     assert (found.version, found.report.version_assumed) == ("0.24.0", False)
-    assert any("requirements.txt beside it pins it" in said for said in found.report.effects)
+    assert found.report.version_why == "requirements.txt beside it pins it"
+    assert "trl 0.24.0 (requirements.txt beside it pins it)" in report_text(found)
     assert import_config(config, version="0.18.0").version == "0.18.0"
+
+
+SUFFIXES = {"torchtitan": ".toml", "prime-rl": ".toml", "unsloth": ".py", "xtuner": ".py"}
+WAYS = {
+    "requirements.txt": "torch\n{0}=={1}\n",
+    "requirements-gpu.txt": "{0}=={1}\n",
+    "uv.lock": '[[package]]\nname = "{0}"\nversion = "{1}"\n',
+    "poetry.lock": '[[package]]\nname = "{0}"\nversion = "{1}"\n',
+    "Pipfile.lock": '{{"default": {{"{0}": {{"hashes": [], "version": "=={1}"}}}}}}\n',
+    "pip-freeze.txt": "accelerate==1.1.0\n{0}=={1}\n",
+    "pip_list.txt": "Package Version\n------- -------\n{0}    {1}\n",
+    "environment.yml": "dependencies:\n  - python=3.11\n  - {0}={1}\n",
+    "pyproject.toml": '[project]\ndependencies = ["{0}=={1}"]\n',
+    "Dockerfile": "FROM python:3.11\nRUN pip install {0}=={1}\n",
+}
+"""Files beside a config -> what each says of a package's release."""
+
+
+@pytest.mark.parametrize(("tool", "text"), [(t, text) for t, text in EXAMPLES if t != "vllm"])
+def test_every_tools_release_is_read_from_its_text_and_from_beside_it(
+    tool: str, text: str, tmp_path: Path
+) -> None:
+    package, release = PACKAGES.get(tool, (tool,))[0], import_config(text).version + ".1"
+    yaml = ".yaml" if re.match(r"[\w.]+:", text) else ".sh"
+    config = tmp_path / f"config{SUFFIXES.get(tool, yaml)}"
+    config.write_text(text, encoding="utf-8")
+    for name, line in WAYS.items():
+        beside = tmp_path / name
+        beside.write_text(line.format(package, release), encoding="utf-8")
+        found = import_config(config).report
+        assert (found.version, found.version_assumed) == (release, False), name
+        assert found.version_why == f"{name} beside it pins it"
+        beside.unlink()
+    found = import_config(f"# pip install {package}=={release}\n{text}").report
+    assert (found.version, found.version_why) == (release, f"the file says '{package}=={release}'")
+    given = import_config(f"# pip install {package}==0.0.1\n{text}", version=release).report
+    assert (given.version, given.version_assumed, given.version_why) == (release, False, "")
+
+
+def test_an_images_tag_is_the_servers_release() -> None:
+    text = dict(EXAMPLES)["vllm"]
+    found = import_config(text).report
+    assert (found.version, found.version_why) == ("0.11.1", "the file says 'vllm-openai:v0.11.1'")
+    assert import_config(text, version="0.10.2").version == "0.10.2"
 
 
 def test_flags_of_vllms_first_engine_date_it() -> None:
