@@ -9,6 +9,9 @@ from planner.doctor.event import Event
 from planner.doctor.sizes import LARGE_SEGMENT
 from planner.units import GiB, format_bytes
 
+ROOM = GiB
+"""Free beyond the request: with that much neither its size nor holes in the reserve refused it."""
+
 
 @cache
 def ordinary(name: str) -> float:
@@ -38,6 +41,15 @@ class Budget:
     fragmentation_decides: bool
     tiny_request: bool
     """The request prints as the smallest segment: the card was full, the tensor says nothing."""
+
+    @property
+    def had_room(self) -> bool:
+        """Return whether the card itself could have given the request."""
+        return (
+            self.requested_bytes is not None
+            and self.free_bytes is not None
+            and self.free_bytes >= self.requested_bytes + ROOM
+        )
 
     def rows(self) -> list[tuple[str, int]]:
         """Return (name, bytes) of the card's parts that are known."""
@@ -118,6 +130,7 @@ def read_budget(event: Event) -> Budget | None:
         and free is not None
         and unalloc
         and total
+        and free < tried + ROOM
         and free + unalloc >= tried
         and unalloc > ordinary("unused_share") * total
         and tried > LARGE_SEGMENT
