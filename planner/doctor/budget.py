@@ -4,9 +4,9 @@ import json
 from dataclasses import dataclass
 from functools import cache
 
+from planner.allocator.pool import LARGE_BUFFER
 from planner.datafiles import data_dir
 from planner.doctor.event import Event
-from planner.doctor.sizes import LARGE_SEGMENT
 from planner.units import GiB, format_bytes
 
 ROOM = GiB
@@ -133,7 +133,7 @@ def read_budget(event: Event) -> Budget | None:
         and free < tried + ROOM
         and free + unalloc >= tried
         and unalloc > ordinary("unused_share") * total
-        and tried > LARGE_SEGMENT
+        and tried > LARGE_BUFFER
     )
     return Budget(
         requested_bytes=tried,
@@ -146,7 +146,7 @@ def read_budget(event: Event) -> Budget | None:
         unaccounted_bytes=unaccounted,
         shortfall_bytes=tried - free if tried is not None and free is not None else None,
         fragmentation_decides=decides,
-        tiny_request=tried is not None and tried <= LARGE_SEGMENT and message.backend == "native",
+        tiny_request=tried is not None and tried <= LARGE_BUFFER and message.backend == "native",
     )
 
 
