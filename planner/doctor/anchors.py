@@ -4,6 +4,8 @@ Every rule of events.py, host_events.py, cuda_message.py and vllm_log.py needs o
 line that it matches; a test checks it on examples.
 """
 
+from collections.abc import Iterable
+
 WORDS: tuple[str, ...] = (
     # devices
     "out of memory",
@@ -12,6 +14,11 @@ WORDS: tuple[str, ...] = (
     "tried to allocate",
     "would exceed allowed",
     "allocation on device",
+    "error_out_of_resources",
+    "attempting to reserve",
+    "attempting to allocate",
+    "bytes on host",
+    "pinned host memory",
     "alloc_failed",
     "cudaerrormemoryallocation",
     "cuda failure",
@@ -84,6 +91,14 @@ WORDS: tuple[str, ...] = (
     "bus error",
     "shared memory",
     "/dev/shm",
+    "workers crashed",
+    "error 1455",
+    "winerror 1455",
+    "paging file is too small",
+    "out_of_host_memory",
+    "container: 137",
+    "error code",
+    "errorcode",
     "objectstorefull",
     "defaultcpuallocator",
     "unable to allocate",
@@ -194,11 +209,19 @@ def _by_root() -> tuple[tuple[bytes, tuple[tuple[bytes, bytes], ...]], ...]:
 _GROUPS = _by_root()
 
 
-def spoken(block: bytes) -> tuple[bytes, ...]:
-    """Return the anchors that may stand in a block: lines that differ in their digits alone are looked at once."""
-    shapes = b"\n".join(set(block.translate(None, DIGITS).split(b"\n"))).lower()
-    near = [rows for root, rows in _GROUPS if root in shapes]
-    return tuple(anchor for rows in near for plain, anchor in rows if plain in shapes)
+def shapes_of(block: bytes) -> frozenset[bytes]:
+    """Return a block's lines without their digits, each once; a progress bar's carriage returns end lines too."""
+    plain = block.translate(None, DIGITS)
+    if b"\r" in plain:
+        plain = plain.replace(b"\r", b"\n")
+    return frozenset(plain.split(b"\n"))
+
+
+def spoken(shapes: Iterable[bytes]) -> tuple[bytes, ...]:
+    """Return the anchors that may stand in lines of these shapes."""
+    text = b"\n".join(shapes).lower()
+    near = [rows for root, rows in _GROUPS if root in text]
+    return tuple(anchor for rows in near for plain, anchor in rows if plain in text)
 
 
 def speaks(text: str) -> bool:

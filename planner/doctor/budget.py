@@ -4,10 +4,13 @@ import json
 from dataclasses import dataclass
 from functools import cache
 
+from planner.allocator.pool import LARGE_BUFFER
 from planner.datafiles import data_dir
 from planner.doctor.event import Event
-from planner.doctor.sizes import LARGE_SEGMENT
 from planner.units import GiB, format_bytes
+
+ROOM = GiB
+"""Free beyond the request: with that much neither its size nor holes in the reserve refused it."""
 
 
 @cache
@@ -38,6 +41,15 @@ class Budget:
     fragmentation_decides: bool
     tiny_request: bool
     """The request prints as the smallest segment: the card was full, the tensor says nothing."""
+
+    @property
+    def had_room(self) -> bool:
+        """Return whether the card itself could have given the request."""
+        return (
+            self.requested_bytes is not None
+            and self.free_bytes is not None
+            and self.free_bytes >= self.requested_bytes + ROOM
+        )
 
     def rows(self) -> list[tuple[str, int]]:
         """Return (name, bytes) of the card's parts that are known."""
@@ -118,9 +130,10 @@ def read_budget(event: Event) -> Budget | None:
         and free is not None
         and unalloc
         and total
+        and free < tried + ROOM
         and free + unalloc >= tried
         and unalloc > ordinary("unused_share") * total
-        and tried > LARGE_SEGMENT
+        and tried > LARGE_BUFFER
     )
     return Budget(
         requested_bytes=tried,
@@ -133,7 +146,7 @@ def read_budget(event: Event) -> Budget | None:
         unaccounted_bytes=unaccounted,
         shortfall_bytes=tried - free if tried is not None and free is not None else None,
         fragmentation_decides=decides,
-        tiny_request=tried is not None and tried <= LARGE_SEGMENT and message.backend == "native",
+        tiny_request=tried is not None and tried <= LARGE_BUFFER and message.backend == "native",
     )
 
 

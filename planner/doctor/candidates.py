@@ -4,9 +4,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
+from planner.allocator.pool import LARGE_BUFFER
 from planner.doctor.context import Context
-from planner.doctor.sizes import LARGE_SEGMENT, printed, printed_window, segment_bytes
+from planner.doctor.framework import framework_of
+from planner.doctor.sizes import (
+    PLAIN,
+    allocator_of,
+    parse_size,
+    printed,
+    printed_window,
+    segment_bytes,
+)
 from planner.models.spec import ModuleKind
+from planner.run.framework import pick
 from planner.units import MiB
 
 PHASE_KINDS: dict[str, tuple[str, ...]] = {
@@ -86,21 +96,22 @@ def find_candidates(
     `rounded`: the native allocator printed its segment size; cudaMallocAsync prints the
     request itself.
     """
-    from planner.doctor.sizes import parse_size
-
     size = parse_size(tried)
-    if size is None or size <= LARGE_SEGMENT:
+    if size is None or size <= LARGE_BUFFER:
         return []
     window = printed_window(tried) + (2 * MiB if rounded else 0)
+    divisions = pick(framework_of(context).name).switches.roundup_power2
+    allocators = (PLAIN, allocator_of(divisions)) if divisions else (PLAIN,)
     weights: list[tuple[float, _Shape, int]] = []
     seen: set[tuple[str, int]] = set()
     for shape in _shapes(context, size):
-        request = segment_bytes(shape.bytes) if rounded else shape.bytes
-        matched = printed(request) == tried
-        if not matched and context.unsloth:
-            request = segment_bytes(shape.bytes, power2_divisions=True)
-            matched = printed(request) == tried
-        if not matched or (shape.name, shape.bytes) in seen:
+        requests = (
+            [segment_bytes(shape.bytes, allocator) for allocator in allocators]
+            if rounded
+            else [shape.bytes]
+        )
+        request = next((size for size in requests if printed(size) == tried), None)
+        if request is None or (shape.name, shape.bytes) in seen:
             continue
         seen.add((shape.name, shape.bytes))
         chance = min(1.0, shape.tried * window / size)

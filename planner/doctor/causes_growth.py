@@ -1,9 +1,18 @@
 """Rules for failures that come later: at a resume, or after steps that each left something behind."""
 
+import re
+
 from planner.doctor.cause import Cause, Certainty, Signals
+from planner.doctor.event import MAX_DESCRIPTION
 from planner.doctor.state import static_state
 from planner.units import GiB, format_bytes
 
+_GROWS = re.compile(
+    r"(?:memory|VRAM|\bRAM|RSS)\b[^.\n]{0,60}?(?:keeps? (?:on )?(?:increas|grow|ris)|(?:steadil|continuousl|graduall|linearl|constantl)y (?:increas|grow|ris)"
+    r"|(?:increas|grow|ris)\w*[^.\n]{0,40}?(?:steadily|continuously|gradually|linearly|(?:over|throughout|with|at|after) (?:the |each |every )?(?:steps?|iterations?|epochs?)))|memory leak",
+    re.IGNORECASE,
+)
+"""A person's words for memory that grows as the run goes on."""
 CONTEXT = 2 * GiB
 """Less than this of one's own tensors means that the card was full of somebody else's."""
 
@@ -28,6 +37,19 @@ def resume(signals: Signals) -> Cause | None:
         formula=f"held already: {state.formula}; the checkpoint's copy comes on top"
         if state
         else "",
+    )
+
+
+def told(signals: Signals) -> Cause | None:
+    """Somebody says that memory grows, and shows no figures to fit."""
+    if signals.event is not None or signals.growth is not None:
+        return None
+    if len(signals.context.text) >= MAX_DESCRIPTION or not _GROWS.search(signals.context.text):
+        return None
+    return Cause(
+        category="memory_leak",
+        certainty=Certainty.UNKNOWN,
+        explanation="memory is said to grow as the run goes on. Without its figures it cannot be told apart: even steps of what tensors hold are a leak, steps where the batch is longer are long samples, a reserve that grows over even tensors is fragmentation.",
     )
 
 
@@ -65,4 +87,4 @@ def grows(signals: Signals) -> Cause | None:
     )
 
 
-GROWTH_RULES = (resume, grows)
+GROWTH_RULES = (resume, grows, told)

@@ -89,10 +89,13 @@ def host_killed(signals: Signals) -> Cause | None:
     facts = event.facts
     if event.kind == "host_alloc":
         tried = facts.get("host_tried_bytes")
+        explanation = "host memory (RAM) was refused to a single request: a tensor, an array or a copy of the weights on the CPU."
+        if facts.get("killer") == "windows":
+            explanation = "Windows refused host memory: it counts what is asked for against RAM and page file, used or not, and every DataLoader worker asks again for the same libraries and files."
         return Cause(
             category="host_alloc",
             certainty=Certainty.CONSISTENT,
-            explanation="host memory (RAM) was refused to a single request: a tensor, an array or a copy of the weights on the CPU.",
+            explanation=explanation,
             formula=f"requested {format_bytes(int(tried))} of host memory" if tried else "",
         )
     who = WHO.get(str(facts.get("killer", "")), WHO[""])

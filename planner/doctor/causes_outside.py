@@ -192,7 +192,7 @@ def refused_with_room(signals: Signals) -> Cause | None:
         not tried
         or not total
         or free is None
-        or free < tried + GiB
+        or not budget.had_room
         or "allowed_bytes" in event.facts
     ):
         return None

@@ -7,7 +7,7 @@ from planner.doctor.phases import TRACEBACK
 from planner.doctor.state import served_bytes
 from planner.units import format_bytes
 
-_VLLM = re.compile(r"\bvllm/|\bvllm\.v1\b|gpu_model_runner")
+_VLLM = re.compile(r"\bvllm/|\bvllm\.v1\b|gpu_model_runner|^VllmWorker|^EngineCore|^Worker_")
 _TRAINER = re.compile(
     r"/trl/|transformers/trainer|/verl/|unsloth|swift/trainers|deepspeed/|torch/optim|cumem|wake_up|loss\.backward"
 )
@@ -20,7 +20,8 @@ _LOADS = re.compile(
 def serves_vllm(signals: Signals) -> bool:
     """Return whether the failure is in a vLLM engine and not in a trainer beside it."""
     near = _frames(signals)
-    return any(_VLLM.search(line) for line in near) and not any(
+    rank = signals.event.rank if near and signals.event else ""
+    return any(_VLLM.search(line) for line in (rank, *near)) and not any(
         _TRAINER.search(line) for line in near
     )
 

@@ -10,7 +10,7 @@ import re
 from planner.doctor.cause import Cause, Certainty, Signals
 from planner.units import format_bytes
 
-KINDS = frozenset({"sglang_pool", "sglang_unbalanced", "tms_oom"})
+KINDS = frozenset({"sglang_pool", "sglang_pool_full", "sglang_unbalanced", "tms_oom"})
 _SGLANG = re.compile(r"\bsglang\b|mem[-_]fraction[-_]static|SGLang")
 _RUNNING = re.compile(r"sglang/srt/|sglang\.srt|Scheduler hit an exception|TpModelWorkerClient")
 _GRAPHS = re.compile(r"Capture cuda graph|cuda_graph_runner|capture_one_batch|init_device_graphs")
@@ -45,6 +45,18 @@ def pool_too_small(signals: Signals) -> Cause | None:
         certainty=Certainty.CONSISTENT,
         explanation="mem_fraction_static is the share of the card for weights AND KV cache: after the weights nothing of it is left.",
         formula=formula,
+    )
+
+
+def pool_full(signals: Signals) -> Cause | None:
+    """A batch found no free tokens in the KV pool: the pool ran out, not the card."""
+    event = signals.event
+    if event is None or event.kind != "sglang_pool_full":
+        return None
+    return Cause(
+        category="sglang_pool_full",
+        certainty=Certainty.CONSISTENT,
+        explanation="the scheduler admitted more than the KV pool has free tokens for. The pool was sized at the start and is counted in tokens: the card itself did not refuse anything.",
     )
 
 
@@ -135,4 +147,4 @@ def running(signals: Signals) -> Cause | None:
     )
 
 
-SGLANG_RULES = (pool_too_small, unbalanced, memory_saver, graphs, running)
+SGLANG_RULES = (pool_too_small, pool_full, unbalanced, memory_saver, graphs, running)

@@ -70,6 +70,7 @@ def other_process(signals: Signals) -> Cause | None:
         or budget.total_bytes is None
         or signals.event is None
         or signals.event.kind != "cuda_oom"
+        or signals.event.text.startswith("MPS")  # one memory for all programs: `mps_full` says it
     ):
         return None
     foreign = foreign_bytes(budget)
@@ -203,6 +204,7 @@ def churn(signals: Signals) -> Cause | None:
     decides = budget is not None and budget.fragmentation_decides
     holes = (
         budget is not None
+        and not budget.had_room
         and budget.unallocated_bytes
         and budget.requested_bytes
         and budget.unallocated_bytes > 0.8 * budget.requested_bytes

@@ -8,30 +8,59 @@ from planner.doctor.sizes import SIZE, size_bytes
 START = re.compile(
     r"(?:CUDA|HIP|NPU|XPU|MUSA|MPS backend) (?:driver )?(?:error: )?out of memory|cudaMalloc failed: out of memory|HSA_STATUS_ERROR_OUT_OF_RESOURCES|CUDA Error: out of memory|hipErrorOutOfMemory|OUT_OF_DEVICE_MEMORY"
     r"|Allocation on device\s?\d* would exceed allowed memory|OutOfMemoryError: Allocation on device"
-    r"|Cuda failure \d+ .out of memory|CUBLAS_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|Tried to allocate \d",
+    r"|Cuda failure \d+ .out of memory|CUBLAS_STATUS_ALLOC_FAILED|cudaErrorMemoryAllocation|Tried to allocate \d"
+    r"|UR_RESULT_ERROR_OUT_OF_RESOURCES|CUDA error \d+ at \S{1,80}: out of memory|bfc\) ran out of memory"
+    r"|RESOURCE_EXHAUSTED: (?:XLA:\w{1,8} compile permanent error\. )?(?:Ran )?Out of memory|Attempting to (?:reserve|allocate) \d+(?:\.\d+)?[KMG]"
+    r"|cuda runtime error \(2\) ?: out of memory",
     re.IGNORECASE,
 )
-_END = re.compile(r"Traceback \(most recent|^\s*File \"|^\s*\d+%\|")
-_FIELDS: dict[str, re.Pattern[str]] = {
-    "tried": re.compile(rf"Tried to allocate {SIZE}|Requested\s*:\s*{SIZE}"),
-    "total": re.compile(rf"total capac(?:i)?ty of {SIZE}|{SIZE} total capac(?:i)?ty"),
-    "free": re.compile(
-        rf"of which {SIZE} is free|[;,] {SIZE} free|Free \(according to CUDA\)\s*:\s*{SIZE}"
+_FIELDS: dict[str, tuple[tuple[str, ...], re.Pattern[str]]] = {
+    "tried": (
+        ("ocate ", "equested"),
+        re.compile(rf"(?:Tried|trying) to allocate {SIZE}|Requested\s*:\s*{SIZE}"),
     ),
-    "proc": re.compile(rf"this process has {SIZE} memory in use"),
-    "alloc": re.compile(
-        rf"[Oo]f the allocated memory {SIZE} is allocated by PyTorch|{SIZE} already allocated"
+    "total": (
+        ("total capac",),
+        re.compile(rf"total capac(?:i)?ty of {SIZE}|{SIZE} total capac(?:i)?ty"),
     ),
-    "unalloc": re.compile(rf"{SIZE} is reserved by PyTorch but unallocated"),
-    "reserved": re.compile(rf"{SIZE} reserved in total by PyTorch|{SIZE} cached\)"),
-    "private": re.compile(rf"with {SIZE} allocated in private pools"),
-    "allowed": re.compile(rf"{SIZE} allowed[;,]|max allowed: {SIZE}"),
-    "allocated": re.compile(rf"Currently allocated\s*:\s*{SIZE}|MPS allocated: {SIZE}"),
-    "other": re.compile(rf"other allocations: {SIZE}"),
-    "limit": re.compile(rf"Device limit\s*:\s*{SIZE}"),
-    "fraction_limit": re.compile(rf"PyTorch limit \([^)]{{0,80}}\)\s*:\s*{SIZE}"),
+    "free": (
+        ("free", "Free ("),
+        re.compile(
+            rf"of which {SIZE} is free|[;,] {SIZE} free|Free \(according to CUDA\)\s*:\s*{SIZE}"
+        ),
+    ),
+    "proc": (("this process has",), re.compile(rf"this process has {SIZE} memory in use")),
+    "alloc": (
+        ("allocated by PyTorch", "already allocated"),
+        re.compile(
+            rf"[Oo]f the allocated memory {SIZE} is allocated by PyTorch|{SIZE} already allocated"
+        ),
+    ),
+    "unalloc": (
+        ("but unallocated",),
+        re.compile(rf"{SIZE} is reserved by PyTorch but unallocated"),
+    ),
+    "reserved": (
+        ("reserved in total", "cached)"),
+        re.compile(rf"{SIZE} reserved in total by PyTorch|{SIZE} cached\)"),
+    ),
+    "private": (("private pools",), re.compile(rf"with {SIZE} allocated in private pools")),
+    "allowed": (("allowed",), re.compile(rf"{SIZE} allowed[;,]|max allowed: {SIZE}")),
+    "allocated": (
+        ("Currently allocated", "MPS allocated"),
+        re.compile(rf"Currently allocated\s*:\s*{SIZE}|MPS allocated: {SIZE}"),
+    ),
+    "other": (("other allocations",), re.compile(rf"other allocations: {SIZE}")),
+    "limit": (("Device limit",), re.compile(rf"Device limit\s*:\s*{SIZE}")),
+    "fraction_limit": (
+        ("PyTorch limit",),
+        re.compile(rf"PyTorch limit \([^)]{{0,80}}\)\s*:\s*{SIZE}"),
+    ),
 }
+"""Name -> (words of which a message with it has one, its pattern)."""
 _PROCESS = re.compile(rf"Process (\d+) has {SIZE} memory in use")
+_HINT = re.compile(r"environment-variables\)|PYTORCH_CUDA_ALLOC_CONF\b(?!=)|avoid fragmentation\.?")
+_SENTENCE = re.compile(r"[.)\n]|$")
 _GPU = re.compile(r"\b(?:GPU|NPU|XPU) (\d+)\b|on device (\d+)")
 CONTEXT_LINES = 8
 OVERFLOW = 2**60
@@ -75,29 +104,37 @@ def parse_cuda(text: str) -> CudaMessage | None:
         body = body[: second.start()]
     shown: dict[str, str] = {}
     facts: dict[str, int] = {}
-    for name, pattern in _FIELDS.items():
-        if match := pattern.search(body):
-            number, unit = [group for group in match.groups() if group is not None][:2]
-            if _backend(body) == "mps":
-                unit = _BINARY.get(unit, unit)
-            shown[name] = f"{number} {unit}"
-            facts[f"{name}_bytes"] = size_bytes(number, unit)
+    backend, last = _backend(body), 0
+    for name, (words, pattern) in _FIELDS.items():
+        if not any(word in body for word in words):
+            continue
+        found = list(pattern.finditer(body))
+        if not found:
+            continue
+        last = max(last, found[-1].end())
+        number, unit = [group for group in found[0].groups() if group is not None][:2]
+        if backend == "mps":
+            unit = _BINARY.get(unit, unit)
+        shown[name] = f"{number} {unit}"
+        facts[f"{name}_bytes"] = size_bytes(number, unit)
+    processes = list(_PROCESS.finditer(body)) if "Process " in body else []
+    last = max([last, *(match.end() for match in processes)])
     overflowed = [name for name in facts if facts[name] >= OVERFLOW]
     for name in overflowed:
         del facts[name], shown[name.removesuffix("_bytes")]
-    named = [size_bytes(number, unit) for _, number, unit in _PROCESS.findall(body)]
+    named = [size_bytes(match.group(2), match.group(3)) for match in processes]
     if any(size >= OVERFLOW for size in named):
         overflowed.append("process")
         named = [size for size in named if size < OVERFLOW]
     others = _assign_processes(named, facts)
     gpu = _GPU.search(body)
     return CudaMessage(
-        backend=_backend(body),
+        backend=backend,
         printed=shown,
         facts=facts,
         others_bytes=others,
         gpu=int(gpu.group(1) or gpu.group(2)) if gpu else None,
-        text=_shorten(body),
+        text=_shorten(body, last or min(len(body), 120)),
         contradictions=(*(OVERFLOWED for _ in overflowed[:1]), *_contradictions(facts, others)),
     )
 
@@ -171,15 +208,9 @@ def _contradictions(facts: dict[str, int], others: tuple[int, ...]) -> tuple[str
     return tuple(found)
 
 
-def _shorten(body: str) -> str:
-    """Return the message without what follows it: up to its hint, else to its last number."""
-    ends = [
-        match.end() for pattern in (*_FIELDS.values(), _PROCESS) for match in pattern.finditer(body)
-    ]
-    last = max(ends, default=min(len(body), 120))
-    hint = re.search(
-        r"environment-variables\)|PYTORCH_CUDA_ALLOC_CONF\b(?!=)|avoid fragmentation\.?", body
-    )
-    sentence = re.compile(r"[.)\n]|$").search(body, last)
-    end = hint.end() if hint and hint.end() > last else sentence.end() if sentence else last
+def _shorten(body: str, last: int) -> str:
+    """Return the message without what follows it: up to its hint, else to its last number's sentence."""
+    hint = _HINT.search(body, last)
+    sentence = _SENTENCE.search(body, last)
+    end = hint.end() if hint else sentence.end() if sentence else last
     return " ".join(body[:end].split())[:900]

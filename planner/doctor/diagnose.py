@@ -124,6 +124,11 @@ def strong(found: Scan) -> list[Event]:
     where a failure of memory was printed; where there is none, they are what is known.
     """
     errors = found.errors
+    crash = next((event.line for event in found.others if event.facts.get("device")), None)
+    if (
+        crash is not None
+    ):  # after a crash of the device the driver refuses everything, without sizes
+        errors = [event for event in errors if event.line < crash or not _says_nothing(event)]
     sure = [event for event in errors if not event.is_weak]
     if sure:
         first = sure[0].line
@@ -136,6 +141,11 @@ def strong(found: Scan) -> list[Event]:
     if died:
         return died[:1]
     return errors[:1] or found.others[:1]
+
+
+def _says_nothing(event: Event) -> bool:
+    """Return whether the driver refused without a figure."""
+    return event.cuda is not None and event.cuda.backend == "driver" and not event.cuda.facts
 
 
 SERVING_RULES: tuple[Rule, ...] = (
@@ -205,6 +215,13 @@ def _failure(
     ]
     unique = {cause.category: cause for cause in reversed(causes)}
     ordered = [unique[category] for category in dict.fromkeys(cause.category for cause in causes)]
+    if ordered and ordered[0].certainty is not Certainty.UNKNOWN:
+        # beside a reading that fits, no other is named that nothing supports
+        ordered = [
+            cause
+            for cause in ordered
+            if cause.category == "unknown" or cause.certainty is not Certainty.UNKNOWN
+        ]
     best = tuple(ordered) or (UNKNOWN,)
     advice = advise(best[0], signals)
     run = planned(signals, best[0].category, recipe)

@@ -12,6 +12,8 @@ Reader = Callable[[Match[str]], Facts]
 Row = tuple[str, str, int, Reader]
 """(kind, pattern, regex flags, reader of the facts)."""
 
+MAX_DESCRIPTION = 20_000
+"""Characters up to which a text is taken for a person's description."""
 NOTICES = frozenset({"sleep_line", "host_usage", "host_user", "device_usage", "sglang_line"})
 """Kinds that explain a failure and are none themselves."""
 WEAK = frozenset({"killed", "worker_died", "other_error"})

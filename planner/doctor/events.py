@@ -73,6 +73,13 @@ def _nccl(match: Match[str]) -> Facts:
     return facts
 
 
+def _pinned(match: Match[str]) -> Facts:
+    facts: Facts = {"owner": "TensorFlow", "host": 1}
+    if match["bytes"]:
+        facts["tried_bytes"] = int(match["bytes"])
+    return facts
+
+
 def _sglang(match: Match[str]) -> Facts:
     return {
         f"{name}_bytes": gib(value)
@@ -192,6 +199,18 @@ _ROWS: tuple[Row, ...] = (
         _nccl,
     ),
     (
+        "driver_refused",
+        r"failed to alloc(?:ate)? (?P<bytes>\d+) bytes on host|could not allocate pinned host memory",
+        0,
+        _pinned,
+    ),
+    (
+        "sglang_pool_full",
+        r"(?:Prefill|Decode) out of memory\. Try to lower your batch size|alloc_req_slots runs out of memory",
+        0,
+        nothing,
+    ),
+    (
         "hf_dispatch",
         r"Some modules are dispatched on the CPU or the disk|had weights offloaded to the disk"
         r"|train a model that (?:has been|was) loaded (?:in|with) (?:8-bit|4-bit|8-bit or 4-bit).{0,40}(?:CPU|disk)",
@@ -228,14 +247,15 @@ def may_wrap(text: str) -> bool:
 
 def match_event(text: str) -> tuple[str, str, Facts] | None:
     """Return (kind, matched text, facts) of the first rule that matches a line, or None."""
-    if not speaks(text) or host_events.NOT_MINE.search(text):
+    if not speaks(text):
         return None
     shape = _DIGITS.sub("0", text)
     if shape in _silent:
         return None
-    for kind, pattern, reader in RULES:
-        if match := pattern.search(text):
-            return kind, match.group()[:400], reader(match)
+    if not host_events.NOT_MINE.search(text):
+        for kind, pattern, reader in RULES:
+            if match := pattern.search(text):
+                return kind, match.group()[:400], reader(match)
     if len(_silent) >= MAX_SILENT:
         _silent.clear()
     _silent.add(shape)

@@ -23,9 +23,15 @@ _FIRST: dict[str, tuple[str, ...]] = {
     "cgroup": (
         "raise the memory limit of the container or job (docker --memory, limits.memory, --mem)",
     ),
+    "windows": (
+        "a larger page file: System > Advanced > Performance > Virtual memory, on a disk with room (a reboot makes it count)",
+        "num_workers=0 or 1: each worker commits the CUDA libraries once more",
+    ),
 }
-_ANY = (
+_LOOK = (
     "read what was killed and how large it was: `dmesg -T | grep -i -E 'oom|killed process'`, and watch host memory with `free -h` while it starts",
+)
+_ANY = (
     "load the weights once and mapped (safetensors, low_cpu_mem_usage), not one copy a rank",
     "fewer DataLoader workers (num_workers) and no whole dataset in memory: streaming or memory-mapped files",
     "offload less to the host (optimizer, parameters, swap_space, sleep level 1), or add RAM or swap",
@@ -35,12 +41,13 @@ _ANY = (
 def host(signals: Signals) -> list[Fix]:
     """Return steps for the one who killed first, then those for any host."""
     killer = str(signals.event.facts.get("killer", "")) if signals.event else ""
-    fixes = [Fix(change=change) for change in (*_FIRST.get(killer, ()), *_ANY)]
+    looks = () if killer == "windows" else _LOOK
+    fixes = [Fix(change=change) for change in (*_FIRST.get(killer, ()), *looks, *_ANY)]
     weights = weights_bytes(signals.context)
     ranks = signals.context.gpus
     if weights and ranks > 1:
-        at = next(index for index, fix in enumerate(fixes) if fix.change == _ANY[1])
-        fixes[at] = Fix(change=_ANY[1], saved_bytes=(ranks - 1) * weights)
+        at = next(index for index, fix in enumerate(fixes) if fix.change == _ANY[0])
+        fixes[at] = Fix(change=_ANY[0], saved_bytes=(ranks - 1) * weights)
     return fixes
 
 
@@ -97,11 +104,17 @@ OUTSIDE: dict[str, Maker] = {
         "resume sharded (DeepSpeed or FSDP sharded checkpoints) instead of one whole file a rank; a smaller micro-batch for the first step does not shrink this copy",
     ),
     "memory_leak": plain(
+        "print torch.cuda.memory_allocated(), memory_reserved() and the batch's longest length at each step: the three series tell a leak, fragmentation and long samples apart (`vramwise explain` fits them)",
         "find what is kept: torch.cuda.memory._record_memory_history() and a snapshot at two steps (or `vramwise trace`): the blocks that only grow name their line",
         "keep numbers, not tensors: loss.item(), .detach().cpu() in logs and metrics; no reference to outputs across steps",
         "a colocated engine: give its memory back each step (sleep, free_cache_engine), and a release that mends a known leak",
     ),
     "sglang_pool_too_small": lambda signals: _pool(signals),
+    "sglang_pool_full": plain(
+        "fewer requests at once: a lower --max-running-requests, and a smaller --chunked-prefill-size so that a prefill takes less of the pool in one piece",
+        "a larger pool: a higher --mem-fraction-static where the card has room beside it, --kv-cache-dtype fp8_e5m2, a higher --tp-size",
+        "a higher --schedule-conservativeness admits requests later; cap the lengths (--context-length, max_new_tokens)",
+    ),
     "sglang_cuda_graphs": plain(
         "a smaller --cuda-graph-max-bs, or --disable-cuda-graph (slower decoding)",
         "a lower --mem-fraction-static leaves more for the graphs",

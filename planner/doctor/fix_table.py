@@ -11,7 +11,13 @@ def unknown(signals: Signals) -> list[Fix]:
     """Return the next step where no cause is known: what to look at, or what to add."""
     event = signals.event
     if event is None:
+        more = (
+            [Fix(change="NCCL_DEBUG=INFO prints the CUDA failure behind 'unhandled cuda error'")]
+            if "unhandled cuda error" in signals.context.text
+            else []
+        )
         return [
+            *more,
             Fix(change="paste the error with its traceback, from 'Traceback' to the last line"),
             Fix(change="add --config FILE (of any tool) or --model NAME and --gpu NAME"),
         ]
@@ -25,6 +31,8 @@ def unknown(signals: Signals) -> list[Fix]:
                 change="unified memory: give the GPU more of it (the firmware's carve-out, the GTT limit)"
             ),
         ]
+    if event.cuda is not None and event.cuda.backend == "driver":
+        return _driver_unknown(event.text)
     return [
         Fix(
             change="add --config FILE (of any tool) or --model and --gpu: then every tensor of the run is compared with the request"
@@ -32,6 +40,30 @@ def unknown(signals: Signals) -> list[Fix]:
         Fix(change="add the traceback above the message: the innermost frame names the tensor"),
         Fix(
             change="until then: a smaller micro-batch with more accumulation, gradient checkpointing, a shorter length"
+        ),
+    ]
+
+
+def _driver_unknown(text: str) -> list[Fix]:
+    """Return what to look at where the driver, or another framework's allocator, refused without a budget."""
+    if text.startswith(("RESOURCE_EXHAUSTED", "Attempting to")):
+        return [
+            Fix(
+                change="a smaller batch or length, rematerialisation (jax.checkpoint), or the model sharded over more devices"
+            ),
+            Fix(
+                change="XLA_PYTHON_CLIENT_PREALLOCATE=false once, to see with nvidia-smi whether another process holds the card"
+            ),
+        ]
+    return [
+        Fix(
+            change="nvidia-smi (rocm-smi, npu-smi, xpu-smi) at that moment: which process holds the card, and is it this GPU at all?"
+        ),
+        Fix(
+            change="CUDA_LAUNCH_BLOCKING=1, or one batch on the CPU: an index out of range in an embedding can end as a cuBLAS refusal"
+        ),
+        Fix(
+            change="if the card was full: a smaller batch or model; under WSL also pin_memory=False and more RAM in .wslconfig"
         ),
     ]
 

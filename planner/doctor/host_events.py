@@ -71,7 +71,8 @@ ROWS: tuple[Row, ...] = (
     (
         "worker_died",
         r"There are some potential root causes\. \(1\) The process is killed by SIGKILL by OOM killer"
-        r"|Worker exit type: SYSTEM_ERROR|actor died unexpectedly|worker process has died\b",
+        r"|Worker exit type: SYSTEM_ERROR|(?:actor|[Ww]orker) died unexpectedly|worker process has died\b"
+        r"|\b0 Workers \(tasks / actors\) killed due to memory pressure \(OOM\), [1-9]\d* Workers crashed",
         0,
         nothing,
     ),
@@ -90,7 +91,7 @@ ROWS: tuple[Row, ...] = (
     ),
     (
         "host_killed",
-        r"killed due to (?:the node running low on memory|memory pressure \(OOM\))"
+        r"(?<!\b0 Workers \(tasks / actors\) )killed due to (?:the node running low on memory|memory pressure \(OOM\))"
         r"|Ray killed this worker|actor died.{0,40}\b(?:CPU )?OOM\b",
         re.IGNORECASE,
         _by("ray"),
@@ -137,7 +138,7 @@ ROWS: tuple[Row, ...] = (
     ),
     (
         "host_shm",
-        r"killed by signal: Bus error|Signal 7 \(SIGBUS\)|exitcode *: *-7\b|/dev/shm/nccl|insufficient shared memory|out of shared memory|ObjectStoreFullError"
+        r"killed by signal: Bus error|bus error encountered in worker|Signal 7 \(SIGBUS\)|(?:exitcode *: *|return code = )-7\b|/dev/shm/nccl|insufficient shared memory|out of shared memory|ObjectStoreFullError"
         r"|No space left on device.{0,40}/dev/shm|/dev/shm.{0,40}No space left on device",
         re.IGNORECASE,
         nothing,
@@ -151,14 +152,20 @@ ROWS: tuple[Row, ...] = (
     (
         "host_alloc",
         r"Unable to allocate (?:array|\S+ \S+ for an array)|std::bad_alloc|^MemoryError\b"
-        r"|\[Errno 12\] Cannot allocate memory",
+        r"|\b[Cc]an(?:not|'t) allocate memory(?! in static TLS)|ERROR_OUT_OF_HOST_MEMORY",
         0,
         nothing,
     ),
     (
+        "host_alloc",
+        r"paging file is too small|\[WinError 1455\]|\(os error 1455\)",
+        0,
+        _by("windows"),
+    ),
+    (
         "host_killed",
-        r"exit ?code:? ?\(?-9\b|exitcode *: *-9\b|Signal 9 \(SIGKILL\)|died with <Signals\.SIGKILL"
-        r"|return code = -9\b|return code -9\b|exited on signal 9|killed by signal(?: 9\b|: Killed)|terminated by signal(?: 9\b| SIGKILL)"
+        r"(?:exit|error) ?code:? ?\(?-9\b|exitcode *: *-9\b|Signal 9 \(SIGKILL\)|died with <Signals\.SIGKILL"
+        r"|return code = -9\b|return code -9\b|exited on signal 9|killed by signal(?: 9\b|: Killed)|terminated (?:by|with) signal(?: 9\b| SIGKILL)"
         r"|\bkilled by SIGKILL|\breceived signal 9\b|failed due to signal 9|-SIGKILL\b",
         re.IGNORECASE,
         _by("launcher"),
@@ -178,7 +185,7 @@ ROWS: tuple[Row, ...] = (
     ),
     (
         "killed",
-        r"\bexit(?:ed)?[_ ]?(?:with )?(?:code|status)\"?:?\s{1,8}137\b|\"ExitCode\": 137\b|exit code 137\b|returned 137\b",
+        r"\bexit(?:ed)?[_ ]?(?:with )?(?:code|status)\"?:?\s{1,8}137\b|\"ExitCode\": 137\b|exit code 137\b|returned 137\b|Docker Container: 137\b",
         re.IGNORECASE,
         nothing,
     ),

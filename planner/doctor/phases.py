@@ -18,7 +18,7 @@ PHASES: tuple[tuple[str, str], ...] = (
         r"embed_multimodal|get_multimodal_embeddings|profil\w*.{0,60}(?:pixel|image|vision|multimodal)|dummy_(?:image|video)|encoder_cache|limit_mm_per_prompt",
     ),
     ("vllm_profile", r"determine_num_available_blocks|determine_available_memory|\bprofile_run\b"),
-    ("wake_up", r"wake_up|create_and_map|cumem_allocator"),
+    ("wake_up", r"wak(?:e|ing)[ _-]up|create_and_map|cumem_allocator"),
     ("kbit_prepare", r"prepare_model_for_kbit_training"),
     (
         "optimizer_init",
@@ -53,7 +53,7 @@ PHASES: tuple[tuple[str, str], ...] = (
     ),
     (
         "module_to",
-        r"module\.convert|Module\.to\b|\bt\.to\(|in _apply\b|model\.to\(|model\.cuda\(|\.to\(device|in convert\b",
+        r"module\.convert|Module\.to\b|\bt\.to\(|in _apply\b|(?:model|module)\.to\(|model\.cuda\(|\.to\(device|in convert\b",
     ),
     ("reload", r"reload_from_cpu|backload|onload|reload_params|load_to_gpu"),
     (
@@ -70,7 +70,7 @@ PHASES: tuple[tuple[str, str], ...] = (
     ),
     (
         "eval_accumulate",
-        r"nested_concat|prediction_loop|eval_accumulation|evaluation at \d+|eval during training|\bTrainer\.(?:evaluate|predict)|distributed_concat|all_preds|pad_across_processes",
+        r"nested_concat|torch_pad_and_concatenate|prediction_loop|eval_accumulation|evaluation at \d+|eval during training|\bTrainer\.(?:evaluate|predict)|distributed_concat|all_preds|pad_across_processes",
     ),
     (
         "attention",

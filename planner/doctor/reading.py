@@ -2,15 +2,21 @@
 
 import codecs
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from planner.doctor.anchors import NOTICES, spoken
+from planner.doctor.anchors import DIGITS, NOTICES, shapes_of, spoken
 
 BLOCK_BYTES = 1 << 18
+WHOLE_BYTES = 2 * BLOCK_BYTES
+"""How much of a log's beginning is read line by line: a run prints its settings there."""
 BEFORE_BYTES, AFTER_BYTES = 32 << 10, 16 << 10
 """What is read around an anchor: a long traceback before it, the rest of a message behind it."""
+MAX_WINDOWS = 32
+"""Windows that are read around one anchor before its habits are trusted."""
+MAX_SHAPES = 20_000
 MAX_LINE = 16_384
 """Characters of one line that are looked at; a message is never longer."""
 
@@ -55,12 +61,12 @@ def redact(text: str) -> str:
 
 def clean(number: int, raw: str) -> Line:
     """Return the line without colours, carriage-return overprints and rank prefix."""
-    text = raw[:MAX_LINE]
-    if "\x1b" in text:
-        text = _ANSI.sub("", text)
-    text = text.rstrip("\r\n")
+    text = raw.rstrip("\r\n")
     if "\r" in text:
         text = text.rsplit("\r", 1)[-1]
+    text = text[:MAX_LINE]
+    if "\x1b" in text:
+        text = _ANSI.sub("", text)
     if match := _SERVICE.match(text):
         text = text[match.end() :]
     rank = ""
@@ -77,10 +83,12 @@ def clean(number: int, raw: str) -> Line:
 def read_lines(
     source: BinaryIO | str, watch: Callable[[bytes], None] | None = None
 ) -> Iterator[Line]:
-    """Yield the first MiB whole and every line near something of interest; `watch` sees every block.
+    """Yield the beginning whole and every line near something of interest; `watch` sees every block.
 
     A file is read in blocks, so memory stays bounded. Far from any anchor lines are counted and
-    dropped; near one, what stands before and behind it is read too. Line numbers are the file's.
+    dropped; near one, what stands before and behind it is read too. Of an anchor that comes again
+    and again in lines of the same shape only the last line of a block is read, until the file's
+    end. Line numbers are the file's.
     """
     if isinstance(source, str):
         if watch is not None:
@@ -88,16 +96,17 @@ def read_lines(
         yield from (clean(number, raw) for number, raw in enumerate(source.split("\n"), 1))
         return
     number, tail, left, seen = 1, b"", 0, 0
-    for block in _blocks(source):
+    habits = _Habits()
+    for block, last_block in _marked(_blocks(source)):
         if watch is not None:
             watch(block)
-        whole, seen = seen < 4 * BLOCK_BYTES, seen + len(block)
+        whole, seen = seen < WHOLE_BYTES, seen + len(block)
         if whole:
             yield from _numbered(number, block)
             number += block.count(b"\n")
             continue
         buffer = tail + block
-        hits = _hits(buffer, len(tail))
+        hits = _hits(buffer, len(tail), None if last_block else habits)
         spans = _spans(buffer, len(tail), left, hits)
         done = 0
         for start, end in spans:
@@ -107,7 +116,7 @@ def read_lines(
             done = end
         left = max(0, max((last for _, last in hits), default=0) - len(buffer))
         keep = buffer.rfind(b"\n", 0, max(done, len(buffer) - BEFORE_BYTES)) + 1
-        keep = max(done, keep)
+        keep = max(done, keep, len(buffer) - 2 * BEFORE_BYTES)  # within a line without an end
         number += buffer.count(b"\n", done, keep)
         tail = buffer[keep:]
 
@@ -130,23 +139,75 @@ def _spans(
     return spans
 
 
-def _hits(buffer: bytes, fresh: int) -> list[tuple[int, int]]:
-    """Return what to read around the anchors: first and last byte of each; of a notice its own line."""
-    anchors = spoken(buffer[fresh:])
+class _Habits:
+    """Which anchors a log repeats, and the shapes of the lines that hold them."""
+
+    def __init__(self) -> None:
+        self._windows: Counter[bytes] = Counter()
+        self._shapes: set[bytes] = set()
+
+    def tired_of(self, anchor: bytes) -> bool:
+        """Return whether enough was read around an anchor."""
+        return self._windows[anchor] >= MAX_WINDOWS
+
+    def read(self, anchor: bytes) -> None:
+        """Note that the text around an anchor is read."""
+        self._windows[anchor] += 1
+
+    def news(self, shapes: frozenset[bytes], anchors: Sequence[bytes]) -> bool:
+        """Return whether a line with one of the anchors has a shape that was not seen before."""
+        plain = [anchor.translate(None, DIGITS) for anchor in anchors]
+        fresh = {
+            shape for shape in shapes - self._shapes if any(word in shape.lower() for word in plain)
+        }
+        if len(self._shapes) + len(fresh) > MAX_SHAPES:
+            self._shapes.clear()
+            return False  # every line is another: nothing tells which is new
+        self._shapes |= fresh
+        return bool(fresh)
+
+
+def _hits(buffer: bytes, fresh: int, habits: "_Habits | None") -> list[tuple[int, int]]:
+    """Return what to read around the anchors: first and last byte of each; of a notice its own line.
+
+    `habits` None: at the end of a file, where nothing is skipped for being frequent.
+    """
+    shapes = shapes_of(buffer[fresh:])
+    anchors = spoken(shapes)
     if not anchors:
         return []
+    tired = [
+        anchor
+        for anchor in anchors
+        if habits is not None and anchor not in NOTICES and habits.tired_of(anchor)
+    ]
+    if tired and habits is not None and habits.news(shapes, tired):
+        tired = []
     lowered = buffer.lower()
     found = []
     for anchor in anchors:
-        if anchor in NOTICES:
+        if anchor in NOTICES or anchor in tired:
             at = lowered.rfind(anchor, fresh)
             found += [(at, at)] if at >= 0 else []
             continue
         at = lowered.find(anchor, fresh)
         while at >= 0:
             found.append((max(0, at - BEFORE_BYTES), at + AFTER_BYTES))
+            if habits is not None:
+                habits.read(anchor)
             at = lowered.find(anchor, at + AFTER_BYTES // 2)
     return found
+
+
+def _marked(blocks: Iterator[bytes]) -> Iterator[tuple[bytes, bool]]:
+    """Yield every block and whether it is the last one."""
+    before: bytes | None = None
+    for block in blocks:
+        if before is not None:
+            yield before, False
+        before = block
+    if before is not None:
+        yield before, True
 
 
 def _blocks(source: BinaryIO) -> Iterator[bytes]:
@@ -160,8 +221,8 @@ def _blocks(source: BinaryIO) -> Iterator[bytes]:
         if decoder is not None:
             chunk = decoder.decode(chunk).encode("utf-8", "replace")
         chunk = rest + chunk
-        cut = chunk.rfind(b"\n") + 1
-        if not cut and len(chunk) < 8 * BLOCK_BYTES:
+        cut = chunk.rfind(b"\n") + 1 or chunk.rfind(b"\r") + 1  # a progress bar has no line ends
+        if not cut and len(chunk) < 2 * BLOCK_BYTES:
             rest = chunk
             continue
         cut = cut or len(chunk)
@@ -182,7 +243,7 @@ def _wide(chunk: bytes) -> codecs.IncrementalDecoder | None:
 
 def is_interesting(block: bytes) -> bool:
     """Return whether a block may hold something worth reading."""
-    return bool(_hits(block, 0))
+    return bool(_hits(block, 0, None))
 
 
 def _numbered(first: int, block: bytes) -> Iterator[Line]:

@@ -7,7 +7,7 @@ from typing import BinaryIO
 
 from planner.doctor.anchors import speaks
 from planner.doctor.cuda_message import CONTEXT_LINES, START, parse_cuda
-from planner.doctor.event import NOTICES, Event, Facts
+from planner.doctor.event import MAX_DESCRIPTION, NOTICES, Event, Facts
 from planner.doctor.events import match_event, may_wrap
 from planner.doctor.exceptions import other_error
 from planner.doctor.reading import Line, read_lines, redact
@@ -29,8 +29,6 @@ MAX_RANKS = 4096
 MAX_WRAPPED = 4
 """Lines that a wrapped refusal may take before its numbers are complete."""
 MAX_OTHERS = 8
-MAX_DESCRIPTION = 20_000
-"""Characters up to which a text is taken for a person's description."""
 MAX_PROSE = 400_000
 """Characters of a log's beginning that are read for settings (model, batch, lengths)."""
 
@@ -53,6 +51,8 @@ class Scan:
     """The most GB that a rank's own lines say it uses."""
     growth: Growth | None = None
     """How the log's own memory figures move."""
+    wrapping: dict[str, int] = field(default_factory=dict)
+    """Streams with a refusal that may be broken over lines -> lines since it began."""
 
     @property
     def errors(self) -> list[Event]:
@@ -143,7 +143,9 @@ def _take(result: Scan, line: Line, past: deque[str], pending: dict[str, _Pendin
             waiting = None
         else:
             waiting.body.append(line.text)
-    special = (match_event(line.text) if said else None) or _unwrapped(past, line.text)
+    special = match_event(line.text) if said else None
+    if special is None and line.rank in result.wrapping:
+        special = _unwrapped(past, line.text)
     if special is not None:
         kind, matched, facts = special
         _add(
@@ -164,19 +166,29 @@ def _take(result: Scan, line: Line, past: deque[str], pending: dict[str, _Pendin
     if said:
         result.vllm = read_vllm_line(result.vllm, line.text)
     past.append(line.text)
+    if may_wrap(line.text):
+        result.wrapping[line.rank] = 0
+    elif line.rank in result.wrapping:
+        result.wrapping[line.rank] += 1
+        if result.wrapping[line.rank] > MAX_WRAPPED:
+            del result.wrapping[line.rank]
 
 
 def _keep_exception(result: Scan, line: Line, past: deque[str]) -> None:
     """Keep an exception that is none of memory, once."""
     said = other_error(line.text)
-    if said is None or any(other.text == said for other in result.others):
+    if said is None:
+        return
+    text = redact(said.text)
+    if any(other.text == text for other in result.others):
         return
     result.others.append(
         Event(
             kind="other_error",
             line=line.number,
             rank=line.rank,
-            text=redact(said),
+            text=text,
+            facts={"device": 1} if said.device else {},
             stack=tuple(past),
         )
     )

@@ -88,8 +88,8 @@ class Series:
 
     def feed(self, block: bytes) -> None:
         """Take the figures of a block of whole lines, of the first lines with any."""
-        starts = sorted({start for word in _WORDS for start in _lines_with(word, block)})
         most = MAX_BLOCK_LINES if self.taken < MAX_POINTS else MAX_BLOCK_LINES // 4
+        starts = sorted({start for word in _WORDS for start in _lines_with(word, block, most)})
         for start in starts[:: 1 + len(starts) // most]:
             end = block.find(b"\n", start)
             line = block[start : end if end >= 0 else len(block)]
@@ -149,12 +149,13 @@ class Series:
         return None
 
 
-def _lines_with(word: bytes, block: bytes) -> Iterator[int]:
-    """Yield where each line begins that holds the word."""
+def _lines_with(word: bytes, block: bytes, most: int) -> Iterator[int]:
+    """Yield where lines begin that hold the word; of very many, about `most` at even distances."""
     at = block.find(word)
+    stride = len(block) // most if at >= 0 and block.count(word) > 4 * most else 0
     while at >= 0:
         yield block.rfind(b"\n", 0, at) + 1
-        end = block.find(b"\n", at)
+        end = block.find(b"\n", max(at, min(at + stride, len(block) - 1)))
         at = block.find(word, end) if end >= 0 else -1
 
 

@@ -2,7 +2,14 @@
 
 import re
 from decimal import ROUND_HALF_UP, Decimal
+from functools import cache
 
+from planner.allocator.caching import (
+    AllocatorConfig,
+    CachingAllocator,
+    allocation_size,
+    read_intervals,
+)
 from planner.units import GB, GiB, KiB, MiB, TiB
 
 SIZE = r"(?<![\d.])(\d{1,20}(?:\.\d{1,9})?)\s{0,4}(bytes|B|[KMGT]i?B)(?![A-Za-z])"
@@ -20,11 +27,6 @@ _UNITS = {
 }
 _SIZE = re.compile(SIZE)
 
-SMALL_SEGMENT = 2 * MiB
-LARGE_SEGMENT = 20 * MiB
-MIN_LARGE = 10 * MiB
-STEP = 2 * MiB
-
 
 def size_bytes(number: str, unit: str) -> int:
     """Return the bytes of a printed size."""
@@ -38,33 +40,19 @@ def parse_size(text: str) -> int | None:
     return size_bytes(match.group(1), match.group(2)) if match else None
 
 
-def segment_bytes(request: int, *, power2_divisions: bool = False) -> int:
-    """Return the segment the CUDA caching allocator asks the driver for.
-
-    Source: c10/cuda/CUDACachingAllocator.cpp get_allocation_size: up to 1 MiB a 2 MiB
-    segment, up to 10 MiB a 20 MiB one, larger requests round up to 2 MiB.
-    `power2_divisions`: sizes are first rounded as under
-    roundup_power2_divisions:[32:256,64:128,256:64,>:32].
-    """
-    size = max(512, -(-request // 512) * 512)
-    if power2_divisions:
-        size = _power2_rounded(size)
-    if size <= MiB:
-        return SMALL_SEGMENT
-    if size < MIN_LARGE:
-        return LARGE_SEGMENT
-    return -(-size // STEP) * STEP
+PLAIN = CachingAllocator()
+"""The allocator without any setting."""
 
 
-def _power2_rounded(size: int) -> int:
-    floor = 1 << (size.bit_length() - 1)
-    if floor == size:
-        return size
-    divisions = (
-        256 if size <= 32 * MiB else 128 if size <= 64 * MiB else 64 if size <= 256 * MiB else 32
-    )
-    step = max(512, floor // divisions)
-    return -(-size // step) * step
+def segment_bytes(request: int, allocator: CachingAllocator = PLAIN) -> int:
+    """Return the segment that torch's allocator, as configured, asks the driver for when nothing it has fits."""
+    return allocation_size(allocator.round_size(request))
+
+
+@cache
+def allocator_of(divisions: str) -> CachingAllocator:
+    """Return the allocator of a framework that rounds blocks up by these divisions of a power of two."""
+    return CachingAllocator(AllocatorConfig(interval_divisions=read_intervals(divisions)))
 
 
 def printed(num_bytes: int) -> str:

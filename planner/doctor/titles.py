@@ -36,6 +36,7 @@ TITLES: dict[str, str] = {
     "reduce_scatter_copy": "A unit's whole gradient is copied before the ranks divide it",
     "save_full_state": "Saving gathers or copies the whole state on the GPU",
     "sglang_cuda_graphs": "SGLang's CUDA graphs find no room beside its static pool",
+    "sglang_pool_full": "SGLang's KV pool has no free tokens for the batch",
     "sglang_pool_too_small": "SGLang's static pool is too small for the weights and any KV cache",
     "sglang_runtime": "SGLang's static pool leaves too little for running batches",
     "sleep_leftover": "The sleeping engine or the trainer still holds memory",

@@ -9,7 +9,7 @@ import typer
 
 import planner.verbs.explain
 from benchmarks.doctor import score_explain
-from planner.doctor.anchors import WORDS, speaks, spoken
+from planner.doctor.anchors import WORDS, shapes_of, speaks, spoken
 from planner.doctor.cause import Certainty
 from planner.doctor.diagnose import Diagnosis, diagnose
 from planner.doctor.fix_table import MAKERS
@@ -429,8 +429,8 @@ def test_usage_reports_at_every_step_leave_room_for_the_failure() -> None:
 def test_the_cheap_test_of_blocks_agrees_with_that_of_lines() -> None:
     for word in WORDS:
         assert speaks(f"x {word.upper()} 12 y")
-        assert word.encode() in spoken(f"a 1\na 2\nx {word} 12 y".encode())
-    assert not spoken(b"{'loss': 0.5, 'epoch': 1.0}\n" * 9)
+        assert word.encode() in spoken(shapes_of(f"a 1\na 2\nx {word} 12 y".encode()))
+    assert not spoken(shapes_of(b"{'loss': 0.5, 'epoch': 1.0}\n" * 9))
 
 
 def test_a_server_that_starts_again_and_again_is_read_sparsely_up_to_its_last_start() -> None:

@@ -6,7 +6,7 @@ from planner.doctor.budget import read_budget
 from planner.doctor.cuda_message import parse_cuda
 from planner.doctor.events import match_event
 from planner.doctor.scan import scan
-from planner.doctor.sizes import printed, segment_bytes
+from planner.doctor.sizes import allocator_of, printed, segment_bytes
 from planner.units import GiB, MiB
 
 TAIL = " If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation for Memory Management  (https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
@@ -142,7 +142,11 @@ def test_rounding_of_the_caching_allocator(request_bytes: int, shown: str) -> No
 
 
 def test_power_of_two_rounding_of_unsloth() -> None:
-    assert printed(segment_bytes(262208 * 2560 * 4, power2_divisions=True)) == "2.56 GiB"
+    unsloth = allocator_of("[32:256,64:128,256:64,>:32]")
+    assert printed(segment_bytes(262208 * 2560 * 4, unsloth)) == "2.56 GiB"
+    # ">" holds from the last size named on: 32 divisions of 256 MiB are steps of 8 MiB
+    assert printed(segment_bytes(297 * MiB, unsloth)) == "304.00 MiB"
+    assert printed(segment_bytes(600 * MiB, unsloth)) == "608.00 MiB"
 
 
 @pytest.mark.parametrize(
