@@ -224,7 +224,7 @@ def grpo_run(row: Row) -> SpeedRun:
     recipe = Recipe(
         task=Task.GRPO,
         method=base.method,
-        framework="unsloth",
+        framework=f"unsloth~{row['version']}" if row["version"] else "unsloth",
         quantization=base.quantization,
         lora=base.lora,
         dtype="fp16" if row["gpu"] == "t4" else "bf16",

@@ -76,7 +76,9 @@ class EngineWork(NamedTuple):
     """Sums over tensor ranks in one step."""
     hidden: int
     unpacked: float
-    """Elements that bitsandbytes dequantises for every product."""
+    """Elements that bitsandbytes dequantises in every step, those of experts apart."""
+    unpacked_experts: float
+    """The same of all routed experts."""
     heads: int
     """Query heads of a layer, where a sequence's attention is one block a head (SDPA); 0: a split kernel."""
     groups: float
@@ -126,11 +128,12 @@ class Engine(NamedTuple):
             share = 1 - (1 - min(1.0, w.top_k / w.experts)) ** at_once
         reached = self.card.bandwidth * p.decode_bandwidth
         weights = (w.always_bytes + w.expert_bytes * share) / reached
-        if w.unpacked:
-            cores = self.card.peaks.get("fp32", 0.0) * p.unpack
-            unpacking = w.unpacked / (cores or self.card.bandwidth)
-            # one row has a kernel of its own (bitsandbytes matmul_4bit): it looks elements up while it reads them
-            weights = weights + unpacking if batch > 1 else max(weights, unpacking)
+        elements = w.unpacked + w.unpacked_experts * share
+        # one row has a kernel of its own (bitsandbytes matmul_4bit): it looks elements up while it reads them
+        if batch > 1:
+            weights += self.unpacking(elements)
+        elif elements:
+            weights = max(weights, self.looking_up(elements))
         # every stage works on a part of the batch: in a round it reads its weights for each of them
         parallel = max(1.0, min(batch, w.stages))
         cache = batch / parallel * self.cache_bytes(context) * w.passes(batch / parallel) / reached
@@ -150,6 +153,16 @@ class Engine(NamedTuple):
         if w.ahead:
             return Seconds(max(device + summing, own), bound)
         return Seconds(device + summing + own, bound)
+
+    def looking_up(self, elements: float) -> float:
+        """Return what making so many 16-bit elements of packed weights takes."""
+        cores = self.card.peaks.get("fp32", 0.0) * self.p.unpack
+        return elements / (cores or self.card.bandwidth)
+
+    def unpacking(self, elements: float) -> float:
+        """Return what a product of several rows pays beside its packed weights: they are made, and read in 16 bits."""
+        reading = elements * element_bytes("bf16")
+        return self.looking_up(elements) + reading / (self.card.bandwidth * self.p.decode_bandwidth)
 
     def cache_bytes(self, context: float) -> float:
         """Return what one sequence's keys and values take on a rank."""
@@ -190,6 +203,7 @@ class Engine(NamedTuple):
         reading = (
             chunks * (w.always_bytes + w.expert_bytes) / (self.card.bandwidth * p.decode_bandwidth)
         )
+        reading += chunks * self.unpacking(w.unpacked + w.unpacked_experts)
         own = chunks * (w.launches * p.generate_launch_s or self.step_s)
         total = computing + reading + own + self.summing(tokens)
         total /= max(1.0, min(chunks, w.stages))  # stages read different chunks at once
@@ -250,6 +264,7 @@ def engine_work(
     release = release or _least_release(r)
     ranks = max(1, r.tensor_parallel)
     width = element_bytes(r.dtype)
+    base = base_weights(model, r)
     routed = sum(
         layer.count * module.parameters
         for layer in model.layers
@@ -262,18 +277,23 @@ def engine_work(
         whole = vllm_weights(model, r).modules * stages
         in_experts = float(expert_bytes(model, r) * stages) if routed else 0.0
     else:
-        whole = base_weights(model, r).total / ranks
-        in_experts = whole * routed / max(1, model.text_parameters)
+        whole = base.total / ranks
+        packed = base.quantized / base.quantized_parameters if base.quantized else 0.0
+        in_experts = routed * (packed if routed <= base.quantized_parameters else width) / ranks
     looked_up = sum(module.parameters for module in model.embeddings) * width / ranks
     if not model.tied:
         whole -= looked_up
     whole -= sum(module.parameters for module in model.towers) * width / ranks
     experts = max((layer.mlp.num_experts for layer in model.layers), default=0)
     top_k = max((layer.mlp.top_k for layer in model.layers), default=0)
+    if not vllm and model.model_type in r.switches.linear_expert_models:
+        top_k = experts  # unsloth-zoo gpt_oss.py GptOssExpertsBnb4bit: outside of training every expert takes every row
     scheme = r.quantization or model.checkpoint_quantization
     native = _native(scheme, card)
     started = _launches(model, r, fused=vllm)
     graphs = vllm and bool(r.cuda_graphs)
+    unpacked = base.quantized_parameters if scheme in BITSANDBYTES else 0
+    in_unpacked = min(unpacked, routed)
     read = model.active_parameters - (0 if model.tied else looked_up * ranks / width)
     return EngineWork(
         always_bytes=max(0.0, whole - in_experts),
@@ -291,9 +311,8 @@ def engine_work(
         stages=stages,
         reductions=2.0 * model.num_layers if ranks > 1 else 0.0,
         hidden=model.hidden,
-        unpacked=base_weights(model, r).quantized_parameters / ranks
-        if scheme in BITSANDBYTES
-        else 0.0,
+        unpacked=(unpacked - in_unpacked) / ranks,
+        unpacked_experts=in_unpacked / ranks,
         heads=0 if vllm else max((m.num_heads for x in model.layers for m in x.mixers), default=0),
         groups=1.0 if vllm else _groups(model),
     )
@@ -346,12 +365,16 @@ def _native(scheme: str, card: CardSpeed) -> str:
 
 
 def _launches(model: ModelSpec, r: Resolved, *, fused: bool) -> float:
-    run = replace(r, trains=False, method=Method.FULL)
+    # a policy's adapters stay beside its weights while transformers generate; vLLM's are in its graphs
+    adapted = r.trains and r.method is not Method.FULL and not fused
+    run = replace(r, lora_dropout=0.0) if adapted else replace(r, trains=False, method=Method.FULL)
     if not fused and r.quantization == EXLLAMA:
         run = replace(run, quantization="")
     settings = timed_settings(model, run)
     if fused:
         settings = settings._replace(fused=settings.fused | FUSED)
+    elif r.switches.generates_unfused:
+        settings = settings._replace(fused=frozenset())
     total = sum(
         layer.count * layer_counts(layer, model.hidden, settings).forward.launches
         for layer in model.layers

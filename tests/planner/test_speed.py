@@ -24,6 +24,7 @@ from planner.speed.cost import Amount, cost_of, listed_prices, parse_price
 from planner.speed.engine import Engine, engine, engine_work
 from planner.speed.parameters import document, parameters
 from planner.speed.roofline import LAUNCHES, LINK_SHARE, SHEET_SHARE, rates, seconds
+from planner.speed.time import completion_lengths, rollout
 from planner.speed.traffic import traffic
 from planner.speed.work import Pass, attention_flops, layer_products, training_work
 
@@ -344,7 +345,88 @@ def test_bitsandbytes_looks_up_every_element_while_it_reads_or_before_it_multipl
     assert unpacking > reading
     # the rest are 100 tokens' cache and products, in fp16: bf16's would take 15 ms
     assert unpacking < one < unpacking + 0.008
-    assert two - one > 0.9 * reading
+    # two rows: made in 16 bits, which the product reads; one more row's cache, products and time of a sequence
+    wide = made_engine.work.unpacked * 2 / (320e9 * p.decode_bandwidth)
+    assert made_engine.work.unpacked == 32 * (2 * 4096**2 + 2 * 1024 * 4096 + 3 * 14336 * 4096)
+    assert two - one == pytest.approx(reading + wide, abs=0.003)
+    short, none = (made_engine.prefill(1, tokens).seconds for tokens in (1, 0))
+    assert none == 0
+    assert short > reading + unpacking + wide  # a prompt's rows are several
+
+
+def rollout_of(model=LLAMA, gpu="h100", **recipe):
+    values = {"task": "grpo", "context": 1024, "num_generations": 4, "micro_batch_size": 4}
+    found = plan(catalogue_model(model), Recipe(**{**values, **recipe}), make_machine(gpu))
+    notes = []
+    made_engine = engine(found.spec, found.resolved, card_speed("h100-sxm"), parameters())
+    return made_engine, rollout(found, made_engine, notes, 0)
+
+
+def test_adapters_stay_beside_the_weights_while_transformers_generate():
+    def launches(method, framework="trl"):
+        recipe = {"dtype": "bf16", "mixed_precision": "none", "engine": {"kind": "transformers"}}
+        made_engine, _ = rollout_of(method=method, framework=framework, **recipe)
+        return made_engine.work.launches
+
+    # 7 matrices a layer, each: input cast, A, B, scaled, cast, added
+    assert launches("lora") - launches("full") == 32 * 7 * 6
+    # Unsloth's kernels are its training's: norms, rotary and SwiGLU run operation by operation, 34 a layer
+    assert launches("full", "unsloth") == 32 * 34 + 12
+
+
+def test_unsloths_gpt_oss_generates_with_every_expert():
+    made_engine, _ = rollout_of(
+        "gpt-oss-20b",
+        method="qlora",
+        framework="unsloth==2025.11.3",
+        engine={"kind": "transformers"},
+    )
+    work = made_engine.work
+    assert work.top_k == work.experts == 32
+    # 24 layers x 32 experts: gate and up 5,760 x 2,880, down 2,880 x 2,880; biases stay in 16 bits
+    assert work.unpacked_experts == pytest.approx(24 * 32 * 3 * 2880**2, rel=0.002)
+    assert work.always_bytes > 2 * 201_088 * 2880  # the head stays in 16 bits
+    other, _ = rollout_of(
+        "qwen3-30b-a3b", method="qlora", framework="unsloth", engine={"kind": "transformers"}
+    )
+    assert other.work.top_k == 8
+
+
+def test_of_packed_experts_those_that_a_token_chose_are_made_and_read():
+    _, made_engine = served("qwen3-30b-a3b", framework="vllm==0.7", quantization="nf4")
+    work, reached = made_engine.work, 3350e9 * parameters().decode_bandwidth
+    touched = (1 - (1 - 8 / 128) ** 64) - (1 - (1 - 8 / 128) ** 2)
+    bytes_each, elements = work.expert_bytes * touched, work.unpacked_experts * touched
+    made_in = elements / (67e12 * parameters().unpack)
+    rest = 62 * parameters().sequence_s + 62 * work.active * 2 / made_engine.products()
+    step = made_engine.decode(64, 1).seconds - made_engine.decode(2, 1).seconds
+    assert step == pytest.approx((bytes_each + 2 * elements) / reached + made_in + rest, rel=0.01)
+
+
+def test_a_steps_completions_run_together_where_the_framework_sends_them_together():
+    accumulated = {"gradient_accumulation": 4, "method": "lora"}
+    shared = {**accumulated, "engine": {"kind": "vllm-shared"}}
+    alone, _ = rollout_of(framework="unsloth==2025.5.4", **shared)
+    seconds_of = {}
+    for version in ("2025.5.4", "2025.9.6"):
+        _, (_, decode) = rollout_of(framework=f"unsloth=={version}", **shared)
+        seconds_of[version] = decode.seconds
+    # TRL before 0.18, which spring's Unsloth has, generates for every micro-batch: four times as many steps
+    step = alone.decode(4, 768).seconds / alone.decode(16, 768).seconds
+    assert seconds_of["2025.5.4"] / seconds_of["2025.9.6"] == pytest.approx(4 * step, rel=0.03)
+    # unsloth_zoo's load_vllm runs one sequence at a time of a model with a tower
+    model = "qwen2.5-vl-7b"
+    one, (_, decode) = rollout_of(model, framework="unsloth==2025.9.6", **shared)
+    tokens = one.r.completion_tokens
+    step = one.decode(1, one.r.prompt_tokens + tokens / 2).seconds
+    assert decode.seconds == pytest.approx(16 * tokens * step, rel=0.01)
+
+
+def test_completions_are_spread_like_logs_of_runs():
+    lengths = completion_lengths(400, 1000, 2)
+    assert sum(lengths) == pytest.approx(800)
+    assert lengths[1] / 400 == pytest.approx(1.17, abs=0.02)  # 1 + 0.564 deviations of 0.3
+    assert max(completion_lengths(400, 600, 64)) == 600
 
 
 def made_vllm():
