@@ -51,8 +51,8 @@ MEANING = {
     "decode_bandwidth": "weights and cache read by an engine, of the memory's bandwidth",
     "engine_step_s": "vLLM's own time for a step with graphs (hidden from 0.14 on), seconds",
     "sequence_s": "and for every running sequence, seconds",
+    "kernel_s": "and for its token's text and sending it, where a server does, seconds",
     "generate_launch_s": "host time of one eager operation without a graph, seconds",
-    "engine_wait_s": "the same before 0.6, seconds",
     "reduce_s": "one sum over an engine's tensor ranks, beside its bytes, seconds",
     "engine_product": "an engine's products, of the best matmul measured",
 }

@@ -28,10 +28,18 @@ SCHEMES = (
 """What a row's column calls a scheme -> the planner's word."""
 PLANNED = ("vllm", "transformers")
 """Engines whose memory and time are planned; others are scored apart."""
-SPREAD = 8
+OFFLINE = re.compile(r"offline|benchmark_(latency|throughput)|llm\.generate")
+"""Notes of rows that LLM() in a script was timed for."""
+SPREAD = 64
 """Quantiles of the lengths that a data set's requests have: exponential, of which the mean is known."""
 PCIE_LANE = {"3": 0.985 * GIGA, "4": 1.969 * GIGA, "5": 3.938 * GIGA}
 """Bytes/s of one direction of a lane, by generation."""
+RELEASED = (
+    *(("2023-09", (0, 2)), ("2024-02", (0, 3)), ("2024-04", (0, 4)), ("2024-07", (0, 5)), ("2024-09", (0, 6))),
+    *(("2025-01", (0, 7)), ("2025-03", (0, 8)), ("2025-05", (0, 9)), ("2025-07", (0, 10)), ("2025-10", (0, 11))),
+    *(("2025-12", (0, 13)), ("2026-01", (0, 14))),
+)
+"""Months from whose middle on a release of vLLM was its newest (its releases' dates), for rows that say when alone."""
 SHORTEST = 16
 """Output tokens below which a row measures prompts and their transport."""
 OTHER_SEQS = 2048
@@ -119,6 +127,7 @@ def decode_run(row: Row) -> DecodeRun:
         cuda_graphs=not row["graphs"].startswith("eager"),
         max_num_batched_tokens=_flag(row, "max-num-batched-tokens"),
         max_num_seqs=_flag(row, "max-num-seqs"),
+        offline=not transformers and OFFLINE.search(row["notes"]) is not None,
     )
     recipe = Recipe(
         task=Task.SERVE,
@@ -203,8 +212,13 @@ def _long_enough(model: ModelSpec, length: int) -> ModelSpec:
 def _release(row: Row) -> tuple[int, ...]:
     if "--async-scheduling" in row["notes"]:
         return SCHEDULES_AHEAD
-    found = re.search(r"(\d+)\.(\d+)", row["version"]) if row["engine"].startswith("vllm") else None
-    return (int(found[1]), int(found[2])) if found else ()
+    if not row["engine"].startswith("vllm"):
+        return ()
+    found = re.search(r"(\d+)\.(\d+)", row["version"])
+    if found:
+        return int(found[1]), int(found[2])
+    month = re.search(r"20\d\d-\d\d", row["version"])
+    return max((each for first, each in RELEASED if month and first <= month[0]), default=())
 
 
 def _flag(row: Row, name: str) -> int | None:

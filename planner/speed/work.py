@@ -264,13 +264,14 @@ class _Share:
         return Pass(name, flops=flops, product_bytes=moved)
 
     def _unpacked(self, name: str) -> Pass:
-        """Return the dequantisation of every packed weight once."""
+        """Return the dequantisation of every packed weight once: packed ones read, 16-bit ones written."""
         base = base_weights(self.model, self.r)
         if not base.quantized:
             return Pass(name)
+        moved = base.quantized + base.quantized_parameters * self.act
         if self.r.quantization in BITSANDBYTES:
-            return Pass(name, packed=base.quantized_parameters)
-        return Pass(name, integer=base.quantized_parameters)
+            return Pass(name, moved_bytes=moved, packed=base.quantized_parameters)
+        return Pass(name, moved_bytes=moved, integer=base.quantized_parameters)
 
     def forward(self) -> Pass:
         """Return a forward with a graph."""
