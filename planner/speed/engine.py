@@ -414,7 +414,8 @@ def _launches(model: ModelSpec, r: Resolved, *, fused: bool) -> float:
     # a policy's adapters stay beside its weights while transformers generate; vLLM's are in its graphs
     adapted = r.trains and r.method is not Method.FULL and not fused
     run = replace(r, lora_dropout=0.0) if adapted else replace(r, trains=False, method=Method.FULL)
-    if not fused and r.quantization == EXLLAMA:
+    multiplied = run.quantization not in BITSANDBYTES if fused else r.quantization == EXLLAMA
+    if multiplied:  # as they are, by one kernel
         run = replace(run, quantization="")
     settings = timed_settings(model, run)
     if fused:
