@@ -30,13 +30,25 @@ PLANNED = ("vllm", "transformers")
 """Engines whose memory and time are planned; others are scored apart."""
 OFFLINE = re.compile(r"offline|benchmark_(latency|throughput)|llm\.generate")
 """Notes of rows that LLM() in a script was timed for."""
-SPREAD = 64
+SPREAD = 24
 """Quantiles of the lengths that a data set's requests have: exponential, of which the mean is known."""
 PCIE_LANE = {"3": 0.985 * GIGA, "4": 1.969 * GIGA, "5": 3.938 * GIGA}
 """Bytes/s of one direction of a lane, by generation."""
 RELEASED = (
-    *(("2023-09", (0, 2)), ("2024-02", (0, 3)), ("2024-04", (0, 4)), ("2024-07", (0, 5)), ("2024-09", (0, 6))),
-    *(("2025-01", (0, 7)), ("2025-03", (0, 8)), ("2025-05", (0, 9)), ("2025-07", (0, 10)), ("2025-10", (0, 11))),
+    *(
+        ("2023-09", (0, 2)),
+        ("2024-02", (0, 3)),
+        ("2024-04", (0, 4)),
+        ("2024-07", (0, 5)),
+        ("2024-09", (0, 6)),
+    ),
+    *(
+        ("2025-01", (0, 7)),
+        ("2025-03", (0, 8)),
+        ("2025-05", (0, 9)),
+        ("2025-07", (0, 10)),
+        ("2025-10", (0, 11)),
+    ),
     *(("2025-12", (0, 13)), ("2026-01", (0, 14))),
 )
 """Months from whose middle on a release of vLLM was its newest (its releases' dates), for rows that say when alone."""

@@ -96,7 +96,6 @@ def engine_fields(
         **chosen,
         "kv_dtype": section.kv_dtype or ("fp32" if wide else "bf16"),
         "kv_bytes": section.kv_bytes or 0,
-        "offline": section.offline,
         "utilization": choose(
             section.gpu_memory_utilization,
             defaults,

@@ -155,8 +155,6 @@ class Resolved:
     kv_bytes: int
     utilization: float
     """vLLM's share of the GPU; 0 = the KV pool is as large as the rollout needs."""
-    offline: bool
-    """LLM() in a script instead of a server."""
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int

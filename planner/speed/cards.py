@@ -6,6 +6,7 @@ data/gpus by the id of the one resolver (planner/machines/machine.py).
 
 import csv
 from functools import cache
+from math import sqrt
 from typing import NamedTuple
 
 from planner.datafiles import data_dir
@@ -72,6 +73,36 @@ class CardSpeed(NamedTuple):
     def fastest(self, dtype: str) -> float:
         """Return what no matmul exceeds: the sheet's peak, or a measurement above it."""
         return max(self.peaks.get(dtype, 0.0), self.measured.get(dtype, 0.0))
+
+
+class HostMemory(NamedTuple):
+    """What the memory of a node's host moves, in bytes/s, as its channels say."""
+
+    low: float
+    high: float
+    host: str
+
+    @property
+    def reached(self) -> float:
+        """Bytes/s that an optimizer reaches: of a range its middle, by its ends' ratio."""
+        return HOST_SHARE * sqrt(self.low * self.high)
+
+    @property
+    def either(self) -> float:
+        """Return the factor by which it may be more or less."""
+        return sqrt(self.high / self.low)
+
+
+HOST_SHARE = 0.72
+"""STREAM on a DGX A100's host: 148 GB/s of a socket's 205, with 32 threads (gist.github.com/v0dro/0559e1d9)."""
+
+
+@cache
+def host_memory(gpu_id: str) -> HostMemory:
+    """Return the host memory of the nodes that a card is sold in (data/speed/hosts.csv); a range where they differ."""
+    rows = csv.DictReader(_lines("hosts.csv"))
+    row = next(row for row in rows if gpu_id.startswith(row["gpus"]))
+    return HostMemory(float(row["low_gb_s"]) * GIGA, float(row["high_gb_s"]) * GIGA, row["host"])
 
 
 @cache

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from planner.dtypes import element_bytes
 from planner.models.spec import LayerSpec, ModelSpec, ModuleKind
 from planner.quant.table import BITSANDBYTES
-from planner.run.recipe import VLLM, Method, Task
+from planner.run.recipe import VLLM, Method
 from planner.run.resolved import Resolved
 from planner.speed.cards import TERA, CardSpeed
 from planner.speed.counts import layer_counts

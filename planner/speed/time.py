@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from planner.run.recipe import VLLM, EngineKind
 from planner.run.resolved import Resolved
 from planner.run.tasks import TASKS
-from planner.speed.cards import GIGA, CardSpeed
+from planner.speed.cards import GIGA, HOST_SHARE, CardSpeed, host_memory
 from planner.speed.engine import Engine, engine
 from planner.speed.measured import said, speed_of
 from planner.speed.parameters import Parameters
@@ -24,9 +24,8 @@ NETWORK_BYTES_PER_S = 400 * GIGA / 8
 SHARED_MEMORY_BYTES_PER_S = 63 * GIGA
 """One direction of PCIe 5.0 x16: links of cards that share the host's memory."""
 
-HOST_MEMORY_BYTES_PER_S = 100 * GIGA
-"""What optimizers on the host reach of its memory, all ranks of a node together: about half of a socket's
-eight channels of DDR4-3200 (205 GB/s)."""
+
+HOST_STEP = "host step"
 
 
 class TimedPhase(NamedTuple):
@@ -178,7 +177,8 @@ def training_seconds(
     found = [(each.name, seconds(each, speed, p)) for each in work.passes]
     busy = sum(each.seconds for _, each in found)
     if sent.host_steps:
-        found.append(("host step", Seconds(sent.host_steps / HOST_MEMORY_BYTES_PER_S, HOST)))
+        reached = host_memory(card.id).reached
+        found.append((HOST_STEP, Seconds(sent.host_steps / reached, HOST)))
     talk = link_seconds(sent, card, work.gpus)
     # what a layer needs of others is waited for; weights and gradients travel while others compute
     waited = talk if work.serial else max(0.0, talk - busy)
@@ -220,7 +220,22 @@ def _training(
     sent = traffic(whole, run, plan.machine.node_gpus)
     phases = training_seconds(work, sent, speed, card, p)
     train = spread(training_kind(phases, run.layout.gpus))
-    return [*found, *(_Timed(name, each, train) for name, each in phases)]
+    memory = host_memory(card.id)
+    wider = train._replace(low=train.low / memory.either, high=train.high * memory.either)
+    if sent.host_steps:
+        notes.append(
+            f"the host steps at {memory.reached / GIGA:,.0f} GB/s, {HOST_SHARE:.0%} of what the memory of "
+            f"{memory.host} moves"
+            + (
+                f", {memory.low / GIGA:,.0f} to {memory.high / GIGA:,.0f}"
+                if memory.either > 1
+                else ""
+            )
+        )
+    return [
+        *found,
+        *(_Timed(name, each, wider if name == HOST_STEP else train) for name, each in phases),
+    ]
 
 
 def _left_out(r: Resolved) -> list[str]:

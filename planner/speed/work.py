@@ -16,7 +16,7 @@ from planner.quant.table import BITSANDBYTES
 from planner.run.experts import LOOPS, MODULES
 from planner.run.logits_law import width
 from planner.run.ranks import rank_runs
-from planner.run.recipe import Checkpointing, Method, Reference
+from planner.run.recipe import Checkpointing, Method, Reference, Sharding
 from planner.run.resolved import Resolved
 from planner.run.tasks import TASKS
 from planner.speed.counts import Moved, layer_counts
@@ -100,7 +100,9 @@ def _rank_work(part: ModelSpec, r: Resolved) -> Work:
     stages = r.layout.pipeline
     if stages > 1:  # of m micro-batches the pipeline idles through stages - 1 more
         passes = [each.times((count + stages - 1) / count) for each in passes]
-    gathers = 2 * count * part.num_layers if r.placement.weight_shards > 1 else 0
+    # ZeRO-3's hooks fetch and release every layer on one GPU too (DeepSpeed partitioned_param_coordinator.py)
+    gathered = r.placement.weight_shards > 1 or r.sharding is Sharding.ZERO3
+    gathers = 2 * count * part.num_layers if gathered else 0
     serial = r.layout.tensor * r.layout.context > 1
     return Work(tuple(passes), count, gathers, serial, r.layout.gpus)
 
