@@ -34,24 +34,12 @@ SPREAD = 24
 """Quantiles of the lengths that a data set's requests have: exponential, of which the mean is known."""
 PCIE_LANE = {"3": 0.985 * GIGA, "4": 1.969 * GIGA, "5": 3.938 * GIGA}
 """Bytes/s of one direction of a lane, by generation."""
-RELEASED = (
-    *(
-        ("2023-09", (0, 2)),
-        ("2024-02", (0, 3)),
-        ("2024-04", (0, 4)),
-        ("2024-07", (0, 5)),
-        ("2024-09", (0, 6)),
-    ),
-    *(
-        ("2025-01", (0, 7)),
-        ("2025-03", (0, 8)),
-        ("2025-05", (0, 9)),
-        ("2025-07", (0, 10)),
-        ("2025-10", (0, 11)),
-    ),
-    *(("2025-12", (0, 13)), ("2026-01", (0, 14))),
-)
-"""Months from whose middle on a release of vLLM was its newest (its releases' dates), for rows that say when alone."""
+RELEASED = {
+    "2023-09": (0, 2), "2024-02": (0, 3), "2024-04": (0, 4), "2024-07": (0, 5), "2024-09": (0, 6),
+    "2025-01": (0, 7), "2025-03": (0, 8), "2025-05": (0, 9), "2025-07": (0, 10), "2025-10": (0, 11),
+    "2025-12": (0, 13), "2026-01": (0, 14),
+}  # fmt: skip
+"""Months in which vLLM's releases came out (their dates), for rows that say when they were measured and no more."""
 SHORTEST = 16
 """Output tokens below which a row measures prompts and their transport."""
 OTHER_SEQS = 2048
@@ -187,7 +175,7 @@ def decode_run(row: Row) -> DecodeRun:
         lengths=_lengths(row, output, each),
         output=output,
         seconds=each * copies / rate,
-        release=_release(row),
+        release=release_of(row),
     )
 
 
@@ -221,7 +209,8 @@ def _long_enough(model: ModelSpec, length: int) -> ModelSpec:
     return model
 
 
-def _release(row: Row) -> tuple[int, ...]:
+def release_of(row: Row) -> tuple[int, ...]:
+    """Return vLLM's release of a row: its number, else the newest of the month that the row names, else ()."""
     if "--async-scheduling" in row["notes"]:
         return SCHEDULES_AHEAD
     if not row["engine"].startswith("vllm"):
@@ -230,7 +219,9 @@ def _release(row: Row) -> tuple[int, ...]:
     if found:
         return int(found[1]), int(found[2])
     month = re.search(r"20\d\d-\d\d", row["version"])
-    return max((each for first, each in RELEASED if month and first <= month[0]), default=())
+    return max(
+        (each for first, each in RELEASED.items() if month and first <= month[0]), default=()
+    )
 
 
 def _flag(row: Row, name: str) -> int | None:

@@ -51,6 +51,8 @@ class Pass(NamedTuple):
     """The same of packed integers."""
     launches: float = 0
     """Kernels that the host starts."""
+    units: float = 0
+    """Units of weights that the host fetches and gives back though no other rank has a part of them."""
 
     def times(self, count: float) -> "Pass":
         """Return so many of it."""
@@ -84,6 +86,10 @@ def _rank_work(part: ModelSpec, r: Resolved) -> Work:
     share = _Share(part, r)
     count = micro_batches(r)
     forward, backward = share.forward(), share.backward()
+    if r.sharding is Sharding.ZERO3 and r.placement.weight_shards == 1:
+        # its hooks run on one GPU too (DeepSpeed partitioned_param_coordinator.py): nobody to wait for, host time alone
+        units = float(part.num_layers)
+        forward, backward = (each._replace(units=units) for each in (forward, backward))
     passes = []
     if TASKS[r.task].generates:
         passes.append(share.scoring("score").times(count))
@@ -100,9 +106,7 @@ def _rank_work(part: ModelSpec, r: Resolved) -> Work:
     stages = r.layout.pipeline
     if stages > 1:  # of m micro-batches the pipeline idles through stages - 1 more
         passes = [each.times((count + stages - 1) / count) for each in passes]
-    # ZeRO-3's hooks fetch and release every layer on one GPU too (DeepSpeed partitioned_param_coordinator.py)
-    gathered = r.placement.weight_shards > 1 or r.sharding is Sharding.ZERO3
-    gathers = 2 * count * part.num_layers if gathered else 0
+    gathers = 2 * count * part.num_layers if r.placement.weight_shards > 1 else 0
     serial = r.layout.tensor * r.layout.context > 1
     return Work(tuple(passes), count, gathers, serial, r.layout.gpus)
 
