@@ -1,8 +1,11 @@
 """Seconds of a plan: every phase of one step with what bounds it, and tokens a second."""
 
+import csv
+from functools import cache
 from math import exp, log, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from planner.datafiles import data_dir
 from planner.run.recipe import VLLM, EngineKind
 from planner.run.resolved import Resolved
 from planner.run.tasks import TASKS
@@ -256,22 +259,40 @@ def training_kind(phases: list[tuple[str, Seconds]], gpus: int) -> str:
     return kind_of(trains=True, gpus=gpus, launches=2 * launching > total)
 
 
-DEVIATION = 0.3
-"""Of completions' lengths, over their mean: log-normal, as nobody says otherwise. Logs of 13 notebooks
-(unslothai/notebooks) print the mean and the longest of every step's 2 to 8 completions: by the mean of the
-largest of so many draws their deviations are 0.1 to 0.46 of the mean, half of them 0.17 to 0.34."""
 QUANTILES = 64
 
 
+def order(k: int, count: int) -> float:
+    """Return the share of draws below the k-th smallest (from 0) of `count` normal ones, on average (Blom 1958)."""
+    return (k + 0.625) / (count + 0.25)
+
+
+@cache
+def deviation() -> float:
+    """Return the standard deviation of completions' lengths over their mean, where nobody says otherwise.
+
+    Of the runs of data/speed/completions.csv the middle one's: the longest of a step's completions is as many
+    deviations above their mean as the largest of so many normal draws.
+    """
+    from statistics import NormalDist, median  # a slow import, for those who ask
+
+    text = (data_dir() / "speed" / "completions.csv").read_text(encoding="utf-8")
+    found = []
+    for row in csv.DictReader(text.splitlines()):
+        count = int(row["sequences"])
+        above = float(row["longest"]) / float(row["mean"]) - 1
+        found.append(above / NormalDist().inv_cdf(order(count - 1, count)))
+    return median(found)
+
+
 def completion_lengths(mean: float, longest: float, count: int) -> tuple[float, ...]:
-    """Return quantiles of `count` completions of that mean, none above the longest."""
+    """Return quantiles of `count` completions of that mean, log-normal, none above the longest."""
     from statistics import NormalDist  # a slow import, for those who ask
 
-    width = log(1 + DEVIATION**2)
+    width = log(1 + deviation() ** 2)
     logs = NormalDist(0, sqrt(width))
     parts = max(1, min(QUANTILES, count))
-    # the mean of the k-th smallest of so many normal draws, about (Blom 1958)
-    drawn = [exp(logs.inv_cdf((k + 0.625) / (parts + 0.25))) for k in range(parts)]
+    drawn = [exp(logs.inv_cdf(order(k, parts))) for k in range(parts)]
     return tuple(min(longest, mean * each * parts / sum(drawn)) for each in drawn)
 
 
@@ -286,7 +307,7 @@ def rollout(plan: "Plan", made: Engine, notes: list[str], longest: int) -> tuple
         lengths = completion_lengths(r.completion_tokens, longest, sequences)
         notes.append(
             f"completions of {r.completion_tokens:,} tokens on average and {longest:,} at most, log-normal "
-            f"with {DEVIATION:g} of the mean as deviation"
+            f"with {deviation():.2g} of the mean as deviation"
         )
     else:
         notes.append(
