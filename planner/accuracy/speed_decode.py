@@ -241,6 +241,8 @@ def card_of(row: Row, card: CardSpeed) -> CardSpeed:
         card = card._replace(nvlink=0.0, pcie=PCIE_LANE[found[1]] * int(found[2]))
     elif "no NVLink" in row["notes"]:
         card = card._replace(nvlink=0.0)
+    if "patched P2P" in row["notes"]:
+        card = card._replace(peers=True)
     limit = re.search(r"power cap (\d+) W", row["notes"]) or re.search(r"-(\d+)w$", row["gpu"])
     if limit and 0 < int(limit[1]) < card.tdp_watts:
         clock = (int(limit[1]) / card.tdp_watts) ** (1 / 3)
@@ -252,14 +254,12 @@ def card_of(row: Row, card: CardSpeed) -> CardSpeed:
 
 
 def _law(row: Row) -> str:
-    found = (
-        re.search(r"(\d+)\.(\d+)(\.\d+)?", row["version"])
-        if row["engine"].startswith("vllm")
-        else None
-    )
-    if found:
-        try:
-            return pick("vllm", found[0]).name
-        except VramwiseError:
-            pass
-    return "vllm"
+    """Return the law of a row's release, the newest where none covers it."""
+    found = re.search(r"(\d+)\.(\d+)(\.\d+)?", row["version"])
+    version = found[0] if found else ".".join(map(str, release_of(row)))
+    if not row["engine"].startswith("vllm") or not version:
+        return "vllm"
+    try:
+        return pick("vllm", version).name
+    except VramwiseError:
+        return "vllm"

@@ -32,6 +32,10 @@ BRIDGES = (
 )
 """Cards whose NVLink (Infinity Fabric) is a bridge over the tops of neighbours, and how many it joins; SXM and
 OAM boards have switches or links between all."""
+GEFORCE = ("rtx-20", "rtx-30", "rtx-40", "rtx-50")
+THROUGH_HOST = 11.28 / 27.12
+"""Of a PCIe link, what passes between cards of which none reads another's memory: 11.28 GB/s, where a patched driver
+has 27.12 (data/speed/links.csv: RTX 3090, p2pBandwidthLatencyTest)."""
 CPU = "cpu"
 """The id of a processor whose speeds were measured (planner/speed/measured.py): no table has one."""
 
@@ -51,6 +55,8 @@ class CardSpeed(NamedTuple):
     """One direction; 0 = not known (memory shared with the host)."""
     tdp_watts: float
     """0 = not known."""
+    peers: bool = True
+    """One card may read another's memory over PCIe; the driver of GeForce cards lets none."""
 
     def ceiling(self, dtype: str) -> tuple[float, bool]:
         """Return the fastest matmul in a dtype, and whether it was measured; (0, False): not known.
@@ -68,7 +74,9 @@ class CardSpeed(NamedTuple):
     def link(self, gpus: int) -> float:
         """Return bytes/s of one direction between so many cards of a node: NVLink where it joins all of them."""
         joined = next((most for part, most in BRIDGES if part in self.id), gpus)
-        return self.nvlink if self.nvlink and gpus <= joined else self.pcie
+        if self.nvlink and gpus <= joined:
+            return self.nvlink
+        return self.pcie * (1.0 if self.peers else THROUGH_HOST)
 
     def fastest(self, dtype: str) -> float:
         """Return what no matmul exceeds: the sheet's peak, or a measurement above it."""
@@ -125,6 +133,7 @@ def card_speed(gpu_id: str) -> CardSpeed | None:
         nvlink=_number(row["nvlink_gb_s_both_directions"]) * GIGA / 2,
         pcie=_number(row["pcie_gb_s_one_way_theory"]) * GIGA,
         tdp_watts=_number(row["tdp_w"]),
+        peers=not gpu_id.startswith(GEFORCE),
     )
 
 
