@@ -28,10 +28,18 @@ SCHEMES = (
 """What a row's column calls a scheme -> the planner's word."""
 PLANNED = ("vllm", "transformers")
 """Engines whose memory and time are planned; others are scored apart."""
-SPREAD = 8
+OFFLINE = re.compile(r"offline|benchmark_(latency|throughput)|llm\.generate")
+"""Notes of rows that LLM() in a script was timed for."""
+SPREAD = 24
 """Quantiles of the lengths that a data set's requests have: exponential, of which the mean is known."""
 PCIE_LANE = {"3": 0.985 * GIGA, "4": 1.969 * GIGA, "5": 3.938 * GIGA}
 """Bytes/s of one direction of a lane, by generation."""
+RELEASED = {
+    "2023-09": (0, 2), "2024-02": (0, 3), "2024-04": (0, 4), "2024-07": (0, 5), "2024-09": (0, 6),
+    "2025-01": (0, 7), "2025-03": (0, 8), "2025-05": (0, 9), "2025-07": (0, 10), "2025-10": (0, 11),
+    "2025-12": (0, 13), "2026-01": (0, 14),
+}  # fmt: skip
+"""Months in which vLLM's releases came out (their dates), for rows that say when they were measured and no more."""
 SHORTEST = 16
 """Output tokens below which a row measures prompts and their transport."""
 OTHER_SEQS = 2048
@@ -119,6 +127,7 @@ def decode_run(row: Row) -> DecodeRun:
         cuda_graphs=not row["graphs"].startswith("eager"),
         max_num_batched_tokens=_flag(row, "max-num-batched-tokens"),
         max_num_seqs=_flag(row, "max-num-seqs"),
+        offline=not transformers and OFFLINE.search(row["notes"]) is not None,
     )
     recipe = Recipe(
         task=Task.SERVE,
@@ -166,7 +175,7 @@ def decode_run(row: Row) -> DecodeRun:
         lengths=_lengths(row, output, each),
         output=output,
         seconds=each * copies / rate,
-        release=_release(row),
+        release=release_of(row),
     )
 
 
@@ -200,11 +209,19 @@ def _long_enough(model: ModelSpec, length: int) -> ModelSpec:
     return model
 
 
-def _release(row: Row) -> tuple[int, ...]:
+def release_of(row: Row) -> tuple[int, ...]:
+    """Return vLLM's release of a row: its number, else the newest of the month that the row names, else ()."""
     if "--async-scheduling" in row["notes"]:
         return SCHEDULES_AHEAD
-    found = re.search(r"(\d+)\.(\d+)", row["version"]) if row["engine"].startswith("vllm") else None
-    return (int(found[1]), int(found[2])) if found else ()
+    if not row["engine"].startswith("vllm"):
+        return ()
+    found = re.search(r"(\d+)\.(\d+)", row["version"])
+    if found:
+        return int(found[1]), int(found[2])
+    month = re.search(r"20\d\d-\d\d", row["version"])
+    return max(
+        (each for first, each in RELEASED.items() if month and first <= month[0]), default=()
+    )
 
 
 def _flag(row: Row, name: str) -> int | None:
@@ -224,6 +241,8 @@ def card_of(row: Row, card: CardSpeed) -> CardSpeed:
         card = card._replace(nvlink=0.0, pcie=PCIE_LANE[found[1]] * int(found[2]))
     elif "no NVLink" in row["notes"]:
         card = card._replace(nvlink=0.0)
+    if "patched P2P" in row["notes"]:
+        card = card._replace(peers=True)
     limit = re.search(r"power cap (\d+) W", row["notes"]) or re.search(r"-(\d+)w$", row["gpu"])
     if limit and 0 < int(limit[1]) < card.tdp_watts:
         clock = (int(limit[1]) / card.tdp_watts) ** (1 / 3)
@@ -235,14 +254,12 @@ def card_of(row: Row, card: CardSpeed) -> CardSpeed:
 
 
 def _law(row: Row) -> str:
-    found = (
-        re.search(r"(\d+)\.(\d+)(\.\d+)?", row["version"])
-        if row["engine"].startswith("vllm")
-        else None
-    )
-    if found:
-        try:
-            return pick("vllm", found[0]).name
-        except VramwiseError:
-            pass
-    return "vllm"
+    """Return the law of a row's release, the newest where none covers it."""
+    found = re.search(r"(\d+)\.(\d+)(\.\d+)?", row["version"])
+    version = found[0] if found else ".".join(map(str, release_of(row)))
+    if not row["engine"].startswith("vllm") or not version:
+        return "vllm"
+    try:
+        return pick("vllm", version).name
+    except VramwiseError:
+        return "vllm"

@@ -35,15 +35,23 @@ model describes, and a roofline turns them into seconds.
 * **Attention** takes its causal FLOPs, the backward five products instead of two.
 * **Pointwise operations**, norms, copies, casts and logits take their bytes, operation by operation as the tape runs
   them; under torch.compile a third.
-* **Packed weights** are dequantised in every pass, at so many elements for every fp32 FLOP of the card.
+* **Packed weights** are dequantised in every pass, at so many elements for every fp32 FLOP of the card; reading them and
+  writing 16-bit ones takes its bytes on top. An engine's product of several rows reads those as well; of one row bitsandbytes
+  has a kernel that looks elements up as it reads.
 * **The host** starts every kernel: a pass takes the longer of that and the device's time.
 * **Traffic** between GPUs and to the host takes its bytes at four fifths of the links' one-way bandwidth
   (data/speed/links.csv), behind the computation unless a layer waits for it; every gathered unit costs a wait of its own.
   A bridge of NVLink joins two cards: between more the bytes go by PCIe.
 * **An offloaded optimizer** is waited for: states that come from the host and go back while the GPU steps, or the host's
-  own step (DeepSpeed, FSDP) at what its memory moves, and then the weights' way back.
-* **Generation** reads weights (of experts those that some token chose) and the running sequences' cache, computes, sums
-  over tensor ranks, and pays the engine's own time a step and a sequence. Stages of a pipeline work on parts of the batch.
+  own step (DeepSpeed, FSDP) at what the memory of the nodes moves that the card is sold in (data/speed/hosts.csv; a range
+  where they differ, which widens the interval), and then the weights' way back.
+* **Generation** reads weights (of experts those that some token chose) and the running sequences' cache, moves activations,
+  computes (routed experts at a share of their own), pays every kernel of the replayed graph, sums over tensor ranks (over
+  PCIe one rank after another), and pays the engine's own time a step and a sequence. Stages of a pipeline work on parts of
+  the batch.
+* **A GRPO step** adds the rollout as the framework runs it: completions of accumulated micro-batches together or one after
+  another, adapters beside the weights where transformers generate, Unsloth's gpt-oss with every expert, its vision models
+  one sequence at a time.
 * **A machine of your own**: `vramwise profile calibrate` measures matmul, attention, bandwidth, links and launches; plans
   for that card go by them and say so. `--cpu` does the same for a processor, and `python benchmarks/cpu_speed.py` predicts
   five shapes of a real step on it and times them: a check of the method that needs no GPU.

@@ -85,8 +85,9 @@ def _parallelism(row: Row) -> str:
     if text.startswith("fsdp or ddp"):
         # accelerate.yaml of fms-acceleration: FSDP, adapters of quantised bases in DDP
         return "fsdp"
-    if text == "zero":
-        return "zero3"  # Qwen's finetune scripts: ds_config_zero3.json
+    whole = row["source"] == "Qwen README" and row["method"] == "full"
+    if text == "zero" or whole:
+        return "zero3"  # Qwen's finetune_ds.sh, which trains all weights: ds_config_zero3.json, on one GPU too
     found = re.match(r"fsdp(\d*) cp(\d+)", text)
     if found and int(found[2]) > 1:
         return f"fsdp, CP {found[2]}"
@@ -224,7 +225,7 @@ def grpo_run(row: Row) -> SpeedRun:
     recipe = Recipe(
         task=Task.GRPO,
         method=base.method,
-        framework="unsloth",
+        framework=f"unsloth~{row['version']}" if row["version"] else "unsloth",
         quantization=base.quantization,
         lora=base.lora,
         dtype="fp16" if row["gpu"] == "t4" else "bf16",

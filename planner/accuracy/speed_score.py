@@ -43,7 +43,7 @@ TRAINING = Fit(
 DECODING = Fit(
     (
         *("decode_bandwidth", "engine_step_s", "sequence_s", "generate_launch_s"),
-        *("engine_wait_s", "reduce_s", "engine_product"),
+        *("kernel_s", "reduce_s", "engine_product"),
     ),
     BEFORE,
 )

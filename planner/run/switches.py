@@ -244,6 +244,9 @@ class Switches(Section):
     transformers.py); 0: `generate` reads the prompt of every completion, all of it at once."""
     generates_whole_batch: Flag = False
     """All sequences of a step are generated at once, those of gradient accumulation too."""
+    generates_unfused: Flag = False
+    """`fused` kernels are the training forward's: `generate` runs operation by operation (unsloth models/llama.py:
+    LlamaModel_fast_forward_inference; models/vision.py: transformers' own modules)."""
     fsdp_keeps_dtype: Flag = False
     """FSDP holds trained weights in the dtype they were loaded in (verl's model_dtype); accelerate
     makes them fp32 under mixed precision."""

@@ -6,6 +6,7 @@ data/gpus by the id of the one resolver (planner/machines/machine.py).
 
 import csv
 from functools import cache
+from math import sqrt
 from typing import NamedTuple
 
 from planner.datafiles import data_dir
@@ -31,6 +32,10 @@ BRIDGES = (
 )
 """Cards whose NVLink (Infinity Fabric) is a bridge over the tops of neighbours, and how many it joins; SXM and
 OAM boards have switches or links between all."""
+GEFORCE = ("rtx-20", "rtx-30", "rtx-40", "rtx-50")
+THROUGH_HOST = 11.28 / 27.12
+"""Of a PCIe link, what passes between cards of which none reads another's memory: 11.28 GB/s, where a patched driver
+has 27.12 (data/speed/links.csv: RTX 3090, p2pBandwidthLatencyTest)."""
 CPU = "cpu"
 """The id of a processor whose speeds were measured (planner/speed/measured.py): no table has one."""
 
@@ -50,6 +55,8 @@ class CardSpeed(NamedTuple):
     """One direction; 0 = not known (memory shared with the host)."""
     tdp_watts: float
     """0 = not known."""
+    peers: bool = True
+    """One card may read another's memory over PCIe; the driver of GeForce cards lets none."""
 
     def ceiling(self, dtype: str) -> tuple[float, bool]:
         """Return the fastest matmul in a dtype, and whether it was measured; (0, False): not known.
@@ -67,11 +74,43 @@ class CardSpeed(NamedTuple):
     def link(self, gpus: int) -> float:
         """Return bytes/s of one direction between so many cards of a node: NVLink where it joins all of them."""
         joined = next((most for part, most in BRIDGES if part in self.id), gpus)
-        return self.nvlink if self.nvlink and gpus <= joined else self.pcie
+        if self.nvlink and gpus <= joined:
+            return self.nvlink
+        return self.pcie * (1.0 if self.peers else THROUGH_HOST)
 
     def fastest(self, dtype: str) -> float:
         """Return what no matmul exceeds: the sheet's peak, or a measurement above it."""
         return max(self.peaks.get(dtype, 0.0), self.measured.get(dtype, 0.0))
+
+
+class HostMemory(NamedTuple):
+    """What the memory of a node's host moves, in bytes/s, as its channels say."""
+
+    low: float
+    high: float
+    host: str
+
+    @property
+    def reached(self) -> float:
+        """Bytes/s that an optimizer reaches: of a range its middle, by its ends' ratio."""
+        return HOST_SHARE * sqrt(self.low * self.high)
+
+    @property
+    def either(self) -> float:
+        """Return the factor by which it may be more or less."""
+        return sqrt(self.high / self.low)
+
+
+HOST_SHARE = 0.72
+"""STREAM on a DGX A100's host: 148 GB/s of a socket's 205, with 32 threads (gist.github.com/v0dro/0559e1d9)."""
+
+
+@cache
+def host_memory(gpu_id: str) -> HostMemory:
+    """Return the host memory of the nodes that a card is sold in (data/speed/hosts.csv); a range where they differ."""
+    rows = csv.DictReader(_lines("hosts.csv"))
+    row = next(row for row in rows if gpu_id.startswith(row["gpus"]))
+    return HostMemory(float(row["low_gb_s"]) * GIGA, float(row["high_gb_s"]) * GIGA, row["host"])
 
 
 @cache
@@ -94,6 +133,7 @@ def card_speed(gpu_id: str) -> CardSpeed | None:
         nvlink=_number(row["nvlink_gb_s_both_directions"]) * GIGA / 2,
         pcie=_number(row["pcie_gb_s_one_way_theory"]) * GIGA,
         tdp_watts=_number(row["tdp_w"]),
+        peers=not gpu_id.startswith(GEFORCE),
     )
 
 

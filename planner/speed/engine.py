@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from planner.dtypes import element_bytes
-from planner.models.spec import ModelSpec, ModuleKind
+from planner.models.spec import LayerSpec, ModelSpec, ModuleKind
 from planner.quant.table import BITSANDBYTES
 from planner.run.recipe import VLLM, Method
 from planner.run.resolved import Resolved
@@ -27,7 +27,7 @@ from planner.speed.roofline import (
     Seconds,
 )
 from planner.speed.spread import kind_of
-from planner.speed.work import attention_flops, timed_settings
+from planner.speed.work import attention_flops, layer_products, timed_settings
 from planner.terms.counts import base_weights
 from planner.terms.kv_cache import sequence_bytes
 from planner.terms.vllm_weights import expert_bytes, vllm_weights
@@ -58,10 +58,14 @@ class EngineWork(NamedTuple):
     """vLLM without graphs: its own time a step comes on top of the launches'."""
     ahead: bool
     """It schedules the next step while this one runs, so that its own time is hidden behind the device's."""
-    waits: bool
-    """A release that makes its outputs before it schedules the next step, in the server's own process."""
+    moved: float
+    """Bytes of activations that a token moves: inputs and outputs of products, and what lies between them."""
+    kernels: float
+    """Of one step, replayed from a graph; 0: none is."""
     active: float
     """Parameters that a token meets."""
+    active_experts: float
+    """Those of its routed experts among them."""
     dtype: str
     """Of products: that of packed weights where the card multiplies them as they are, else the 16 bits they are
     unpacked into."""
@@ -76,7 +80,9 @@ class EngineWork(NamedTuple):
     """Sums over tensor ranks in one step."""
     hidden: int
     unpacked: float
-    """Elements that bitsandbytes dequantises for every product."""
+    """Elements that bitsandbytes dequantises in every step, those of experts apart."""
+    unpacked_experts: float
+    """The same of all routed experts."""
     heads: int
     """Query heads of a layer, where a sequence's attention is one block a head (SDPA); 0: a split kernel."""
     groups: float
@@ -112,11 +118,6 @@ class Engine(NamedTuple):
         w = self.work
         return kind_of(trains=False, gpus=w.ranks, launches=bool(w.launches))
 
-    @property
-    def step_s(self) -> float:
-        """vLLM's own time for one step."""
-        return self.p.engine_wait_s if self.work.waits else self.p.engine_step_s
-
     def decode(self, batch: float, context: float) -> Seconds:
         """Return one step of `batch` sequences that are `context` tokens long."""
         w, p = self.work, self.p
@@ -126,30 +127,42 @@ class Engine(NamedTuple):
             share = 1 - (1 - min(1.0, w.top_k / w.experts)) ** at_once
         reached = self.card.bandwidth * p.decode_bandwidth
         weights = (w.always_bytes + w.expert_bytes * share) / reached
-        if w.unpacked:
-            cores = self.card.peaks.get("fp32", 0.0) * p.unpack
-            unpacking = w.unpacked / (cores or self.card.bandwidth)
-            # one row has a kernel of its own (bitsandbytes matmul_4bit): it looks elements up while it reads them
-            weights = weights + unpacking if batch > 1 else max(weights, unpacking)
+        elements = w.unpacked + w.unpacked_experts * share
+        # one row has a kernel of its own (bitsandbytes matmul_4bit): it looks elements up while it reads them
+        if batch > 1:
+            weights += self.unpacking(elements)
+        elif elements:
+            weights = max(weights, self.looking_up(elements))
         # every stage works on a part of the batch: in a round it reads its weights for each of them
         parallel = max(1.0, min(batch, w.stages))
         cache = batch / parallel * self.cache_bytes(context) * w.passes(batch / parallel) / reached
-        computing = 2 * w.active * batch / parallel / w.ranks / self.products()
+        computing = batch / parallel * self.computing()
         summing = self.summing(batch / parallel)
         own = batch * p.sequence_s
         launches = w.launches or (w.beyond if context > CAPTURED else 0.0)
         if launches:
             steps = w.graphs_off or not w.launches  # vLLM's own time comes on top
-            own += launches * p.generate_launch_s + (self.step_s if steps else 0)
+            own += launches * p.generate_launch_s + (p.engine_step_s if steps else 0)
             device = max(weights + cache, computing)
             return Seconds(max(own, device) + summing, LAUNCHES if own > device else BANDWIDTH)
-        own += self.step_s
-        device = weights + cache + computing
+        own += p.engine_step_s
+        moving = w.moved * batch / parallel / reached
+        device = weights + cache + computing + moving + w.kernels * p.kernel_s
         parts = {BANDWIDTH: weights + cache, COMPUTE: computing, LINK: summing, HOST: own}
         bound = max(parts, key=lambda name: parts[name])
         if w.ahead:
             return Seconds(max(device + summing, own), bound)
         return Seconds(device + summing + own, bound)
+
+    def looking_up(self, elements: float) -> float:
+        """Return what the cores take to make so many elements of packed weights."""
+        cores = self.card.peaks.get("fp32", 0.0) * self.p.unpack
+        return elements / (cores or self.card.bandwidth)
+
+    def unpacking(self, elements: float) -> float:
+        """Return what a product of several rows pays beside its packed weights: 16-bit ones are written and read."""
+        moved = 2 * elements * element_bytes("bf16")
+        return self.looking_up(elements) + moved / (self.card.bandwidth * self.p.decode_bandwidth)
 
     def cache_bytes(self, context: float) -> float:
         """Return what one sequence's keys and values take on a rank."""
@@ -159,19 +172,24 @@ class Engine(NamedTuple):
             self.memo[tokens] = held / self.work.ranks
         return self.memo[tokens]
 
-    def products(self) -> float:
-        """Return FLOP/s of the engine's products."""
-        best, known = self.card.ceiling(self.work.dtype)
-        return best * (1.0 if known else SHEET_SHARE) * self.p.engine_product
+    def computing(self) -> float:
+        """Return what one token's products take on a rank, those of its routed experts at their own share."""
+        w, p = self.work, self.p
+        best, known = self.card.ceiling(w.dtype)
+        best *= 1.0 if known else SHEET_SHARE
+        dense = w.active - w.active_experts
+        return 2 * (dense / p.product + w.active_experts / p.engine_product) / w.ranks / best
 
     def summing(self, tokens: float) -> float:
         """Return what tensor ranks take to sum in one step of `tokens` tokens."""
         w = self.work
         if w.ranks < 2:
             return 0.0
-        link = self.card.link(w.ranks) * LINK_SHARE
-        moved = 2 * (w.ranks - 1) / w.ranks * tokens * w.hidden * element_bytes("bf16") / link
-        return w.reductions * (self.p.reduce_s + moved)
+        link = self.card.link(w.ranks)
+        moved = 2 * (w.ranks - 1) / w.ranks * tokens * w.hidden * element_bytes("bf16")
+        # over NVLink every rank reads all others' parts at once; over PCIe one after another
+        rounds = 1 if link == self.card.nvlink else w.ranks - 1
+        return w.reductions * (rounds * self.p.reduce_s + moved / (link * LINK_SHARE))
 
     def prefill(self, prompts: float, length: float) -> Seconds:
         """Return how long `prompts` prompts of `length` tokens take."""
@@ -184,13 +202,15 @@ class Engine(NamedTuple):
         )
         best, known = self.card.ceiling(_product_dtype(r, self.card))
         best *= 1.0 if known else SHEET_SHARE
-        computing = 2 * w.active * tokens / w.ranks / self.products()
+        computing = tokens * self.computing()
         computing += attention / w.ranks / (min(best * p.attention, p.attention_tflops * TERA))
         chunks = max(1.0, tokens / max(1, r.max_num_batched_tokens or tokens))
         reading = (
             chunks * (w.always_bytes + w.expert_bytes) / (self.card.bandwidth * p.decode_bandwidth)
         )
-        own = chunks * (w.launches * p.generate_launch_s or self.step_s)
+        reading += chunks * self.unpacking(w.unpacked + w.unpacked_experts)
+        reading += tokens * w.moved / (self.card.bandwidth * p.decode_bandwidth)
+        own = chunks * (w.launches * p.generate_launch_s or p.engine_step_s)
         total = computing + reading + own + self.summing(tokens)
         total /= max(1.0, min(chunks, w.stages))  # stages read different chunks at once
         return Seconds(total, COMPUTE if computing > reading + own else BANDWIDTH)
@@ -250,6 +270,7 @@ def engine_work(
     release = release or _least_release(r)
     ranks = max(1, r.tensor_parallel)
     width = element_bytes(r.dtype)
+    base = base_weights(model, r)
     routed = sum(
         layer.count * module.parameters
         for layer in model.layers
@@ -262,19 +283,27 @@ def engine_work(
         whole = vllm_weights(model, r).modules * stages
         in_experts = float(expert_bytes(model, r) * stages) if routed else 0.0
     else:
-        whole = base_weights(model, r).total / ranks
-        in_experts = whole * routed / max(1, model.text_parameters)
+        whole = base.total / ranks
+        packed = base.quantized / base.quantized_parameters if base.quantized else 0.0
+        in_experts = routed * (packed if routed <= base.quantized_parameters else width) / ranks
     looked_up = sum(module.parameters for module in model.embeddings) * width / ranks
     if not model.tied:
         whole -= looked_up
     whole -= sum(module.parameters for module in model.towers) * width / ranks
     experts = max((layer.mlp.num_experts for layer in model.layers), default=0)
     top_k = max((layer.mlp.top_k for layer in model.layers), default=0)
+    chosen_k = top_k
+    if not vllm and model.model_type in r.switches.linear_expert_models:
+        top_k = experts  # unsloth-zoo gpt_oss.py GptOssExpertsBnb4bit: outside of training every expert takes every row
     scheme = r.quantization or model.checkpoint_quantization
     native = _native(scheme, card)
     started = _launches(model, r, fused=vllm)
     graphs = vllm and bool(r.cuda_graphs)
-    read = model.active_parameters - (0 if model.tied else looked_up * ranks / width)
+    unpacked = base.quantized_parameters if scheme in BITSANDBYTES else 0
+    in_unpacked = min(unpacked, routed)
+    met = routed * top_k / experts if experts else 0.0
+    chosen = routed * chosen_k / experts if experts else 0.0
+    read = met - chosen + model.active_parameters - (0 if model.tied else looked_up * ranks / width)
     return EngineWork(
         always_bytes=max(0.0, whole - in_experts),
         expert_bytes=in_experts,
@@ -282,18 +311,19 @@ def engine_work(
         top_k=top_k,
         graphs_off=vllm and not r.cuda_graphs,
         ahead=vllm and release >= SCHEDULES_AHEAD,
-        waits=vllm and release < ASYNC_OUTPUT,
+        moved=sum(layer.count * _moved(layer, model.hidden, ranks) for layer in model.layers),
+        kernels=sum(layer.count * _kernels(layer) for layer in model.layers) if graphs else 0.0,
         active=read,
+        active_experts=met,
         dtype=native or _product_dtype(r, card),
         launches=0.0 if graphs else started,
-        beyond=started if graphs and release < ASYNC_OUTPUT else 0.0,
+        beyond=started if graphs and release < ANY_LENGTH else 0.0,
         ranks=ranks,
         stages=stages,
         reductions=2.0 * model.num_layers if ranks > 1 else 0.0,
         hidden=model.hidden,
-        unpacked=base_weights(model, r).quantized_parameters / ranks
-        if scheme in BITSANDBYTES
-        else 0.0,
+        unpacked=(unpacked - in_unpacked) / ranks,
+        unpacked_experts=in_unpacked / ranks,
         heads=0 if vllm else max((m.num_heads for x in model.layers for m in x.mixers), default=0),
         groups=1.0 if vllm else _groups(model),
     )
@@ -301,9 +331,8 @@ def engine_work(
 
 SCHEDULES_AHEAD = (0, 14)
 """vLLM's release from which asynchronous scheduling is the default."""
-ASYNC_OUTPUT = (0, 6)
-"""vLLM's release from which the server is a process of its own and a step's outputs are made while the next
-one runs (its notes of 0.6.0)."""
+ANY_LENGTH = (0, 6)
+"""vLLM's release from which graphs are replayed whatever the sequences' length (CAPTURED)."""
 
 
 CAPTURED = 8192
@@ -330,6 +359,42 @@ def _groups(model: ModelSpec) -> float:
     return max(found, default=1.0)
 
 
+def _moved(layer: LayerSpec, hidden: int, ranks: int) -> float:
+    """Return the bytes of activations that one token moves through a layer of vLLM's, on one of `ranks` tensor ranks.
+
+    Of products what they read and write; sums with norms (two, each of two read and two written), rotary on queries
+    and keys, SwiGLU, and a mixture's sum over its experts' outputs. What is as wide as the stream is on every rank.
+    """
+    mlp = layer.mlp
+    chosen = mlp.top_k if mlp.num_experts else 0
+    whole, inside = float(8 * hidden + (chosen and (chosen + 1) * hidden)), 0.0
+    for mixer in layer.mixers:
+        inside += 2 * (mixer.num_heads + mixer.num_kv_heads) * mixer.head_dim
+    inside += 3 * (mlp.intermediate * max(1, chosen) + mlp.shared_intermediate)
+    for each in layer_products(layer, MANY):
+        rows = each.rows * each.times / MANY
+        for width in (each.into, each.out):
+            if width == hidden:
+                whole += rows * width
+            else:
+                inside += rows * width
+    return (whole + inside / ranks) * element_bytes("bf16")
+
+
+def _kernels(layer: LayerSpec) -> int:
+    """Return the kernels of one layer in a graph of vLLM's (models/llama.py, layers/fused_moe/fused_moe.py).
+
+    Two norms, the mixer's two products, rotary, cache, attention (or convolution and recurrence), the MLP's two and
+    SwiGLU; of a mixture router, choice, order and sum as well; shared experts are an MLP of their own.
+    """
+    mlp = layer.mlp
+    return 10 + 4 * bool(mlp.num_experts) + 3 * bool(mlp.shared_intermediate)
+
+
+MANY = 8192
+"""Tokens of a pass in which every expert has rows."""
+
+
 def _product_dtype(r: Resolved, card: CardSpeed) -> str:
     """Return the dtype of an engine's products that are not packed: fp16 on cards without bf16 units."""
     without = "bf16" not in card.peaks and "fp16" in card.peaks
@@ -346,12 +411,17 @@ def _native(scheme: str, card: CardSpeed) -> str:
 
 
 def _launches(model: ModelSpec, r: Resolved, *, fused: bool) -> float:
-    run = replace(r, trains=False, method=Method.FULL)
-    if not fused and r.quantization == EXLLAMA:
+    # a policy's adapters stay beside its weights while transformers generate; vLLM's are in its graphs
+    adapted = r.trains and r.method is not Method.FULL and not fused
+    run = replace(r, lora_dropout=0.0) if adapted else replace(r, trains=False, method=Method.FULL)
+    multiplied = run.quantization not in BITSANDBYTES if fused else r.quantization == EXLLAMA
+    if multiplied:  # as they are, by one kernel
         run = replace(run, quantization="")
     settings = timed_settings(model, run)
     if fused:
         settings = settings._replace(fused=settings.fused | FUSED)
+    elif r.switches.generates_unfused:
+        settings = settings._replace(fused=frozenset())
     total = sum(
         layer.count * layer_counts(layer, model.hidden, settings).forward.launches
         for layer in model.layers

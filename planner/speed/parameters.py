@@ -23,7 +23,8 @@ class Parameters(NamedTuple):
     bandwidth: float
     """Pointwise kernels of training: of the memory's bandwidth."""
     unpack: float
-    """Elements that a dequantising kernel makes for every fp32 FLOP the card's cores could do."""
+    """Elements that a dequantising kernel makes for every fp32 FLOP the card's cores could do; what it reads and
+    writes comes on top."""
     unpack_integer: float
     """The same of packed integers (GPTQ, AWQ), which need no table."""
     launch_s: float
@@ -34,10 +35,10 @@ class Parameters(NamedTuple):
     """Weights and cache read by an engine's kernels: of the memory's bandwidth."""
     engine_step_s: float
     """vLLM's own time for one step with graphs."""
-    engine_wait_s: float
-    """The same before 0.6, when the outputs of a step were made before the next was scheduled."""
     sequence_s: float
     """And for every running sequence."""
+    kernel_s: float
+    """A replayed kernel's own time on the device, beside what it moves: its start, its last blocks."""
     generate_launch_s: float
     """Host time of one eager operation without a graph (transformers, vLLM's eager mode)."""
     reduce_s: float

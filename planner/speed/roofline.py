@@ -78,7 +78,7 @@ def seconds(work: Pass, speed: Rates, p: Parameters) -> Seconds:
     computing += work.wide_flops / speed.wide + work.narrow_flops / speed.narrow
     moving = (work.product_bytes + work.moved_bytes) / speed.bandwidth
     moving += work.packed / speed.packed + work.integer / speed.integer
-    starting = work.launches * p.launch_s
+    starting = work.launches * p.launch_s + work.units * p.unit_s
     if speed.waits:
         moving += starting
     if starting > computing + moving:

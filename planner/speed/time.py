@@ -1,12 +1,15 @@
 """Seconds of a plan: every phase of one step with what bounds it, and tokens a second."""
 
+import csv
+from functools import cache
 from math import exp, log, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from planner.datafiles import data_dir
 from planner.run.recipe import VLLM, EngineKind
 from planner.run.resolved import Resolved
 from planner.run.tasks import TASKS
-from planner.speed.cards import GIGA, CardSpeed
+from planner.speed.cards import GIGA, HOST_SHARE, CardSpeed, host_memory
 from planner.speed.engine import Engine, engine
 from planner.speed.measured import said, speed_of
 from planner.speed.parameters import Parameters
@@ -24,9 +27,8 @@ NETWORK_BYTES_PER_S = 400 * GIGA / 8
 SHARED_MEMORY_BYTES_PER_S = 63 * GIGA
 """One direction of PCIe 5.0 x16: links of cards that share the host's memory."""
 
-HOST_MEMORY_BYTES_PER_S = 100 * GIGA
-"""What optimizers on the host reach of its memory, all ranks of a node together: about half of a socket's
-eight channels of DDR4-3200 (205 GB/s)."""
+
+HOST_STEP = "host step"
 
 
 class TimedPhase(NamedTuple):
@@ -178,7 +180,8 @@ def training_seconds(
     found = [(each.name, seconds(each, speed, p)) for each in work.passes]
     busy = sum(each.seconds for _, each in found)
     if sent.host_steps:
-        found.append(("host step", Seconds(sent.host_steps / HOST_MEMORY_BYTES_PER_S, HOST)))
+        reached = host_memory(card.id).reached
+        found.append((HOST_STEP, Seconds(sent.host_steps / reached, HOST)))
     talk = link_seconds(sent, card, work.gpus)
     # what a layer needs of others is waited for; weights and gradients travel while others compute
     waited = talk if work.serial else max(0.0, talk - busy)
@@ -220,7 +223,22 @@ def _training(
     sent = traffic(whole, run, plan.machine.node_gpus)
     phases = training_seconds(work, sent, speed, card, p)
     train = spread(training_kind(phases, run.layout.gpus))
-    return [*found, *(_Timed(name, each, train) for name, each in phases)]
+    memory = host_memory(card.id)
+    wider = train._replace(low=train.low / memory.either, high=train.high * memory.either)
+    if sent.host_steps:
+        notes.append(
+            f"the host steps at {memory.reached / GIGA:,.0f} GB/s, {HOST_SHARE:.0%} of what the memory of "
+            f"{memory.host} moves"
+            + (
+                f", {memory.low / GIGA:,.0f} to {memory.high / GIGA:,.0f}"
+                if memory.either > 1
+                else ""
+            )
+        )
+    return [
+        *found,
+        *(_Timed(name, each, wider if name == HOST_STEP else train) for name, each in phases),
+    ]
 
 
 def _left_out(r: Resolved) -> list[str]:
@@ -241,19 +259,40 @@ def training_kind(phases: list[tuple[str, Seconds]], gpus: int) -> str:
     return kind_of(trains=True, gpus=gpus, launches=2 * launching > total)
 
 
-DEVIATION = 0.5
-"""Of completions' lengths, over their mean: log-normal, as nobody says otherwise."""
-QUANTILES = 16
+QUANTILES = 64
+
+
+def order(k: int, count: int) -> float:
+    """Return the share of draws below the k-th smallest (from 0) of `count` normal ones, on average (Blom 1958)."""
+    return (k + 0.625) / (count + 0.25)
+
+
+@cache
+def deviation() -> float:
+    """Return the standard deviation of completions' lengths over their mean, where nobody says otherwise.
+
+    Of the runs of data/speed/completions.csv the middle one's: the longest of a step's completions is as many
+    deviations above their mean as the largest of so many normal draws.
+    """
+    from statistics import NormalDist, median  # a slow import, for those who ask
+
+    text = (data_dir() / "speed" / "completions.csv").read_text(encoding="utf-8")
+    found = []
+    for row in csv.DictReader(text.splitlines()):
+        count = int(row["sequences"])
+        above = float(row["longest"]) / float(row["mean"]) - 1
+        found.append(above / NormalDist().inv_cdf(order(count - 1, count)))
+    return median(found)
 
 
 def completion_lengths(mean: float, longest: float, count: int) -> tuple[float, ...]:
-    """Return quantiles of `count` completions of that mean, none above the longest."""
+    """Return quantiles of `count` completions of that mean, log-normal, none above the longest."""
     from statistics import NormalDist  # a slow import, for those who ask
 
-    width = log(1 + DEVIATION**2)
+    width = log(1 + deviation() ** 2)
     logs = NormalDist(0, sqrt(width))
     parts = max(1, min(QUANTILES, count))
-    drawn = [exp(logs.inv_cdf((k + 0.5) / parts)) for k in range(parts)]
+    drawn = [exp(logs.inv_cdf(order(k, parts))) for k in range(parts)]
     return tuple(min(longest, mean * each * parts / sum(drawn)) for each in drawn)
 
 
@@ -268,7 +307,7 @@ def rollout(plan: "Plan", made: Engine, notes: list[str], longest: int) -> tuple
         lengths = completion_lengths(r.completion_tokens, longest, sequences)
         notes.append(
             f"completions of {r.completion_tokens:,} tokens on average and {longest:,} at most, log-normal "
-            "with half the mean as deviation"
+            f"with {deviation():.2g} of the mean as deviation"
         )
     else:
         notes.append(
@@ -290,11 +329,11 @@ def rollout(plan: "Plan", made: Engine, notes: list[str], longest: int) -> tuple
 def _at_once(plan: "Plan", sequences: int) -> int:
     """Return how many sequences run together: the engine's limit, and what its cache holds."""
     r, serving = plan.resolved, plan.serving
-    limit = (
-        min(sequences, rollout_sequences(r))
-        if r.engine is EngineKind.TRANSFORMERS
-        else min(sequences, r.max_num_seqs or sequences)
-    )
+    together = r.engine is EngineKind.TRANSFORMERS or r.switches.generates_whole_batch
+    limit = min(sequences, rollout_sequences(r) if together else r.max_num_seqs or sequences)
+    towers = r.framework.engine.multimodal_sequences if plan.spec.towers else 0
+    if r.engine in VLLM and towers:
+        limit = min(limit, towers)
     if serving is not None and serving.kv_tokens:
         limit = min(limit, int(serving.kv_tokens / max(1, r.seq_tokens)))
     return max(1, limit)

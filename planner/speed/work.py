@@ -16,7 +16,7 @@ from planner.quant.table import BITSANDBYTES
 from planner.run.experts import LOOPS, MODULES
 from planner.run.logits_law import width
 from planner.run.ranks import rank_runs
-from planner.run.recipe import Checkpointing, Method, Reference
+from planner.run.recipe import Checkpointing, Method, Reference, Sharding
 from planner.run.resolved import Resolved
 from planner.run.tasks import TASKS
 from planner.speed.counts import Moved, layer_counts
@@ -51,6 +51,8 @@ class Pass(NamedTuple):
     """The same of packed integers."""
     launches: float = 0
     """Kernels that the host starts."""
+    units: float = 0
+    """Units of weights that the host fetches and gives back though no other rank has a part of them."""
 
     def times(self, count: float) -> "Pass":
         """Return so many of it."""
@@ -84,6 +86,10 @@ def _rank_work(part: ModelSpec, r: Resolved) -> Work:
     share = _Share(part, r)
     count = micro_batches(r)
     forward, backward = share.forward(), share.backward()
+    if r.sharding is Sharding.ZERO3 and r.placement.weight_shards == 1:
+        # its hooks run on one GPU too (DeepSpeed partitioned_param_coordinator.py): nobody to wait for, host time alone
+        units = float(part.num_layers)
+        forward, backward = (each._replace(units=units) for each in (forward, backward))
     passes = []
     if TASKS[r.task].generates:
         passes.append(share.scoring("score").times(count))
@@ -264,13 +270,14 @@ class _Share:
         return Pass(name, flops=flops, product_bytes=moved)
 
     def _unpacked(self, name: str) -> Pass:
-        """Return the dequantisation of every packed weight once."""
+        """Return the dequantisation of every packed weight once: packed ones read, 16-bit ones written."""
         base = base_weights(self.model, self.r)
         if not base.quantized:
             return Pass(name)
+        moved = base.quantized + base.quantized_parameters * self.act
         if self.r.quantization in BITSANDBYTES:
-            return Pass(name, packed=base.quantized_parameters)
-        return Pass(name, integer=base.quantized_parameters)
+            return Pass(name, moved_bytes=moved, packed=base.quantized_parameters)
+        return Pass(name, moved_bytes=moved, integer=base.quantized_parameters)
 
     def forward(self) -> Pass:
         """Return a forward with a graph."""

@@ -90,6 +90,9 @@ ALLOWED: dict[tuple[str, float], str] = {
     ("terms/engine.py", 0.05): "share: the pool's low is its 5%",
     ("terms/engine.py", 0.45): "share: from the pool's 5% to its median",
     ("plan.py", 1.1): "share: the margin of searches, never a verdict",
+    ("speed/time.py", 0.625): "share: Blom's plotting position, 1 - 3/8",
+    ("speed/time.py", 0.25): "share: Blom's plotting position, 1 - 2 x 3/8",
+    ("speed/cards.py", 0.72): "share: STREAM's on a DGX A100's host, of its channels",
     ("speed/budget.py", 24.0): "unit: hours of a day",
     # reading
     ("doctor/candidates.py", 8.0): READING,
@@ -125,7 +128,7 @@ ALLOWED: dict[tuple[str, float], str] = {
     ("accuracy/speed_calibrate.py", 0.9): REPORT,
     **{
         ("accuracy/speed_fit.py", each): "where a search starts, before any row"
-        for each in (0.8, 200.0, 2e-5, 0.002)
+        for each in (0.8, 200.0, 2e-5, 3e-6, 0.002)
     },
     **{
         (
