@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from planner.answers.width import widened
 from planner.errors import UsageError
 from planner.machines.machine import Machine
 from planner.models.hub import find_model
@@ -22,7 +23,7 @@ from planner.units import format_bytes
 from trainer.config import TrainSection, with_epochs
 from trainer.data import check_columns, load_samples
 from trainer.devices import this_machine
-from trainer.engines.vllm_width import widened, with_graphs
+from trainer.engines.vllm_graphs import with_graphs
 from trainer.evaluation_phase import check_evaluation_fits, evaluation_phase
 from trainer.fields import unread_notes
 from trainer.foreign import Given, read_given

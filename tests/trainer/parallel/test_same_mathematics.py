@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from tests.trainer.parallel.gloo import on_ranks
-from tests.trainer.parallel.work import evaluation, every, grpo_run, sft_curve, sft_gradients
+from tests.trainer.parallel.work import (
+    evaluation,
+    every,
+    grpo_gradients,
+    grpo_run,
+    sft_curve,
+    sft_gradients,
+)
 from trainer.parallel.ranks import Ranks
 from trainer.small_model import small_tokenizer
 
@@ -92,6 +99,7 @@ def test_curves_of_sft(sft_document, tmp_path):
     settings = (
         CUT,
         FULL | CUT,
+        CUT | {"method": "qlora"},
         {"sharding": "ddp", "optimizer": "lion"},
         # states on the host
         FULL | CUT | {"optimizer": "paged-adamw"},
@@ -121,6 +129,29 @@ def test_low_precision_curves_stay_near(sft_document, tmp_path):
         assert first == second, each
         losses = torch.tensor(first[::2]) - torch.tensor(alone[::2])
         assert losses.abs().max() < 0.1, (each, first[::2], alone[::2])
+
+
+def test_gradients_of_grpo(grpo_document, tmp_path):
+    by_step = {"scale_rewards": "batch"}
+    settings = (
+        ({}, FULL | CUT),
+        ({}, CUT | {"lora": {"rank": 4, "init": "pissa"}}),  # both factors have a gradient at once
+        ({"loss": by_step}, CUT | {"method": "qlora"}),
+        (
+            {"loss": by_step | {"type": "grpo", "mask_truncated": True}, "seed": 1},
+            FULL | {"num_generations": 2},
+        ),
+    )
+    cases = [(grpo_document(train=train, **recipe), str(tmp_path)) for train, recipe in settings]
+    shares = []
+    for each, (alone, ranks) in zip(settings, both(grpo_gradients, cases), strict=True):
+        for loss, gradients, _ in ranks:
+            assert loss == pytest.approx(alone[0], rel=1e-5, abs=1e-7), each
+            assert apart(alone[1], gradients) < 1e-6, each
+        assert any(gradient.any() for gradient in alone[1].values()), "it learns"
+        shares.append(alone[2])
+    assert any(flat for flat, _ in shares), "no group without an advantage: the case is not tested"
+    assert any(0 < cut < 1 for _, cut in shares), "no completion is cut beside whole ones"
 
 
 def test_grpo_learns_the_same(grpo_document, tmp_path):
@@ -173,10 +204,17 @@ def test_an_evaluation_is_shared_and_says_the_same(sft_document, grpo_document, 
 
 @pytest.mark.slow
 def test_the_curve_of_grpo(grpo_document, tmp_path):
-    cases = [(grpo_document(**each), str(tmp_path)) for each in (CUT, {"sharding": "ddp"})]
-    for alone, ranks in both(grpo_run, cases, 20):
+    settings = (CUT, {"sharding": "ddp"}, FULL | CUT, CUT | {"method": "qlora"})
+    # all weights are trained at the rate of all weights
+    cases = [
+        (grpo_document(train={"lr": 1e-3} if "method" in each else {}, **each), str(tmp_path))
+        for each in settings
+    ]
+    for each, (alone, ranks) in zip(settings, both(grpo_run, cases, 20), strict=True):
         for metrics, weights in ranks:
-            assert apart(alone[1], weights) < 1e-5
+            distance = apart(alone[1], weights)
+            print(f"{each}: weights {distance:.1e} apart after 20 steps")
+            assert distance < 1e-5, each
             for name in ("reward", "loss"):
                 one, several = [[step[name] for step in each] for each in (alone[0], metrics)]
                 assert several == pytest.approx(one, abs=1e-5), name
