@@ -21,6 +21,8 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 FULL = {"method": "full"}
 CUT = {"sharding": "fsdp2"}
+OF_THE_MACHINE = ("seconds", "per_second", "bytes")
+"""Ends of the names of figures that are no step's own."""
 PAIRS = ((7, 2), (9, 4), (3, 3), (8, 1), (6, 5))
 
 
@@ -99,7 +101,6 @@ def test_curves_of_sft(sft_document, tmp_path):
     settings = (
         CUT,
         FULL | CUT,
-        CUT | {"method": "qlora"},
         {"sharding": "ddp", "optimizer": "lion"},
         # states on the host
         FULL | CUT | {"optimizer": "paged-adamw"},
@@ -107,7 +108,17 @@ def test_curves_of_sft(sft_document, tmp_path):
         # whole matrices: copies have them
         FULL | {"sharding": "ddp", "optimizer": "adafactor"},
     )
-    cases = [(sft_document(**each), str(tmp_path)) for each in settings]
+    check_curves(sft_document, tmp_path, settings)
+
+
+@pytest.mark.slow
+def test_the_curve_of_a_four_bit_base(sft_document, tmp_path):
+    check_curves(sft_document, tmp_path, [CUT | {"method": "qlora"}])
+
+
+def check_curves(make, root, settings):
+    """Compare 20 steps of SFT on one process and on two ranks."""
+    cases = [(make(**each), str(root)) for each in settings]
     for each, (alone, (first, second)) in zip(settings, both(sft_curve, cases, 20), strict=True):
         assert first == second, each
         assert first == pytest.approx(alone, rel=2e-5), each
@@ -170,9 +181,9 @@ def test_grpo_learns_the_same(grpo_document, tmp_path):
             assert apart(alone[1], weights) < near, each
             for one, other in zip(alone[0], metrics, strict=True):
                 assert one.keys() == other.keys()
-                for name in ("loss", "reward", "reward_std", "grad_norm", "kl"):
-                    if name in one:
-                        assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
+                for name, value in one.items():  # what rank 0 logs is of all of them
+                    if isinstance(value, float) and not name.endswith(OF_THE_MACHINE):
+                        assert other[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
                 flat += one["frac_reward_zero_std"] > 0
                 cut.append(one["completions/truncated_frac"])
         assert any(one["grad_norm"] > 0 for one in alone[0]), "it learnt"
