@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from planner.answers.width import widened
 from planner.errors import UsageError
 from planner.machines.machine import Machine
 from planner.models.hub import find_model
@@ -22,11 +23,13 @@ from planner.units import format_bytes
 from trainer.config import TrainSection, with_epochs
 from trainer.data import check_columns, load_samples
 from trainer.devices import this_machine
-from trainer.engines.vllm_width import widened, with_graphs
+from trainer.engines.vllm_graphs import with_graphs
 from trainer.evaluation_phase import check_evaluation_fits, evaluation_phase
 from trainer.fields import unread_notes
 from trainer.foreign import Given, read_given
 from trainer.model import load_tokenizer
+from trainer.parallel.agree import check_world
+from trainer.parallel.ranks import Ranks
 from trainer.parallel.sharding import refuse_over_ranks
 from trainer.preflight import (
     choose_layout,
@@ -40,27 +43,38 @@ from trainer.run_folder import check_output
 from trainer.say import Say, silent
 from trainer.schedule import check_steps
 from trainer.sft import make_order
+from trainer.sft_data import Examples
 from trainer.step_size import step_prompts
 from trainer.validation import load_validation, read_held_out, read_run_examples
 
 
 def check_run(
-    path: Path, *, say: Say = silent, budget: str | None = None, price: str | None = None
+    path: Path,
+    *,
+    say: Say = silent,
+    budget: str | None = None,
+    price: str | None = None,
+    ranks: int | None = None,
 ) -> dict[str, Any]:
-    """Return the plan of the run at `path`; raises VramwiseError for what would stop it."""
-    given = read_given(path)
+    """Return the plan of the run at `path`; raises VramwiseError for what would stop it.
+
+    `ranks`: it will be started on; None: as many as the file's machine has GPUs.
+    """
+    given = _over(read_given(path), ranks)
     for line in given.lines:
         say(line)
+    examples = None
     if budget is not None:
         from trainer.fit import fit
 
-        given, _ = fit(given, budget, price=price, say=say)
+        given, promised = fit(given, budget, price=price, say=say, gpus=given.run.machine.gpus)
+        examples = promised.examples
     run, train = given.run, given.train
     check_output(train, resume=False)
     recipe, planned = _planned(run, train, say)
     for note in unread_notes(run.recipe, planned.resolved):
         say(note)
-    rows, held_out = _data(given, say)
+    rows, held_out = _data(given, say, examples)
     if rows is not None and train.epochs is not None:
         per_step = step_prompts(recipe, train, run.machine.gpus)
         train = with_epochs(train, per_epoch=rows, per_step=per_step)
@@ -87,6 +101,15 @@ def check_run(
         "recipe": recipe.model_dump(mode="json", exclude_unset=True),
         "imported": [vars_of(difference) for difference in given.differences],
     }
+
+
+def _over(given: Given, ranks: int | None) -> Given:
+    """Return the run on so many ranks; raises UsageError where its file says another number of GPUs."""
+    if ranks is None:
+        return given
+    check_world(given.run, Ranks(size=ranks))
+    machine = given.run.machine.model_copy(update={"gpus": ranks})
+    return replace(given, run=given.run.model_copy(update={"machine": machine}))
 
 
 def vars_of(difference: Any) -> dict[str, str]:
@@ -118,8 +141,11 @@ def _machine(run: RunFile, train: TrainSection) -> Machine:
     return machine_of(run.machine)
 
 
-def _data(given: Given, say: Say) -> tuple[int | None, int]:
-    """Return (rows, held-out rows) of data that is here; None where it is not looked at."""
+def _data(given: Given, say: Say, examples: Examples | None) -> tuple[int | None, int]:
+    """Return (rows, held-out rows) of data that is here; None where it is not looked at.
+
+    `examples`: of SFT, where they have been read.
+    """
     run, train, root = given.run, given.train, given.root
     grpo = run.recipe.task is Task.GRPO
     with closing(load_rewards(train.rewards, root=root)):
@@ -146,7 +172,7 @@ def _data(given: Given, say: Say) -> tuple[int | None, int]:
         )
         say(f"data: {prompts.summary()}")
         return len(samples), len(held_out or ())
-    examples = read_run_examples(samples, run, train, tokenizer)
+    examples = examples or read_run_examples(samples, run, train, tokenizer)
     say(f"data: {examples.summary()}")
     _, per_epoch = make_order(examples, run, train)
     held = None if held_out is None else read_held_out(held_out, run, train, tokenizer)

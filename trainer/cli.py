@@ -72,15 +72,13 @@ def train(
     if dry_run:
         from trainer.check_run import check_run
 
-        _print(check_run(run_file, say=_say, budget=fit, price=price), as_json=json_output)
+        ranks = (nproc or 1) * nodes if nproc is not None or nodes > 1 else None
+        checked = check_run(run_file, say=_say, budget=fit, price=price, ranks=ranks)
+        _print(checked, as_json=json_output)
         return
     if token is not None:
         os.environ["HF_TOKEN"] = token
     if (nproc or 1) > 1 or nodes > 1:
-        if fit is not None:
-            raise UsageError(
-                "--fit: one process alone", hint="leave out --nproc and --nodes, or --fit"
-            )
         from trainer.parallel.launch import Launch, launch
 
         how = Launch(
@@ -91,6 +89,8 @@ def train(
             rdzv_id=rdzv_id,
         )
         options = [*(["--resume"] if resume else []), *(["--json"] if json_output else [])]
+        for flag, value in (("--fit", fit), ("--price", price)):
+            options += [flag, value] if value is not None else []
         raise typer.Exit(launch(how, run_file, options))
     _train_here(run_file, resume=resume, as_json=json_output, budget=fit, price=price)
 

@@ -4,23 +4,32 @@ The search is trainer/fit_search.py; a trace of the chosen step confirms it, the
 first steps are measured and the estimate is corrected by them; trainer/ladder.py goes on when memory runs out.
 """
 
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from planner.errors import VramwiseError
+from planner.machines.machine import Machine
 from planner.models.catalogue import load_catalogue
 from planner.models.config_file import read_config
 from planner.report.time import dollars, span
-from planner.run.recipe import RunFile, Task
+from planner.run.recipe import Recipe, RunFile, Task
+from planner.run.resolved import Resolved
 from planner.speed.budget import Budget, parse_budget
 from planner.speed.cost import SECONDS_PER_HOUR
 from planner.speed.time import why_not
 from planner.units import format_bytes
 from profiler.forecast import Forecast, worth_saying
-from trainer.fit_search import Candidate, Search, fitted_run, steps_of
+from profiler.recording import Recording
+from trainer.fit_search import Candidate, Search, fitted_run, machine_within, steps_of
 from trainer.foreign import Given
+from trainer.parallel.agree import check_world
+from trainer.parallel.ranks import ALONE, Ranks
+from trainer.parallel.together import together
 from trainer.say import Say, silent
+from trainer.sft_data import Examples
 from trainer.step_size import within_epoch
 
 MEASURED_STEPS = 4
@@ -39,10 +48,13 @@ class Fit:
     step_seconds: float | None
     """As planned, then as measured; None = not known."""
     usd_per_hour: float | None
+    """Of all GPUs."""
     why_unknown: str = ""
     corrected: bool = False
     over: tuple[str, ...] = ()
     """Limits that the run is going to break, by the last look."""
+    examples: Examples | None = None
+    """Of SFT, as read for the search: the run need not read them again."""
 
     def look(self, forecast: Forecast, *, say: Say) -> None:
         """Correct the estimate by the steps so far, and say so."""
@@ -83,14 +95,49 @@ class Fit:
 
 
 def fit(
-    given: Given, text: str, *, price: str | None = None, say: Say = silent
+    given: Given,
+    text: str,
+    *,
+    price: str | None = None,
+    say: Say = silent,
+    ranks: Ranks = ALONE,
+    gpus: int | None = None,
 ) -> tuple[Given, Fit]:
-    """Return the run with settings that meet the budget, and what was promised; raises VramwiseError."""
+    """Return the run with settings that meet the budget, and what was promised; raises VramwiseError.
+
+    All ranks call it: each reads the data, the first chooses for what every one of them has. `gpus`: of a run
+    that is only looked at, where they are not this process's ranks.
+    """
     budget = parse_budget(text)
-    rows, mean_tokens = _data(given)
-    per_step = within_epoch(given.run.recipe, given.train, rows, say=silent)
+    if gpus is None:
+        check_world(given.run, ranks)
+    examples, rows, mean_tokens = _data(given, say)
+    machine = machine_within(given.run, given.train, budget, ranks=ranks, gpus=gpus)
+    per_step = within_epoch(given.run.recipe, given.train, rows, say=silent, ranks=machine.num_gpus)
     steps = steps_of(given.train, rows, per_step)
-    search = Search(given.run, given.train, budget, steps=steps, prompts=per_step, mean_tokens=mean_tokens, price=price)  # fmt: skip
+
+    def choose() -> tuple[Given, Fit]:
+        search = Search(
+            given.run,
+            given.train,
+            budget,
+            steps=steps,
+            prompts=per_step,
+            mean_tokens=mean_tokens,
+            price=price,
+            machine=machine,
+        )
+        return _chosen(given, search, say=say, apart=ranks.several)
+
+    made = together(ranks, lambda: choose() if ranks.first else None)
+    told = ranks.broadcast_object(made)
+    assert told is not None
+    chosen, promised = told
+    return chosen, replace(promised, examples=examples)
+
+
+def _chosen(given: Given, search: Search, *, say: Say, apart: bool) -> tuple[Given, Fit]:
+    """Return the best that a search finds, confirmed by its trace: in a process of its own if `apart`."""
     fitted = fitted_run(given.run, search, search.best(), root=given.root)
     chosen = fitted.chosen
     say(f"fit: {chosen.settings}: {chosen.takes} as planned")
@@ -99,10 +146,10 @@ def fit(
     why = "" if chosen.time is not None else why_not(chosen.plan)
     if why:
         say(f"fit: how long a step takes is not known ({why}); its first steps will say")
-    say(f"fit: {confirmed(given.run, search, chosen)}")
+    say(f"fit: {confirmed(given.run, search.machine, chosen, apart=apart)}")
     made = Fit(
-        budget=budget,
-        steps=steps,
+        budget=search.budget,
+        steps=search.steps,
         step_seconds=chosen.time.step_seconds if chosen.time is not None else None,
         usd_per_hour=search.usd_per_hour,
         why_unknown=why,
@@ -110,27 +157,39 @@ def fit(
     return replace(given, run=fitted.run, train=fitted.train), made
 
 
-def confirmed(run: RunFile, search: Search, chosen: Candidate) -> str:
-    """Return what a trace of the chosen step says; raises VramwiseError where it does not fit."""
-    from profiler.trace import trace
-    from trainer.dry_run import subject_for
+def confirmed(run: RunFile, machine: Machine, chosen: Candidate, *, apart: bool = False) -> str:
+    """Return what a trace of the chosen step says; raises VramwiseError where it does not fit.
 
-    machine = search.machine
+    `apart`: this process is one of several ranks, and a trace needs a group of ranks that are not there.
+    """
+    traced = (config_of(run), machine, chosen.plan.resolved, chosen.recipe)
     try:
-        step = subject_for(
-            chosen.plan.resolved, chosen.recipe, config_of(run), gpu=machine.gpu, steps=1
-        )
-        recording = trace(step, time_limit_s=TRACE_LIMIT_S, cpu=machine.cpu)
+        if apart:
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+                recording = pool.submit(_traced, *traced).result()
+        else:
+            recording = _traced(*traced)
     except VramwiseError as error:
         return f"not traced: {error.message}"
     room = machine.vram_bytes - machine.context_bytes
-    traced = f"{format_bytes(recording.peak_bytes)} in {recording.peak_phase}"
+    held = f"{format_bytes(recording.peak_bytes)} in {recording.peak_phase}"
     if recording.peak_bytes > room:
         raise VramwiseError(
-            f"--fit: the trace of {chosen.settings} holds {traced}, more than {format_bytes(room)}",
+            f"--fit: the trace of {chosen.settings} holds {held}, more than {format_bytes(room)}",
             hint="a smaller budget leaves the plan more room; vramwise trace RUN.yaml says what differs",
         )
-    return f"traced: {traced}"
+    return f"traced: {held}"
+
+
+def _traced(
+    config: dict[str, Any], machine: Machine, resolved: Resolved, recipe: Recipe
+) -> Recording:
+    """Return the trace of one step of one GPU."""
+    from profiler.trace import trace
+    from trainer.dry_run import subject_for
+
+    step = subject_for(resolved, recipe, config, gpu=machine.gpu, steps=1)
+    return trace(step, time_limit_s=TRACE_LIMIT_S, cpu=machine.cpu)
 
 
 def config_of(run: RunFile) -> dict[str, Any]:
@@ -149,8 +208,8 @@ def config_of(run: RunFile) -> dict[str, Any]:
         raise VramwiseError(f"no config.json of {run.model}: {str(error).splitlines()[0][:160]}") from None  # fmt: skip
 
 
-def _data(given: Given) -> tuple[int | None, int | None]:
-    """Return (rows of an epoch, tokens of a sample on average); None where the data does not say."""
+def _data(given: Given, say: Say) -> tuple[Examples | None, int | None, int | None]:
+    """Return (SFT's samples, rows of an epoch, tokens of a sample on average); None where the data does not say."""
     from trainer.data import load_samples
     from trainer.model import load_tokenizer
     from trainer.sft import make_order
@@ -159,10 +218,10 @@ def _data(given: Given) -> tuple[int | None, int | None]:
     run, train = given.run, given.train
     samples = load_samples(train.dataset, root=given.root)
     if run.recipe.task is not Task.SFT:
-        return len(samples), None
+        return None, len(samples), None
     tokenizer = load_tokenizer(run.model, revision=run.revision)
-    examples = read_run_examples(samples, run, train, tokenizer)
+    examples = read_run_examples(samples, run, train, tokenizer, say=say)
     _, per_epoch = make_order(examples, run, train)
     if run.recipe.packing:
-        return per_epoch, None
-    return per_epoch, round(sum(examples.lengths) / max(1, len(examples)))
+        return examples, per_epoch, None
+    return examples, per_epoch, round(sum(examples.lengths) / max(1, len(examples)))

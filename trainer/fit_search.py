@@ -5,6 +5,7 @@ only where nothing else meets the memory, and said. The samples of a step are th
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ from planner.answers.advise import levers
 from planner.answers.changes import Change, apply
 from planner.answers.lengths import at_length
 from planner.answers.unchanged import Settled, settle, strongest
-from planner.errors import UsageError, VramwiseError
+from planner.errors import UnsupportedError, UsageError, VramwiseError
 from planner.machines.machine import Machine
 from planner.models.hub import find_model
 from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
 from planner.report.time import dollars, span
 from planner.run.lora_fields import with_start
+from planner.run.parallel import layout_of
 from planner.run.recipe import Recipe, RunFile, Task
 from planner.run.train_bytes import with_train
 from planner.speed.budget import DOLLARS, HOURS, MEMORY, Budget
@@ -29,6 +31,9 @@ from planner.units import format_bytes, parse_bytes
 from trainer.config import TrainSection, parse_run
 from trainer.devices import this_machine
 from trainer.engines.vllm_settings import settle_engine
+from trainer.parallel.ranks import ALONE, Ranks
+from trainer.parallel.same_plan import smallest_machine
+from trainer.parallel.sharding import refuse_over_ranks
 from trainer.preflight import choose_layout, settled
 from trainer.step_size import step_prompts
 
@@ -36,6 +41,10 @@ QUICKEST: dict[str, Any] = {"checkpointing": "none", "tiled_mlp": False, "optimi
 """Where the search begins for what the file leaves open."""
 SHORTENING = frozenset({"context", "prompt_length", "completion_length", "num_generations"})
 """Changes of the data or of a step's samples: never made."""
+DIVIDED = Change(
+    "sharding=fsdp2", {"sharding": "fsdp2"}, "weights travel between GPUs every layer", 3
+)
+"""Of several GPUs whose layout the file leaves open: weights, gradients and states over all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +100,11 @@ class Fitted:
     chosen: Candidate
     steps: int
     usd_per_hour: float | None
-    """The dearest listed, or as said."""
+    """Of all GPUs: the dearest listed, or as said."""
 
 
 class Search:
-    """What is looked for, and where."""
+    """What is looked for, and where: settings of one of `gpus` alike."""
 
     def __init__(
         self,
@@ -107,27 +116,43 @@ class Search:
         prompts: int | None = None,
         mean_tokens: int | None = None,
         price: str | None = None,
+        machine: Machine | None = None,
     ) -> None:
+        """`prompts`: of a step, on all GPUs. `machine`: what the budget leaves of each; None: of this one."""
         self.spec: ModelSpec = find_model(run.model, revision=run.revision)
         self.budget = budget
         self.steps = steps
-        self.machine = machine_within(run, train, budget)
+        self.machine = machine or machine_within(run, train, budget)
+        gpus = self.machine.num_gpus
         rate = price_of(self.machine, price, budget)
-        self.usd_per_hour = rate.high if rate is not None else None
+        self.usd_per_hour = gpus * rate.high if rate is not None else None
         self._mean_tokens = mean_tokens
-        started, _ = with_start(self.spec, with_train(run).recipe)
-        open_fields = {
+        self._train = train
+        self._open = {
             name: value
             for name, value in QUICKEST.items()
             if name not in run.recipe.model_fields_set
         }
-        begun = Recipe.model_validate(started.model_dump() | open_fields)
-        wanted = settle_engine(settled(begun))
-        _, asked = choose_layout(self.spec, wanted, train)
-        self.begin = wanted.model_copy(update={"packing": True}) if asked else wanted
-        prompts = prompts or step_prompts(run.recipe, train)
-        grpo = self.begin.task is Task.GRPO
-        self.rows = prompts * ((self.begin.num_generations or 8) if grpo else 1)
+        asked = with_train(run).recipe
+        self.begin = self._begun(asked)
+        self._begins: list[tuple[Recipe, tuple[Change, ...]]] = [(self.begin, ())]
+        if gpus > 1 and not {"sharding", "parallel"} & run.recipe.model_fields_set:
+            with suppress(UnsupportedError):  # what needs whole weights on every GPU
+                self._begins.append((self._begun(apply(asked, DIVIDED)), (DIVIDED,)))
+        self.prompts = prompts or step_prompts(run.recipe, train, gpus)
+        generations = (self.begin.num_generations or 8) if self.begin.task is Task.GRPO else 1
+        self.rows = -(-self.prompts // gpus) * generations
+        """Of a step, on one GPU."""
+
+    def _begun(self, asked: Recipe) -> Recipe:
+        """Return the recipe as the trainer settles it, at its quickest in what the file leaves open."""
+        gpus = self.machine.num_gpus
+        started, _ = with_start(self.spec, asked)
+        refuse_over_ranks(started, layout_of(self.spec, started, gpus))
+        begun = Recipe.model_validate(started.model_dump() | self._open)
+        wanted = settle_engine(settled(begun, gpus))
+        _, in_rows = choose_layout(self.spec, wanted, self._train)
+        return wanted.model_copy(update={"packing": True}) if in_rows else wanted
 
     def best(self) -> Candidate:
         """Return the quickest settings within the budget; raises VramwiseError with what comes nearest."""
@@ -149,26 +174,29 @@ class Search:
 
     def candidates(self) -> Iterator[Candidate]:
         """Yield settings that keep the result and have room, one a size of the micro-batch."""
-        for size in sizes(self.rows):
-            found = settle(self.spec, self._of_size(self.begin, size), self.machine)
-            if found is not None:
-                yield self._candidate(found.recipe, found.plan, found.changes)
+        for begin, before in self._begins:
+            for size in sizes(self.rows):
+                asked = self._of_size(begin, size)
+                found = settle(self.spec, asked, self.machine, before=before)
+                if found is not None:
+                    yield self._candidate(found.recipe, found.plan, found.changes)
 
     def _changing(self) -> Iterator[Candidate]:
         """Yield settings with one change of the result, where none without it has room."""
         recipe, base = self._smallest()
         found = (each.change for each in levers(self.spec, recipe, self.machine, base))
+        begin, before = self._begins[-1]
         for change in sorted(found, key=lambda each: each.rank):
             if not change.changes_objective or SHORTENING & set(change.update):
                 continue
-            begun = apply(self._of_size(self.begin, 1), change)
-            made = settle(self.spec, begun, self.machine, before=(change,))
+            begun = apply(self._of_size(begin, 1), change)
+            made = settle(self.spec, begun, self.machine, before=(*before, change))
             if made is not None:
                 yield self._candidate(made.recipe, made.plan, made.changes)
 
     def _smallest(self) -> tuple[Recipe, Plan]:
         """Return the settings that keep the result and hold the least."""
-        recipe = self._of_size(self.begin, 1)
+        recipe = self._of_size(self._begins[-1][0], 1)
         start = Settled(plan(self.spec, recipe, self.machine))
         smallest = strongest(self.spec, start, recipe, self.machine)
         return smallest, plan(self.spec, smallest, self.machine)
@@ -224,9 +252,21 @@ def sizes(rows: int) -> list[int]:
     return found
 
 
-def machine_within(run: RunFile, train: TrainSection, budget: Budget) -> Machine:
-    """Return this machine with no more memory than the budget allows; raises UsageError."""
+def machine_within(
+    run: RunFile,
+    train: TrainSection,
+    budget: Budget,
+    *,
+    ranks: Ranks = ALONE,
+    gpus: int | None = None,
+) -> Machine:
+    """Return a machine of GPUs like this one, each with no more memory than the budget allows, and than any rank has.
+
+    `gpus`: unless there are as many as ranks. All ranks call it. Raises UsageError.
+    """
     here = this_machine(run, train.model_copy(update={"device_memory": None}))
+    here = replace(here, num_gpus=gpus or ranks.size, nodes=run.machine.nodes or 0)
+    here = smallest_machine(here, ranks, shared=here.cpu)
     limit = budget.memory_bytes or here.vram_bytes
     if train.device_memory:
         limit = min(limit, parse_bytes(train.device_memory, field="train.device_memory"))
@@ -270,8 +310,7 @@ def fitted_run(run: RunFile, search: Search, chosen: Candidate, *, root: Path) -
         for name, value in change.update.items():
             section, _, field = name.rpartition(".")
             (recipe.setdefault(section, {}) if section else recipe)[field] = value
-    generations = (made.num_generations or 8) if made.task is Task.GRPO else 1
-    document["train"]["prompts_per_step"] = search.rows // generations
+    document["train"]["prompts_per_step"] = search.prompts
     document["train"]["preflight"] = True
     limit = search.machine.vram_bytes - search.machine.context_bytes
     if search.budget.memory_bytes is not None:

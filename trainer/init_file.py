@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from planner.answers.width import widened
 from planner.errors import DoesNotFitError, UsageError, VramwiseError
 from planner.machines.machine import Machine, make_machine
 from planner.models.hub import find_model
@@ -18,7 +19,6 @@ from planner.plan import Plan, plan
 from planner.run.recipe import MachineSection, Recipe, RunFile
 from planner.run.runfile import validate
 from planner.units import format_bytes
-from trainer.engines.vllm_width import widened
 from trainer.init_words import COMMENTED, MEANING, allowed
 
 TASKS = ("sft", "grpo")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from planner.answers.width import widened
 from planner.errors import VramwiseError
 from planner.machines.machine import Machine
 from planner.models.hub import find_model
@@ -36,8 +37,8 @@ from trainer.config import TrainSection, guides, with_epochs
 from trainer.devices import check_driver, check_dtype, limited, occupied, run_device, this_machine
 from trainer.engines import make_engine
 from trainer.engines.protocol import Engine
+from trainer.engines.vllm_graphs import with_graphs
 from trainer.engines.vllm_settings import settle_engine
-from trainer.engines.vllm_width import widened, with_graphs
 from trainer.evaluation_phase import check_evaluation_fits, evaluation_phase
 from trainer.fields import machine_note, other_framework, unread_notes
 from trainer.model import Policy, load_policy

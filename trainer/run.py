@@ -5,7 +5,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-from planner.errors import UnsupportedError
 from planner.run.recipe import RunFile, Task
 from trainer.config import TrainSection
 from trainer.fit import Fit, fit
@@ -41,9 +40,7 @@ def train_run(
         say(line)
     promised = None
     if budget is not None:
-        if ranks.several:
-            raise UnsupportedError("--fit: one process alone", hint="leave out --nproc, or --fit")
-        given, promised = fit(given, budget, price=price, say=say)
+        given, promised = fit(given, budget, price=price, say=say, ranks=ranks)
     return train_parsed(
         given.run,
         given.train,

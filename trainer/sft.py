@@ -74,7 +74,8 @@ def train_sft(
     check_columns(samples, train.dataset, task="sft")
     # every row once, before any weight is loaded
     tokenizer = load_tokenizer(run.model, revision=run.revision)
-    examples = read_run_examples(samples, run, train, tokenizer, say=say)
+    read = fit.examples if fit is not None else None
+    examples = read or read_run_examples(samples, run, train, tokenizer, say=say)
     say(examples.summary())
     for number in range(min(train.print_completions, len(examples))):
         say(f"example {number + 1}, the loss is on what is in brackets: {examples.text_of(number)}")

@@ -1,18 +1,15 @@
 """How many prompts or samples one step of a run takes, over all ranks."""
 
 from planner.errors import UsageError
-from planner.run.recipe import Recipe, Task
+from planner.run.recipe import Recipe
+from planner.run.train_bytes import step_prompts as prompts_of
 from trainer.config import TrainSection
 from trainer.say import Say
 
 
 def step_prompts(recipe: Recipe, train: TrainSection, ranks: int = 1) -> int:
     """Return the prompts of a step (SFT: samples, or packed rows) that the run file asks for, over all ranks."""
-    if train.prompts_per_step is not None:
-        return train.prompts_per_step
-    rows = (recipe.micro_batch_size or 1) * recipe.gradient_accumulation
-    own = rows if recipe.task is Task.SFT else max(1, rows // (recipe.num_generations or 8))
-    return own * ranks
+    return prompts_of(recipe, train.prompts_per_step, ranks)
 
 
 def within_epoch(

@@ -109,6 +109,7 @@ def engine_fields(
         "data_parallel": section.data_parallel,
         "sync": section.sync or switches.sync_unit,
         "transfer": section.transfer,
+        "folds_adapters": folds(recipe, engine),
         "expert_parallel": section.expert_parallel,
         "prefix_caching": law.prefix_caching
         if section.prefix_caching is None
@@ -132,6 +133,13 @@ def merges(recipe: Recipe, engine: EngineKind) -> str:
     if lora.bias != "none" and engine is not EngineKind.VLLM_SHARED:
         return "the base's biases are trained"  # vllm-shared trains vLLM's own
     return ""
+
+
+def folds(recipe: Recipe, engine: EngineKind) -> bool:
+    """Return whether adapters go to the engine inside whole weights: what it cannot serve beside its base, and all
+    that our trainer sends a server from GPU to GPU. A 4-bit base has none to fold into."""
+    sent = engine is EngineKind.VLLM_SERVER and recipe.engine.transfer != "folder"
+    return recipe.method is Method.LORA and (sent or bool(merges(recipe, engine)))
 
 
 def _adapter_slots(recipe: Recipe, engine: EngineKind) -> dict[str, int]:

@@ -167,6 +167,8 @@ class Resolved:
     """What is whole at once while weights are pushed: tensor, layer, model, or a part of so many."""
     transfer: Literal["folder", "nccl", "ipc"]
     """How weights reach a server."""
+    folds_adapters: bool
+    """Adapters are folded into whole weights on their way to the engine."""
     expert_parallel: bool
     engine_offload_bytes: int
     """Of one GPU's weights, in host memory."""

@@ -27,6 +27,18 @@ def with_train(run: RunFile) -> RunFile:
     return run.model_copy(update={"recipe": recipe.model_copy(update=more)}) if more else run
 
 
+def step_prompts(recipe: Recipe, stated: int | None, gpus: int = 1) -> int:
+    """Return the prompts of a step (SFT: samples, or packed rows), over all GPUs.
+
+    `stated`: by train.prompts_per_step; else the micro-batches' are meant.
+    """
+    if stated is not None:
+        return stated
+    rows = (recipe.micro_batch_size or 1) * recipe.gradient_accumulation
+    own = rows if recipe.task is Task.SFT else max(1, rows // (recipe.num_generations or 8))
+    return own * gpus
+
+
 def beside(model: ModelSpec, recipe: Recipe, switches: Switches) -> dict[str, Any]:
     """Return what a resolved run holds beside its layers, by field."""
     experts = any(layer.mlp.kind is MlpKind.MOE for layer in model.layers)

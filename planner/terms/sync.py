@@ -13,7 +13,7 @@ from planner.dtypes import element_bytes
 from planner.models.spec import ModelSpec
 from planner.run.recipe import Method
 from planner.run.resolved import Resolved
-from planner.terms.counts import base_weights
+from planner.terms.counts import base_weights, lora_of
 from planner.terms.shards import outside_layers
 from planner.terms.term import Term
 from planner.terms.weights import trained_width
@@ -27,7 +27,7 @@ def sync_unit(r: Resolved) -> str | int:
     here, merged = r.placement, r.method is not Method.FULL
     if not here.gathers:
         return ""
-    if merged and r.switches.syncs_adapters_alone:
+    if merged and r.switches.syncs_adapters_alone and not r.folds_adapters:
         return ""
     if isinstance(r.sync, int):
         return r.sync
@@ -45,6 +45,8 @@ def synced(model: ModelSpec, r: Resolved) -> Term:
         width = element_bytes(r.dtype)
     outside = sum(module.parameters for module in outside_layers(model))
     layer = max(layer.parameters for layer in model.layers)
+    if r.folds_adapters:
+        layer += _folded(model, r)
     if isinstance(unit, int):
         elements = max(outside, -(-model.num_layers // unit) * layer)
     else:
@@ -72,6 +74,14 @@ def synced(model: ModelSpec, r: Resolved) -> Term:
         ),
         SOURCE,
     )
+
+
+def _folded(model: ModelSpec, r: Resolved) -> int:
+    """Return elements beside a whole layer while its adapters are folded in: they are whole with it, and of one
+    weight at a time their product and its sum with it (trainer/engines/vllm_adapters.py merged_weight)."""
+    counts = lora_of(model, r)
+    largest = max((each.in_features * each.out_features for each in counts.adapted), default=0)
+    return -(-counts.parameters // model.num_layers) + 2 * largest
 
 
 def _largest_tensor(model: ModelSpec) -> int:

@@ -264,6 +264,7 @@ def describe(subject: str, flags: dict[str, Any]) -> Described:
 
     Raises NoCardError with the run where neither a card nor its memory is named.
     """
+    from planner.answers.width import with_width
     from planner.importers import import_subject, launch_document, resolve_model
     from planner.importers.typed import typed_model
     from planner.models.hub import find_model
@@ -313,7 +314,10 @@ def describe(subject: str, flags: dict[str, Any]) -> Described:
         raise NoCardError(with_train(run), model)
     machine = machine_of(run.machine)
     run = with_auto_length(run, model, machine, flags)
-    return Described(with_train(run), model, machine, imported, run)
+    described = with_train(run)
+    if imported is None:
+        described = with_width(described, model, machine)
+    return Described(described, model, machine, imported, run)
 
 
 def _with_flags(

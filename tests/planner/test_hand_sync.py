@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from planner.families import model_spec_from_config
 from planner.plan import Plan, plan
 from planner.run.runfile import make_recipe
-from tests.planner.toys import LLAMA, gpus
+from tests.planner.toys import CONFIG, LLAMA, gpus
 
 WHOLE, OUTSIDE, TENSOR = 2 * 239_040, 2 * 128_064, 2 * 64_000
 USUAL: dict[str, Any] = {
@@ -85,6 +86,28 @@ def test_what_is_whole_while_weights_go_to_the_engine(fields: dict[str, Any], se
     assert names(result)[:3] == ["load", "sync", "rollout"]
     standing = 2 * 1_000 if fields["sharding"] == "zero3" else 0
     assert terms(result, "sync").get("communication", 0) == sent + standing
+
+
+def test_our_trainer_folds_a_layers_adapters_where_the_engine_does_not_serve_them() -> None:
+    """Folded, one unit is whole: embeddings and head, or a layer of 36,992 and its adapters of rank 8 (8 x 1,024:
+    q and o 128 rows and columns, k and v 96, MLPs 192 each), while one weight's product and sum, 64 x 128 at most,
+    are beside it."""
+    lora = {**GRPO, "method": "lora", "framework": "vramwise", "sharding": "fsdp2"}
+    server = {"kind": "vllm-server"}
+    alone = planned(**lora, lora={"rank": 8})
+    assert "communication" not in terms(alone, "sync")
+    for more in (
+        {"lora": {"rank": 8, "dora": True}},
+        {"lora": {"rank": 8, "init": "pissa"}},
+        {"lora": {"rank": 8}, "engine": server | {"transfer": "nccl"}},
+    ):
+        assert terms(planned(**{**lora, **more}), "sync")["communication"] == OUTSIDE
+    small = model_spec_from_config({**CONFIG, "vocab_size": 100}, name="toy-small")
+    recipe = make_recipe(**{**lora, "lora": {"rank": 8, "init": "pissa"}})
+    whole = 36_992 + 8 * 1_024 + 2 * 64 * 128
+    assert terms(plan(small, recipe, gpus(4)), "sync")["communication"] == 2 * whole
+    folder = planned(**{**lora, "lora": {"rank": 8}, "engine": server})
+    assert "communication" not in terms(folder, "sync")
 
 
 def test_the_engines_copy_is_awake_and_its_pool_is_not() -> None:

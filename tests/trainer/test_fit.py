@@ -1,9 +1,11 @@
 """`train --fit`: the search on the plan, a real run of it, and what it does when memory runs out."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+import typer
 import yaml
 from typer.testing import CliRunner
 
@@ -12,6 +14,7 @@ from planner.machines.machine import Machine, make_machine
 from planner.speed.budget import parse_budget
 from planner.units import GiB
 from profiler.forecast import Forecast, Step
+from trainer.cli import register
 from trainer.config import parse_run
 from trainer.fit import Fit
 from trainer.fit_search import Search, fitted_run, sizes
@@ -27,8 +30,9 @@ def run_file(document, tmp_path):
     data = tmp_path / "rows.jsonl"
     data.write_text("\n".join(json.dumps(row) for row in ROWS), encoding="utf-8")
 
-    def write(output="out", recipe=None, **train):
+    def write(output="out", recipe=None, machine=None, **train):
         made = document(
+            machine=machine or {},
             recipe={
                 "task": "sft",
                 "context": 48,
@@ -119,13 +123,22 @@ def test_a_run_that_was_fitted_goes_on(run_file):
 def searched(tmp_path, monkeypatch):
     """Return a function that searches for a catalogue model on a card that is not here."""
 
-    def search(budget, *, gpu="rtx-4090", price=None, recipe=None, machine=None, steps=1000):
+    def search(
+        budget,
+        *,
+        gpu="rtx-4090",
+        price=None,
+        recipe=None,
+        machine=None,
+        steps=1000,
+        model="qwen2.5-0.5b",
+    ):
         import trainer.fit_search as module
 
         there = machine or make_machine(gpu)
         monkeypatch.setattr(module, "this_machine", lambda run, train: there)
         made = {
-            "model": "qwen2.5-0.5b",
+            "model": model,
             "recipe": {
                 "task": "sft",
                 "method": "lora",
@@ -137,7 +150,10 @@ def searched(tmp_path, monkeypatch):
             "train": {"output": "out", "dataset": "rows.jsonl", "steps": steps},
         }
         run, train = parse_run(made, root=tmp_path)
-        return run, Search(run, train, parse_budget(budget), steps=steps, price=price)
+        wanted = parse_budget(budget)
+        gpus = there.num_gpus
+        within = module.machine_within(run, train, wanted, gpus=gpus)
+        return run, Search(run, train, wanted, steps=steps, price=price, machine=within)
 
     return search
 
@@ -185,6 +201,33 @@ def test_only_where_nothing_else_has_room_the_result_changes_and_that_is_said(se
     assert best.changed_result == ["method=lora"]
     assert best.recipe.context == 512
     assert best.recipe.micro_batch_size * best.recipe.gradient_accumulation == 16
+
+
+def test_of_several_gpus_each_is_given_its_share_and_weights_are_divided_where_copies_have_no_room(
+    searched, tmp_path
+):
+    four = replace(make_machine("rtx-4090"), num_gpus=4)
+    run, search = searched("24GiB, <6h, <$90", price="0.5", machine=four)
+    copies = search.best()
+    assert copies.changes == ()
+    assert copies.recipe.micro_batch_size * copies.recipe.gradient_accumulation == 16
+    assert copies.usd == pytest.approx(copies.hours * 4 * 0.5)
+    assert fitted_run(run, search, copies, root=tmp_path).train.prompts_per_step == 64
+    # 16 bytes a parameter: 1.5 B of them are no copy's on such a card
+    wanted = {"method": "full", "context": 512, "master_weights": True}
+    run, search = searched("24GiB", recipe=wanted, machine=four, model="qwen2.5-1.5b")
+    divided = search.best()
+    assert "sharding=fsdp2" in [each.name for each in divided.changes]
+    assert not divided.changed_result
+    assert divided.plan.resolved.layout.data_shard == 4
+    fitted = fitted_run(run, search, divided, root=tmp_path)
+    assert fitted.run.recipe.sharding == "fsdp2"
+    # a layout that the file states stays: states wait on the host instead
+    stated = wanted | {"sharding": "ddp"}
+    _, search = searched("24GiB", recipe=stated, machine=four, model="qwen2.5-1.5b")
+    names = {each.name for each in search.best().changes}
+    assert "optimizer_offload" in names
+    assert "sharding=fsdp2" not in names
 
 
 def test_dollars_without_a_price_are_one_line(searched):
@@ -238,17 +281,41 @@ def test_a_budget_that_will_be_broken_is_named():
     assert fit.over == ("hours", "dollars")
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [(["--price", "2"], "--price: 2 has no effect without --fit"), (["--fit", "24GiB", "--nproc", "2"], "--fit: one process alone")],
-)  # fmt: skip
-def test_flags_that_cannot_be_honoured_are_refused(run_file, options, said):
-    import typer
+@pytest.fixture
+def command(run_file):
+    """Return a function that calls `train` on a run file with more options."""
 
-    from trainer.cli import register
+    def call(*options, **settings):
+        app = typer.Typer()
+        register(app)
+        return CliRunner().invoke(app, ["train", str(run_file(**settings)), *options])
 
-    app = typer.Typer()
-    register(app)
-    result = CliRunner().invoke(app, ["train", str(run_file()), *options])
+    return call
+
+
+def test_a_price_without_a_budget_is_refused(command):
+    result = command("--price", "2")
     assert isinstance(result.exception, UsageError)
-    assert said in result.exception.message
+    assert "--price: 2 has no effect without --fit" in result.exception.message
+
+
+def test_what_is_looked_at_is_on_the_ranks_that_it_would_start_on(command):
+    alone, two = (command("--dry-run", "--json", *more) for more in ((), ("--nproc", "2")))
+    assert "2 x" in json.loads(two.stdout)["machine"]
+    assert json.loads(two.stdout)["phases"] != json.loads(alone.stdout)["phases"]
+    chosen = command("--dry-run", "--nproc", "2", "--fit", "2GiB")
+    # 8 samples a rank
+    assert "fit: micro_batch_size=8 x 1" in chosen.stderr
+    other = command("--dry-run", "--nproc", "2", machine={"gpus": 4})
+    assert other.exception.message == "machine.gpus: 4, but 2 ranks run"
+
+
+def test_the_samples_are_read_once(run_file, monkeypatch):
+    import trainer.validation as module
+
+    read, calls = module.read_examples, []
+    monkeypatch.setattr(
+        module, "read_examples", lambda *args, **more: calls.append(1) or read(*args, **more)
+    )
+    train_run(run_file(steps=1), budget="2GiB")
+    assert calls == [1]

@@ -1,14 +1,18 @@
 """As many sequences at once as the plan has room for, graphs where they fit: what is planned, and what vLLM gets."""
 
+import json
+
 import pytest
 
+from planner.answers.width import widened
 from planner.errors import VramwiseError
 from planner.machines.machine import Machine, make_machine
 from planner.models.hub import find_model
 from planner.plan import plan
-from planner.run.runfile import make_recipe
+from planner.run.recipe import RunFile
+from planner.run.runfile import make_recipe, save_run_file
 from planner.units import GiB, MiB
-from trainer.engines.vllm_width import widened, with_graphs
+from trainer.engines.vllm_graphs import with_graphs
 
 LLAMA = find_model("llama-3.1-8b")
 PROMPTS, GENERATIONS, LENGTH = 32, 8, 2048
@@ -212,3 +216,22 @@ def test_what_a_card_gets_is_what_was_planned(graphs, small_model, monkeypatch):
     assert (made.max_num_seqs, made.kv_cache_memory_bytes) == (STEP, GiB)
     assert made.enable_chunked_prefill
     assert made.enable_prefix_caching
+
+
+@pytest.mark.parametrize("stated", [2, None], ids=["stated", "micro-batches"])
+def test_a_plan_of_the_file_generates_as_wide_as_its_training(stated, tmp_path, capsys):
+    from app.cli import main
+
+    machine = make_machine("h200")
+    asked = recipe()
+    train = {"output": "out"} | ({} if stated is None else {"prompts_per_step": stated})
+    run = RunFile(model=LLAMA.name, recipe=asked, machine={"gpu": "h200"}, train=train)
+    path = tmp_path / "run.yaml"
+    save_run_file(run, path)
+    assert main(["plan", str(path), "--json"]) == 0
+    phases = json.loads(capsys.readouterr().out)["phases"]
+    rollout = next(phase for phase in phases if phase["name"] == "rollout")
+    cache = next(term["bytes"] for term in rollout["terms"] if term["name"] == "kv_cache")
+    made, planned = wide(machine, asked, prompts=stated or 1)
+    assert cache == cache_of(planned)
+    assert made.engine.max_num_seqs == (stated or 1) * GENERATIONS

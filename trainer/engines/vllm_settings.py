@@ -6,14 +6,12 @@ from typing import Any
 
 import torch
 
+from planner.answers.width import KERNEL_BLOCK, KERNEL_BLOCK_CPU, pool_bytes
 from planner.errors import UsageError
 from planner.models.hub import find_model
-from planner.models.spec import ModelSpec
 from planner.plan import Plan
 from planner.run.engine_choices import usual_sleep
-from planner.run.framework import pick
 from planner.run.recipe import EngineKind, Method, Recipe, Task
-from planner.terms.vllm_blocks import vllm_kv
 from trainer.config import refuse_four_bit
 from trainer.engines.vllm_memory import engine_parts, free_and_total, memory_share
 from trainer.engines.vllm_platform import (
@@ -25,11 +23,6 @@ from trainer.engines.vllm_platform import (
 )
 from trainer.model import DTYPES, Policy
 from trainer.parallel.ranks import Ranks
-
-KERNEL_BLOCK, KERNEL_BLOCK_CPU = 16, 32
-"""Tokens that an attention kernel takes at a time (flash_attn.py: MultipleOf(16); platforms/cpu.py: 32)."""
-CPU_BLOCK_TOKENS = 128
-"""The CPU build's block size when none is asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,32 +230,3 @@ def _block_size(recipe: Recipe) -> int | None:
             hint=f"a multiple of {step}",
         )
     return recipe.engine.block_size
-
-
-def pool_bytes(
-    model: ModelSpec,
-    *,
-    length: int,
-    sequences: int,
-    batched_tokens: int,
-    kv_dtype: str,
-    block_size: int | None,
-    degree: int,
-    prefix_caching: bool,
-    on_cpu: bool,
-) -> int:
-    """Return one of `degree` ranks' part of the pool that holds `sequences` of `length` tokens, and vLLM's null block."""
-    law = pick("vllm").engine
-    kv = vllm_kv(
-        model,
-        kv_bytes=0,
-        max_model_len=length,
-        kv_dtype=kv_dtype,
-        block_size=block_size or (CPU_BLOCK_TOKENS if on_cpu else KERNEL_BLOCK),
-        kernel_block=KERNEL_BLOCK_CPU if on_cpu else KERNEL_BLOCK,
-        # the CPU platform switches asynchronous scheduling off
-        in_flight_tokens=batched_tokens * (1 if on_cpu else law.in_flight_batches),
-        prefix_caching=prefix_caching,
-        ranks=degree,
-    )
-    return kv.bytes_per_sequence * sequences + kv.bytes_per_block

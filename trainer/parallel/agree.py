@@ -1,4 +1,4 @@
-"""What must be alike on all ranks before they load anything: code, run file, rewards, packages, GPUs."""
+"""What must be alike on all ranks before they load anything: code, run file, rewards, data, packages, GPUs."""
 
 import hashlib
 import importlib.metadata
@@ -14,6 +14,7 @@ import torch
 
 from planner.errors import UsageError
 from planner.run.recipe import RunFile
+from trainer.data import FILE_LOADERS
 from trainer.foreign import Given
 from trainer.parallel.ranks import Ranks
 
@@ -106,6 +107,11 @@ def _facts(path: Path, given: Given) -> dict[str, str]:
             file = each.partition(".py:")[0] + ".py" if ".py:" in each else ""
             if file:
                 facts[f"train.{name}: {file}"] = _digest([given.root / file], given.root)
+    sections = {"dataset": given.train.dataset, "validation": given.train.validation}
+    for key, section in sections.items():
+        if section is not None and Path(section.name).suffix in FILE_LOADERS:
+            rows = given.root / Path(section.name).expanduser()
+            facts[f"train.{key}: {section.name}"] = _digest([rows], rows.parent)
     for package in PACKAGES:
         facts[package] = _version(package)
     return facts
@@ -116,7 +122,9 @@ def _digest(files: Iterable[Path], root: Path) -> str:
     for file in files:
         if file.is_file():
             some = True
-            made.update(os.path.relpath(file, root).encode() + b"\0" + file.read_bytes() + b"\0")
+            made.update(os.path.relpath(file, root).encode() + b"\0")
+            with file.open("rb") as opened:  # samples may be many
+                made.update(hashlib.file_digest(opened, "sha256").digest())
     return f"sha256 {made.hexdigest()[:12]}" if some else ABSENT
 
 

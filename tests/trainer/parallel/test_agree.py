@@ -41,11 +41,12 @@ def compared(ranks, folders):
 
 
 def test_what_differs_is_named_with_its_rank(document, tmp_path):
-    made = document(train={"rewards": ["judge.py:judge"]})
+    made = document(train={"rewards": ["judge.py:judge"], "dataset": "rows.jsonl"})
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()
     (one / "run.yaml").write_text(yaml.safe_dump(made), encoding="utf-8")
     (one / "judge.py").write_text("def judge(completions, **rest): return [1.0]\n")
+    (one / "rows.jsonl").write_text('{"prompt": "1+1="}\n')
     shutil.copytree(one, two)
     (two / "run.yaml").write_text(yaml.safe_dump(made | {"revision": "old"}), encoding="utf-8")
     other, without = tmp_path / "other", tmp_path / "without"
@@ -53,11 +54,17 @@ def test_what_differs_is_named_with_its_rank(document, tmp_path):
     (other / "judge.py").write_text("def judge(completions, **rest): return [0.0]\n")
     shutil.copytree(one, without)
     (without / "judge.py").unlink()
+    longer, no_data = tmp_path / "longer", tmp_path / "no-data"
+    shutil.copytree(one, longer)
+    (longer / "rows.jsonl").write_text('{"prompt": "1+1="}\n' * 2)
+    shutil.copytree(one, no_data)
+    (no_data / "rows.jsonl").unlink()
     pairs = [(one, one), (one, two), (one, other), (one, without), (without, one)]
+    pairs += [(one, longer), (one, no_data)]
     first, second = on_ranks(2, compared, [[str(path) for path in pair] for pair in pairs])
     assert first == second, "the same on every rank"
     host = socket.gethostname()
-    alike, run_file, changed, absent, absent_first, cards, apart, shared = first
+    alike, run_file, changed, absent, absent_first, data, no_rows, cards, apart, shared = first
     assert alike == shared == ""
     assert run_file.startswith(
         f"run file: rank 1 on {host} has another one than rank 0 on {host} (sha256 "
@@ -65,6 +72,8 @@ def test_what_differs_is_named_with_its_rank(document, tmp_path):
     assert changed.startswith(f"train.rewards: judge.py: rank 1 on {host} has another one")
     assert absent == f"train.rewards: judge.py: rank 1 on {host} has none"
     assert absent_first == f"train.rewards: judge.py: rank 0 on {host} has none"
+    assert data.startswith(f"train.dataset: rows.jsonl: rank 1 on {host} has another one")
+    assert no_rows == f"train.dataset: rows.jsonl: rank 1 on {host} has none"
     assert cards == f"GPU: rank 1 on {host} has card 1, rank 0 on {host} card 0"
     assert apart.startswith(f"train.output: rank 1 on {host} does not see {one} of the first rank")
     assert [path.name for path in one.iterdir() if path.name.startswith(".")] == []

@@ -1,9 +1,19 @@
 """What happens to one rank is decided by all, and none is left waiting in a collective."""
 
+import json
+import os
+import signal
+from pathlib import Path
+
 import pytest
+import torch
 
 from tests.trainer.parallel.gloo import on_ranks
 from tests.trainer.parallel.work import every, short_of_memory, spoiled
+from trainer import checkpoint as checkpoints
+from trainer import sft
+from trainer.config import parse_run
+from trainer.run import train_parsed
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -55,3 +65,55 @@ def test_ranks_that_end_at_different_tokens_wait_for_each_other(grpo_document, t
             "the same completions, after a new start"
         )
     assert [wave for _, wave in second] == [8, 4, 4]
+
+
+STOP = """
+class Stop:
+    def on_step_end(self, run, step, metrics):
+        if step == 1:
+            run.stop("enough")
+"""
+
+
+def ends(ranks, root, documents):
+    """Return how each run ended here; in the first, SIGTERM comes to rank 1 alone, in its second step."""
+    whole, found, passes = sft.log_probs, [], 0
+
+    def log_probs(*arguments, **options):
+        nonlocal passes
+        passes += torch.is_grad_enabled()
+        if ranks.rank == 1 and passes == 2 and not found:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return whole(*arguments, **options)
+
+    sft.log_probs = log_probs
+    for made in documents:
+        run, section = parse_run(made, root=Path(root))
+        result = train_parsed(run, section, root=Path(root), ranks=ranks)
+        saved = checkpoints.latest(result.output).step
+        found.append((result.steps, saved, result.stopped_by, result.stop_reason, result.exhausted))
+    return found
+
+
+def test_what_stops_one_rank_stops_all_after_the_same_step(sft_document, tmp_path):
+    (tmp_path / "stop.py").write_text(STOP, encoding="utf-8")
+    held_out = tmp_path / "held.jsonl"
+    held_out.write_text(json.dumps({"prompt": "12 - 4 =", "completion": " 8\n"}), encoding="utf-8")
+    never_better = {"patience": 2, "min_delta": 100.0}
+    runs = (
+        {"output": "signal"},
+        {"output": "callback", "callbacks": ["stop.py:Stop"]},
+        {
+            "output": "patience",
+            "validation": str(held_out),
+            "eval_every": 1,
+            "evaluation": never_better,
+        },
+    )
+    # a pass is a step
+    documents = [sft_document(micro_batch_size=8, sharding="fsdp2", train=each) for each in runs]
+    first, second = on_ranks(2, ends, str(tmp_path), documents)
+    assert first == second
+    assert first[0] == (2, 2, signal.SIGTERM, None, False)
+    assert first[1] == (2, 2, None, "enough", False)
+    assert first[2] == (3, 3, None, None, True)

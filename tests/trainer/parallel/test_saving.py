@@ -85,6 +85,32 @@ def test_a_run_goes_on_at_any_number_of_ranks(sft, tmp_path, recipe, close):
     assert rest == pytest.approx(whole[3:], rel=close)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [{"method": "qlora"}, {"task": "grpo"}], ids=["qlora", "grpo"])
+def test_four_bit_weights_and_sampled_completions_go_on_at_any_number_of_ranks(
+    sft, document, tmp_path, recipe
+):
+    def made(name, steps, size):
+        shared = {"sharding": "fsdp2"} if size > 1 else {}
+        if recipe.get("task") != "grpo":
+            return sft(name, steps, shared | recipe)
+        train = {"output": str(tmp_path / name), "steps": steps, "prompts_per_step": 5, "lr": 1e-2}
+        return document(recipe={"micro_batch_size": 4} | shared, train=train)
+
+    whole, _ = train(ALONE, made("whole", 6, 1), tmp_path)
+    (half, _), _ = on_ranks(2, train, made("half", 3, 2), tmp_path)
+    assert half == pytest.approx(whole[:3], rel=1e-5, abs=1e-6)
+    for size in (1, 4):
+        name = f"at-{size}"
+        shutil.copytree(tmp_path / "half", tmp_path / name)
+        document_of_rest = made(name, 6, size)
+        if size == 1:
+            rest, _ = train(ALONE, document_of_rest, tmp_path, True)
+        else:
+            (rest, _), *_ = on_ranks(size, train, document_of_rest, tmp_path, True)
+        assert rest == pytest.approx(whole[3:], rel=1e-5, abs=1e-6), size
+
+
 def test_as_many_ranks_go_on_bit_for_bit_and_peft_reads_what_they_saved(sft, tmp_path, small_model):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

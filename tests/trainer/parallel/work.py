@@ -11,6 +11,7 @@ import torch
 
 from planner.errors import VramwiseError
 from planner.terms.activations import MLP_TILE_TOKENS
+from trainer import stepping
 from trainer.checkpointing import decoder_layers
 from trainer.config import parse_run
 from trainer.data import Order, load_samples
@@ -98,9 +99,33 @@ def sft_curve(ranks: Ranks, document: dict[str, Any], root: str, steps: int) -> 
     return figures
 
 
-def grpo_run(ranks: Ranks, document: dict[str, Any], root: str, steps: int) -> Any:
-    """Return the logged figures of `steps` steps, and every trained weight behind them."""
+def grpo_gradients(ranks: Ranks, document: dict[str, Any], root: str) -> Any:
+    """Return the loss and the gradients of a step of GRPO, and its share of flat groups and of cut completions."""
+    found: list[dict[str, torch.Tensor]] = []
+    (logged,), _ = grpo_run(ranks, document, root, 1, stepped=found)
+    shares = logged["frac_reward_zero_std"], logged["completions/truncated_frac"]
+    return logged["loss"], found[0], shares
+
+
+def grpo_run(
+    ranks: Ranks,
+    document: dict[str, Any],
+    root: str,
+    steps: int,
+    stepped: list[dict[str, torch.Tensor]] | None = None,
+) -> Any:
+    """Return the logged figures of `steps` steps, and every trained weight behind them.
+
+    `stepped` gets the gradients of each.
+    """
     run, train, ready = prepared(ranks, document, root)
+    apply_step = stepping.apply_step
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        if stepped is not None:
+            stepped.append(gradients(ready.policy))
+        return apply_step(*arguments, **options)
+
     ranks = ready.ranks
     samples = load_samples(train.dataset, root=Path(root))
     limit = longest_prompt(run)
@@ -119,7 +144,7 @@ def grpo_run(ranks: Ranks, document: dict[str, Any], root: str, steps: int) -> A
     )
     with closing(load_rewards(train.rewards, root=Path(root))) as rewards:
         grpo = Grpo(train, prompts, order, rewards, ready, ready.engine, settings, session)
-        with session, ready.device:
+        with session, ready.device, patch("trainer.stepping.apply_step", noted):
             for step in range(steps):
                 grpo.step(step)
     weights = {

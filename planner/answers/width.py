@@ -12,12 +12,17 @@ from planner.machines.machine import Machine
 from planner.models.spec import ModelSpec
 from planner.plan import Plan, plan
 from planner.run.engine_choices import INSIDE
-from planner.run.recipe import Recipe, Task
+from planner.run.framework import pick
+from planner.run.recipe import Recipe, RunFile, Task
+from planner.run.train_bytes import step_prompts
+from planner.terms.vllm_blocks import vllm_kv
 from planner.units import format_bytes
-from trainer.engines.vllm_settings import pool_bytes
-from trainer.say import Say, silent
 
 Planned = tuple[Recipe, Plan]
+KERNEL_BLOCK, KERNEL_BLOCK_CPU = 16, 32
+"""Tokens that an attention kernel takes at a time (flash_attn.py: MultipleOf(16); platforms/cpu.py: 32)."""
+CPU_BLOCK_TOKENS = 128
+"""The CPU build's block size when none is asked for."""
 
 
 def generates_inside(recipe: Recipe) -> bool:
@@ -25,24 +30,16 @@ def generates_inside(recipe: Recipe) -> bool:
     return recipe.task is Task.GRPO and recipe.engine.kind in INSIDE
 
 
-def with_graphs(
-    recipe: Recipe, solve: Callable[[Recipe], Planned], *, say: Say = silent
-) -> Planned:
-    """Return what `solve` makes of the recipe: with CUDA graphs, without them where only that fits.
-
-    Raises what `solve` raises where neither does, or where the recipe has decided.
-    """
-    try:
-        return solve(recipe)
-    except VramwiseError as error:
-        if not generates_inside(recipe) or recipe.engine.cuda_graphs is not None:
-            raise
-        try:
-            found = solve(_engine(recipe, cuda_graphs=False))
-        except VramwiseError:
-            raise error from None
-        say(f"vLLM runs without CUDA graphs, slower: with them {error.message}")
-        return found
+def with_width(run: RunFile, model: ModelSpec, machine: Machine) -> RunFile:
+    """Return the run with as many sequences at once as its training would generate; one with a train section only."""
+    recipe = run.recipe
+    ours = recipe.framework in (None, "vramwise") and generates_inside(recipe)
+    if not run.train or not ours or recipe.engine.max_num_seqs or recipe.engine.kv_bytes:
+        return run
+    step = step_prompts(recipe, run.train.get("prompts_per_step"), machine.num_gpus)
+    prompts = -(-step // machine.num_gpus)
+    made, _ = widened(model, recipe, plan(model, recipe, machine), machine, prompts=prompts)
+    return run.model_copy(update={"recipe": made})
 
 
 def widened(
@@ -52,7 +49,7 @@ def widened(
     machine: Machine,
     *,
     prompts: int,
-    say: Say = silent,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Planned:
     """Return the recipe with how many of a step's sequences vLLM generates at once, its pool, and their plan.
 
@@ -82,7 +79,7 @@ def widened(
 
     def sized(count: int) -> Planned:
         size = engine.kv_bytes or pool(min(count, step))
-        wider = _engine(recipe, max_num_seqs=count, kv_bytes=size)
+        wider = changed(recipe, max_num_seqs=count, kv_bytes=size)
         return wider, plan(spec, wider, machine)
 
     if engine.max_num_seqs:
@@ -115,5 +112,35 @@ def widened(
     return best
 
 
-def _engine(recipe: Recipe, **changes: Any) -> Recipe:
+def changed(recipe: Recipe, **changes: Any) -> Recipe:
+    """Return the recipe with fields of its engine changed."""
     return recipe.model_copy(update={"engine": recipe.engine.model_copy(update=changes)})
+
+
+def pool_bytes(
+    model: ModelSpec,
+    *,
+    length: int,
+    sequences: int,
+    batched_tokens: int,
+    kv_dtype: str,
+    block_size: int | None,
+    degree: int,
+    prefix_caching: bool,
+    on_cpu: bool,
+) -> int:
+    """Return one of `degree` ranks' part of the pool that holds `sequences` of `length` tokens, and vLLM's null block."""
+    law = pick("vllm").engine
+    kv = vllm_kv(
+        model,
+        kv_bytes=0,
+        max_model_len=length,
+        kv_dtype=kv_dtype,
+        block_size=block_size or (CPU_BLOCK_TOKENS if on_cpu else KERNEL_BLOCK),
+        kernel_block=KERNEL_BLOCK_CPU if on_cpu else KERNEL_BLOCK,
+        # the CPU platform switches asynchronous scheduling off
+        in_flight_tokens=batched_tokens * (1 if on_cpu else law.in_flight_batches),
+        prefix_caching=prefix_caching,
+        ranks=degree,
+    )
+    return kv.bytes_per_sequence * sequences + kv.bytes_per_block
