@@ -103,7 +103,7 @@ def _lever_button(number: int, lever: Lever, run: Run, *, helps: bool) -> None:
     st.button(
         f"{change_label(lever.change)}: saves {format_bytes(lever.saved_bytes, digits=1)}",
         key=f"lever_{number}",
-        help=f"{lever.price}.{then}{changes}",
+        help=in_app(f"{lever.price}.{then}{changes}"),
         icon=":material/check_circle:" if helps else ":material/trending_down:",
         width="stretch",
         on_click=_apply,

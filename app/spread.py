@@ -8,7 +8,7 @@ import streamlit as st
 from app import cached, charts, inputs
 from app.draw import draw
 from app.runs import Run
-from app.words import section
+from app.words import in_app, section
 from planner.answers.changes import Change, apply
 from planner.answers.layouts import FITTING, Tried, laid_out
 from planner.plan import Plan
@@ -100,5 +100,5 @@ def _row(tried: Tried) -> dict[str, Any]:
         "verdict": made.verdict if made else "does not fit",
         "over slow links": format_bytes(tried.traffic.slow, digits=1),
         "inside a node": format_bytes(tried.traffic.node, digits=1),
-        "why not": tried.why or "the first choice",
+        "why not": in_app(tried.why) if tried.why else "the first choice",
     }

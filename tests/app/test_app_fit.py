@@ -11,6 +11,7 @@ import app.runs
 import planner.models.hub
 from app import details
 from app.knobs import KNOBS, Kind, Knob, applies
+from app.palette import term_words
 from app.runs import DEFAULTS, run_of
 from planner.errors import VramwiseError
 from planner.models.hub import find_model
@@ -55,7 +56,7 @@ def test_the_first_page_shows_the_planners_figures() -> None:
     assert metric(at, "Headroom") == format_bytes(result.headroom_bytes)
     assert metric(at, "Host RAM") == format_bytes(result.host_peak_bytes)
     table = at.table[0].value
-    terms = {term.name: term for term in result.phase(result.peak_phase).terms}
+    terms = {term_words(term.name): term for term in result.phase(result.peak_phase).terms}
     assert {name.replace("\\", "") for name in table["term"]} == set(terms)
     assert set(table["size"]) == {format_bytes(term.bytes) for term in terms.values()}
 

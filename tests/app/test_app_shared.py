@@ -8,7 +8,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 import app.runs
-from app import cached, jobs, palette, words, workers
+from app import cached, jobs, palette, workers
 from app.runs import DEFAULTS, received, run_of
 from planner import reserved
 from planner.errors import UsageError
@@ -66,11 +66,6 @@ def test_an_upload_is_in_no_shared_cache(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not at.exception
     assert at.metric[0].label == "Peak"
     assert all(model.name != "my-secret-model" for model, _ in reserved._PLAYED.values())
-
-
-def test_the_app_names_its_own_settings_not_flags() -> None:
-    said = words.in_app("give --micro-batch-size 1, --vram 24GiB or --host-ram; x--y stays")
-    assert said == 'give "Batch" 1, vram 24GiB or host ram; x--y stays'
 
 
 def test_a_framework_keeps_its_line_whatever_stands_beside_it() -> None:
