@@ -13,7 +13,8 @@ from planner.plan import Plan
 from planner.report import summary
 from planner.units import format_bytes
 
-MOST_LEVERS = 6
+FIRST_LEVERS, MOST_LEVERS = 3, 6
+"""How many are seen at once, and how many there are when the others are unfolded."""
 
 
 def offer_look_up(name: str) -> None:
@@ -90,8 +91,13 @@ def lever_buttons(run: Run, result: Plan) -> None:
     levers = cached.levers(run, judged=not result.fits)
     if not levers:
         st.caption("Nothing single lowers the peak of this run.")
-    for number, lever in enumerate(levers[:MOST_LEVERS]):
+    shown = list(enumerate(levers[:MOST_LEVERS]))
+    for number, lever in shown[:FIRST_LEVERS]:
         _lever_button(number, lever, run, helps=lever.verdict == "fits")
+    if more := shown[FIRST_LEVERS:]:
+        with st.expander(f"{len(more)} more"):
+            for number, lever in more:
+                _lever_button(number, lever, run, helps=lever.verdict == "fits")
     if whole is not None:
         with whole.container():
             _combination_button(run)

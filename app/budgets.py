@@ -163,7 +163,8 @@ def scatter(rows: Sequence[Spec], *, priced: bool) -> Spec:
             "x": {"field": "hours", "type": "quantitative", "scale": scale,
                   "axis": {"title": "hours", "format": "~g", "tickCount": 6}},
             "y": {"field": "usd" if priced else "gib", "type": "quantitative", "scale": scale,
-                  "axis": {"title": "dollars" if priced else "GiB", "format": "~g", "tickCount": 6}},
+                  "axis": {"title": "dollars" if priced else "GiB", "format": "~g", "tickCount": 6,
+                           "titlePadding": 4}},
             "shape": {"field": "inside", "type": "nominal", "legend": None,
                       "scale": {"domain": [True, False], "range": ["circle", "cross"]}},
             "color": {

@@ -258,7 +258,7 @@ def waterfall(rows: Sequence[Spec], *, unit: str = "GiB") -> Spec:
         "more": TERM_COLOURS["logits"],
     }
     kinds = {kind: colours[kind] for kind in colours if any(row["kind"] == kind for row in rows)}
-    room = {"domain": [0, 1.25 * max((row["end_gib"] for row in rows), default=1)], "nice": False}
+    room = {"domain": [0, 1.45 * max((row["end_gib"] for row in rows), default=1)], "nice": False}
     y = {"field": "step", "type": "nominal", "sort": steps, "title": None,
          "axis": {"labelLimit": 230}}  # fmt: skip
     return {

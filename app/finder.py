@@ -2,12 +2,13 @@
 
 from typing import Any
 
-from app.runs import Sent, received
+from app.runs import DEFAULTS, Sent, received
 from planner.answers.cards import BROAD_KINDS, Card, cards_for_model
 from planner.answers.recommend import Recommendation, recommend, refusals
 from planner.answers.spent import Spent
 from planner.models.spec import ModelSpec
 from planner.report.time import HOUR, between, dollars, span
+from planner.run.framework import pick
 from planner.run.recipe import MachineSection, Task
 from planner.run.runfile import machine_of
 from planner.units import format_bytes
@@ -54,8 +55,16 @@ def refusals_for(section: MachineSection, task: str, framework: str) -> list[str
 
 
 def _trainer(task: str, framework: str) -> str | None:
-    """Return the framework that a page's choice names; serving has its own."""
-    return None if task == Task.SERVE else framework
+    """Return the framework that a page's choice names; None = the first that has the task.
+
+    Serving has its own, and what nobody chose gives way to one that does the task.
+    """
+    return None if task == Task.SERVE or without(task, framework) else framework
+
+
+def without(task: str, framework: str) -> bool:
+    """Return whether the page's framework is the one that nobody chose, and does not do the task."""
+    return framework == DEFAULTS["framework"] and not pick(framework).has(Task(task))
 
 
 def heat_rows(found: list[Recommendation]) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """The two halves of "Recommend": filters in the sidebar, a heat map and a table that open page 1."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pandas as pd
@@ -15,6 +15,7 @@ from planner.answers.cards import Card
 from planner.answers.ranking import RULE
 from planner.answers.recommend import Recommendation
 from planner.answers.spent import RULE as RULE_OF_CARDS
+from planner.run.framework import pick
 from planner.run.recipe import Recipe
 from planner.run.runfile import make_recipe
 from planner.units import format_bytes
@@ -85,6 +86,7 @@ def models() -> None:
         st.info("Nothing fits. Try a shorter context, another size or more GPUs.")
         return
     names = list(dict.fromkeys(row.model for row in shown))
+    _said_instead(shown[0].recipe)
     st.markdown(
         f"The best **{len(names)} models** that fit {escape(machine.label)} for **{state('task')}**, "
         "the best first. Colour and number: the longest context. "
@@ -95,6 +97,14 @@ def models() -> None:
         st.toggle(f"Show up to {MANY} rows", key="show_all")
     _heat_map(shown, names)
     _table(shown)
+
+
+def _said_instead(recipe: Mapping[str, Any]) -> None:
+    """Say whose settings are shown where the framework that nobody chose has no such task."""
+    task, framework = state("task"), state("framework")
+    if task != "serve" and finder.without(task, framework):
+        ours, shown = pick(framework).title, pick(recipe.get("framework")).title
+        st.caption(escape(f"{ours} has no {task} of its own: planned under {shown}."))
 
 
 def _heat_map(shown: list[Recommendation], names: list[str]) -> None:
@@ -224,6 +234,8 @@ def gpus() -> None:
     st.caption(
         f"{RULE_OF_CARDS[0].upper()}{RULE_OF_CARDS[1:]}. Settings are the least slow that fit, and leave the result as it is. {finder.SPENT_OF}"
     )
+    if found[0].setting:
+        _said_instead(found[0].setting.recipe)
     rows = finder.card_rows(found)
     st.session_state["gpu_rows"] = found
     if most is None or len(found) == most:

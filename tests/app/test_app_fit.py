@@ -222,6 +222,8 @@ def test_placeholders_say_what_the_framework_does() -> None:
     at = start(framework="trl")
     box = next(item for item in at.selectbox if item.key == "checkpointing")
     assert box.proto.placeholder == "full"
+    prompt = next(item for item in at.number_input if item.key == "prompt")
+    assert prompt.proto.placeholder == "none"  # what the plan assumes where none is given
 
 
 def shown_link(at: AppTest) -> str:

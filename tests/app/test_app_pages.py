@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,19 @@ from streamlit.testing.v1 import AppTest
 
 import app.runs
 from app import finder, finding, jobs, pins, scoring
+from app.knobs import BY_KEY
 from app.palette import term_words
 from planner.accuracy.score import Accuracy
 from planner.answers.cards import cards_for_model
 from planner.answers.published import published
 from planner.answers.recommend import recommend
+from planner.doctor.fix_table import MAKERS
+from planner.doctor.titles import TITLES
 from planner.machines.machine import make_machine
 from planner.models.hub import find_model
 from planner.plan import plan
+from planner.run.framework import pick
+from planner.run.recipe import Task
 from planner.units import format_bytes
 
 APP = Path(app.runs.__file__).parent
@@ -170,6 +176,33 @@ def test_one_click_opens_page_one_filled_in() -> None:
     assert at.title[0].value == "Will it fit?"
 
 
+def test_a_task_that_our_trainer_lacks_is_recommended_under_one_that_has_it() -> None:
+    at = open_page("recommend", task="dpo", search="qwen3-0.6b")
+    assert len(at.dataframe[0].value)
+    assert any("no dpo of its own: planned under TRL" in said.value for said in at.caption)
+    chosen = open_page("recommend", task="dpo", search="qwen3-0.6b", framework="hf-trainer")
+    assert "hf-trainer has no dpo" in chosen.error[0].value.replace("\\", "")
+
+
+def test_a_row_is_opened_by_the_keyboard_alone() -> None:
+    at = open_page("recommend", task="sft", search="qwen3-0.6b")
+    first = at.dataframe[0].value.iloc[0]
+    at.selectbox(key="named_row").set_value(0).run()
+    at.button(key="open_named").click().run()
+    assert at.title[0].value == "Will it fit?"
+    assert (at.session_state["model"], at.session_state["method"]) == (
+        first["model"],
+        first["method"],
+    )
+
+
+def test_sizes_are_a_slider_of_doublings() -> None:
+    stops = finder.SIZES[1:-1]
+    assert all(after == 2 * before for before, after in pairwise(stops))
+    assert not finder.SIZES[0]
+    assert finder.SIZES[-1] >= 2800
+
+
 def test_the_reverse_lists_the_planners_cards_and_opens_one_with_its_settings() -> None:
     at = open_page(
         "recommend", look_for="GPUs for my model", model="llama-3.1-8b", context="4096", task="sft"
@@ -206,6 +239,19 @@ def test_serving_has_its_own_recommendations() -> None:
 
 
 # Compare
+
+
+@pytest.mark.parametrize("task", BY_KEY["task"].options)
+def test_only_frameworks_that_do_the_task_are_compared_unasked(task: str) -> None:
+    shown = jobs.side_by_side(task)
+    assert shown
+    assert all(pick(name).has(Task(task)) for name in shown)
+
+
+def test_compare_opens_with_frameworks_of_the_runs_task() -> None:
+    at = open_page("compare", task="dpo", framework="trl", model="llama-3.2-1b")
+    assert list(at.dataframe[0].value["run"]) == list(jobs.side_by_side("dpo"))
+    assert not at.warning
 
 
 def test_compare_puts_the_planners_peaks_side_by_side() -> None:
@@ -300,6 +346,20 @@ def test_explain_refuses_a_bad_config_and_an_unknown_model() -> None:
     other = open_page("explain")
     other.text_input(key="explain_model").set_value("/etc/passwd").run()
     assert "not in the catalogue" in other.error[0].value
+
+
+def test_every_cause_has_a_sentence_for_a_title() -> None:
+    assert set(TITLES) >= set(MAKERS)
+    assert not [title for title in TITLES.values() if " " not in title or title.islower()]
+
+
+def test_a_cause_that_nothing_is_known_of_is_not_called_possible() -> None:
+    at = open_page(
+        "explain", state={"pasted": "CUDA error: out of memory\nKilled\nRuntimeError: x"}
+    )
+    assert not at.exception
+    possible = [said.value for said in at.caption if said.value.startswith("Also possible")]
+    assert not [said for said in possible if "unknown" in said.lower()]
 
 
 # Accuracy
