@@ -3,7 +3,7 @@
 from typing import Any
 
 from app.runs import DEFAULTS, Sent, received
-from planner.answers.cards import BROAD_KINDS, Card, cards_for_model
+from planner.answers.cards import Card, cards_for_model
 from planner.answers.recommend import Recommendation, recommend, refusals
 from planner.answers.spent import Spent
 from planner.models.spec import ModelSpec
@@ -16,7 +16,6 @@ from planner.units import format_bytes
 METHODS = ("qlora", "lora", "full")
 SIZES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 4096.0)
 """Steps of the slider of sizes, each twice the one before: most models are small."""
-KINDS = (*BROAD_KINDS, "mig")
 
 
 def recommended(

@@ -25,6 +25,7 @@ FEW, MANY = 16, 80
 """Rows shown first, and at most."""
 FEW_CARDS = 48
 """Pairs of a GPU and a method shown first, the smallest GPUs."""
+SETTINGS_OF = "Settings are the least slow that fit, and leave the result as it is."
 LEAST = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
@@ -92,11 +93,17 @@ def models() -> None:
         "the best first. Colour and number: the longest context. "
         f"Click a cell, or a row of the table, to open it in *{_opens()}*."
     )
-    st.caption(RULE[0].upper() + RULE[1:])
+    _ranked(RULE)
     if len(shown) == most or most == MANY:
         st.toggle(f"Show up to {MANY} rows", key="show_all")
     _heat_map(shown, names)
     _table(shown)
+
+
+def _ranked(rule: str) -> None:
+    """Keep the rule of the order at hand, for who asks."""
+    with st.expander("How they are ranked"):
+        st.write(escape(rule[0].upper() + rule[1:]))
 
 
 def _said_instead(recipe: Mapping[str, Any]) -> None:
@@ -206,7 +213,7 @@ def _model_filters() -> None:
     sidebar.knob("context", {})
     sidebar.framework_widget()
     st.number_input("GPUs", 1, 65536, 1, 1, key="gpus", bind="query-params")
-    st.multiselect("Kinds of GPU", finder.KINDS, ["consumer", "datacenter"], key="kinds")
+    st.multiselect("Kinds of GPU", runs.KINDS, ["consumer", "datacenter"], key="kinds")
 
 
 def gpus() -> None:
@@ -231,9 +238,7 @@ def gpus() -> None:
         f"for **{state('task')}**. Colour and number: the memory that is left. "
         f"Click a cell, or a row of the table, to open it in *{_opens()}*."
     )
-    st.caption(
-        f"{RULE_OF_CARDS[0].upper()}{RULE_OF_CARDS[1:]}. Settings are the least slow that fit, and leave the result as it is. {finder.SPENT_OF}"
-    )
+    _ranked(f"{RULE_OF_CARDS}. {SETTINGS_OF} {finder.SPENT_OF}")
     if found[0].setting:
         _said_instead(found[0].setting.recipe)
     rows = finder.card_rows(found)

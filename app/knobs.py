@@ -150,7 +150,7 @@ KNOBS: tuple[Knob, ...] = (
     _choice("kv_dtype", "engine.kv_dtype", "KV cache dtype", Group.ENGINE, ("bf16", "fp16", "fp32", "fp8"), tasks=_GENERATES),
     _count("kv_bytes", "engine.kv_bytes", "KV cache size (bytes)", Group.ENGINE, 2**50, tasks=_GENERATES),
     Knob("utilization", "engine.gpu_memory_utilization", "vLLM memory utilisation", Kind.NUMBER, Group.ENGINE, low=0.01, high=1.0, tasks=_GENERATES),
-    _count("seqs", "engine.max_num_seqs", "Sequences generated at once", Group.ENGINE, MAX_COUNT, tasks=_GENERATES),
+    _count("seqs", "engine.max_num_seqs", "Generated at once", Group.ENGINE, MAX_COUNT, tasks=_GENERATES),
     _count("batched_tokens", "engine.max_num_batched_tokens", "Batched tokens", Group.ENGINE, MAX_TOKENS, tasks=_GENERATES),
     _count("block", "engine.block_size", "KV block (tokens)", Group.ENGINE, 4096, tasks=_GENERATES),
     _count("sleep", "engine.sleep_level", "Sleep level", Group.ENGINE, 2, low=0, tasks=(Task.GRPO,)),

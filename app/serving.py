@@ -133,7 +133,7 @@ def requests(view: ServingView) -> None:
             f"{row.tokens:,}" + (" (asked)" if row.given else ""),
             f"{row.at_once:,}",
             f"{row.low:,}",
-            "the cache" if row.by == "cache" else "sequences generated at once",
+            "the cache" if row.by == "cache" else knobs.BY_KEY["seqs"].label.lower(),
         )
         for row in view.requests
     ]

@@ -13,6 +13,7 @@ from planner.answers.changes import Change, apply
 from planner.answers.layouts import FITTING, Tried, laid_out
 from planner.plan import Plan
 from planner.report import fullest_rank
+from planner.run.recipe import Sharding
 from planner.units import format_bytes
 
 MOST_ROWS = 12
@@ -55,8 +56,9 @@ def best(run: Run) -> None:
     if first is None or first.plan is None:
         st.caption("No layout of these GPUs fits this run.")
         return
+    does = "Divide it" if first.update.get("sharding") != Sharding.DDP else "Share the work"
     st.button(
-        f"Divide it: {first.words} ({format_bytes(first.plan.peak_bytes, digits=1)} on each GPU)",
+        f"{does}: {first.words} ({format_bytes(first.plan.peak_bytes, digits=1)} on each GPU)",
         key="best_layout",
         type="primary",
         icon=":material/call_split:",

@@ -186,6 +186,36 @@ def test_a_model_is_found_however_it_is_typed(typed: str) -> None:
     assert bool([b for b in at.button if b.key == "look_up_own"]) == ("/" in typed)
 
 
+def type_gpu(at: AppTest, typed: str) -> None:
+    """Write in the box what is none of its options."""
+    box = at.selectbox(key="gpu")
+    box.options.append(typed)  # the test's box knows no others
+    box.set_value(typed).run()
+
+
+@pytest.mark.parametrize(
+    ("typed", "gpu", "gpus"),
+    [("8 x h100", "h100-sxm", 8), ("4090 laptop", "rtx-4090-laptop", 1), ("2x 3090", "rtx-3090", 2)],
+)  # fmt: skip
+def test_cards_are_found_however_they_are_typed(typed: str, gpu: str, gpus: int) -> None:
+    at = start()
+    type_gpu(at, typed)
+    assert not at.exception
+    assert (at.session_state["gpu"], at.session_state["gpus"]) == (gpu, gpus)
+    assert at.query_params["gpu"] == gpu
+    assert not at.error
+
+
+@pytest.mark.parametrize(("typed", "near"), [("16gb laptop", "rtx-4090-laptop"), ("h1000", "h100")])
+def test_what_is_no_card_or_several_is_said_and_changes_nothing(typed: str, near: str) -> None:
+    at = start(gpu="rtx-3090")
+    type_gpu(at, typed)
+    assert near in " ".join(said.value for said in at.sidebar.caption).replace("\\", "")
+    assert typed in at.error[0].value
+    assert at.session_state["gpu"] == "rtx-3090"
+    assert metric(at, "Peak")
+
+
 def test_a_name_of_several_models_names_them() -> None:
     at = start_with_model("qwen 7b")
     assert "several models" in at.error[0].value

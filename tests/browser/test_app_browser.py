@@ -136,6 +136,18 @@ def test_a_laptop_owner_leaves_with_a_run_file_the_trainer_takes(
 
 
 @pytest.mark.slow
+def test_cards_are_typed_with_their_count(page: Any, address: str) -> None:
+    go(page, f"{address}/?model=llama-3.2-1b")
+    box = page.get_by_role("combobox", name=re.compile("GPU"))
+    box.first.click()
+    box.first.press_sequentially("8 x h100")
+    page.keyboard.press("Enter")
+    page.locator(".st-key-verdict", has_text="8 x NVIDIA H100").wait_for()
+    assert "gpu=h100-sxm" in page.url
+    assert "gpus=8" in page.url
+
+
+@pytest.mark.slow
 def test_a_model_is_typed_in_ones_own_words(page: Any, address: str) -> None:
     go(page, f"{address}/")
     box = page.get_by_role("combobox", name=re.compile("Model"))
