@@ -33,6 +33,7 @@ def offer_look_up(name: str) -> None:
         error = st.session_state.pop("look_up_error", None)
         if error is not None:
             problem(error)
+            st.caption("Its config.json can be uploaded instead: Will it fit?, Start from a file.")
 
 
 def verdict_card(run: Run, result: Plan) -> None:

@@ -34,6 +34,8 @@ _ASIDE = re.compile(r" \((--[a-z][^()]*)\)|: (--[a-z][^.;()]*)")
 _COMMAND = re.compile(r"`vramwise ([a-z]+)[^`]*`")
 _NAME = re.compile(r"(?<![\w./'`])(?:[a-z]+\.)?([a-z]+(?:_[a-z0-9]+)+)(?!\w|[/(`']|\.\w)")
 """A setting or a term by its name in a run file; what people typed is quoted and stays."""
+_TOKEN = re.compile(r"--token\b(?: or (?:set )?HF_TOKEN)?")
+"""Nobody types one here: whoever runs the app sets the variable."""
 MACHINE_LABELS = {
     "gpu": "GPU",
     "gpus": "GPUs",
@@ -58,7 +60,7 @@ def in_app(text: str) -> str:
 
     An aside about a flag that has no setting here is left out.
     """
-    text = _COMMAND.sub(_page, text)
+    text = _TOKEN.sub("HF_TOKEN", _COMMAND.sub(_page, text))
     text = _ASIDE.sub(_aside, text)
     text = _FLAG.sub(lambda found: _setting(found.group(1)), text)
     return _NAME.sub(_field, text)

@@ -1,5 +1,6 @@
 """Will it fit?: every control moves the plan, and every figure on the page is the planner's."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -15,8 +16,12 @@ from app.palette import term_words
 from app.runs import DEFAULTS, run_of
 from planner.errors import VramwiseError
 from planner.models.hub import find_model
+from planner.models.hub_remote import fetch_model
 from planner.plan import Plan, plan
 from planner.units import format_bytes
+from tests.planner.test_hub import hub
+
+__all__ = ["hub"]
 
 MAIN = Path(app.runs.__file__).with_name("main.py")
 
@@ -238,14 +243,29 @@ def test_the_hub_is_asked_only_on_a_click(monkeypatch: pytest.MonkeyPatch) -> No
     assert metric(at, "Peak") == format_bytes(planned(model="qwen2.5-0.5b").peak_bytes)
 
 
-def test_a_hub_that_does_not_answer_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fetch(name: str, **_: Any) -> Any:
-        raise VramwiseError(f"{name}: the hub does not answer")
-
-    monkeypatch.setattr(planner.models.hub, "fetch_model", fetch)
-    at = start_with_model("someone/some-model")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("org/gated", "is gated"),
+        ("org/slow", "did not answer"),
+        ("org/crowded", "too many requests"),
+        ("org/absent", "no such repository"),
+        ("org/down", "cannot be reached"),
+    ],
+)
+def test_a_hub_that_gives_nothing_is_said_and_what_to_do(
+    hub: str, monkeypatch: pytest.MonkeyPatch, name: str, said: str
+) -> None:
+    address = "http://127.0.0.1:9" if name == "org/down" else hub
+    ask = partial(fetch_model, endpoint=address, offline=False, timeout_s=1)
+    monkeypatch.setattr(planner.models.hub, "fetch_model", lambda name, **_: ask(name))
+    at = start_with_model(name)
     at.button(key="look_up").click().run()
-    assert "does not answer" in at.error[0].value
+    assert not at.exception
+    told = [item.value.replace("\\", "") for item in (*at.error, *at.caption)]
+    assert said in " ".join(told)
+    assert not [text for text in told if "--" in text]
+    assert any("config.json can be uploaded" in text for text in told)
 
 
 def test_placeholders_say_what_the_framework_does() -> None:

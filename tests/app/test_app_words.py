@@ -169,6 +169,7 @@ def test_a_reader_of_the_words_would_find_jargon() -> None:
         ("micro-batches a step (--grad-accum); more", 'micro-batches a step ("Accumulation"); more'),
         ("not read: parallel.context_kind.", 'not read: "How they share it".'),
         ("kv_cache 2 GiB; 'kv_cache' stays", "KV cache 2 GiB; 'kv_cache' stays"),
+        ("then pass --token or set HF_TOKEN", "then pass HF_TOKEN"),
         ("`vramwise recommend --task serve` lists cards", 'the page "Recommend" lists cards'),
     ],
 )  # fmt: skip

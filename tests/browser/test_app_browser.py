@@ -192,13 +192,18 @@ def test_every_page_is_for_every_reader_and_asks_no_other_host(
     shown.on("request", lambda request: asked.append(request.url))
     shown.on("pageerror", lambda error: problems.append(str(error)))
     titles = []
-    for name in (*PAGES, DOES_NOT_FIT, PUBLISHED):
+    for name in (*PAGES, *FULLEST):
         go(shown, f"{address}/{name}")
         titles.append(shown.title())
         assert violations(shown) == [], name
         levels = shown.eval_on_selector_all("h1, h2, h3", "all => all.map(h => +h.tagName[1])")
         assert levels[0] == 1
         assert all(after <= before + 1 for before, after in pairwise(levels)), name
+    go(shown, f"{address}/explain")
+    shown.locator(".st-key-example button").click()
+    shown.get_by_role("heading", name="What to change").wait_for()
+    settle(shown)
+    assert violations(shown) == [], "an explained error"
     colour = shown.evaluate(
         "getComputedStyle(document.querySelector('[data-testid=stApp]')).backgroundColor"
     )
