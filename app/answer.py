@@ -13,7 +13,8 @@ from planner.plan import Plan
 from planner.report import summary
 from planner.units import format_bytes
 
-MOST_LEVERS = 6
+FIRST_LEVERS, MOST_LEVERS = 3, 6
+"""How many are seen at once, and how many there are when the others are unfolded."""
 
 
 def offer_look_up(name: str) -> None:
@@ -32,6 +33,7 @@ def offer_look_up(name: str) -> None:
         error = st.session_state.pop("look_up_error", None)
         if error is not None:
             problem(error)
+            st.caption("Its config.json can be uploaded instead: Will it fit?, Start from a file.")
 
 
 def verdict_card(run: Run, result: Plan) -> None:
@@ -90,8 +92,13 @@ def lever_buttons(run: Run, result: Plan) -> None:
     levers = cached.levers(run, judged=not result.fits)
     if not levers:
         st.caption("Nothing single lowers the peak of this run.")
-    for number, lever in enumerate(levers[:MOST_LEVERS]):
+    shown = list(enumerate(levers[:MOST_LEVERS]))
+    for number, lever in shown[:FIRST_LEVERS]:
         _lever_button(number, lever, run, helps=lever.verdict == "fits")
+    if more := shown[FIRST_LEVERS:]:
+        with st.expander(f"{len(more)} more"):
+            for number, lever in more:
+                _lever_button(number, lever, run, helps=lever.verdict == "fits")
     if whole is not None:
         with whole.container():
             _combination_button(run)
@@ -103,7 +110,7 @@ def _lever_button(number: int, lever: Lever, run: Run, *, helps: bool) -> None:
     st.button(
         f"{change_label(lever.change)}: saves {format_bytes(lever.saved_bytes, digits=1)}",
         key=f"lever_{number}",
-        help=f"{lever.price}.{then}{changes}",
+        help=in_app(f"{lever.price}.{then}{changes}"),
         icon=":material/check_circle:" if helps else ":material/trending_down:",
         width="stretch",
         on_click=_apply,

@@ -12,7 +12,7 @@ from app.draw import draw
 from app.finding import open_run
 from app.palette import RANGE_COLOUR
 from app.runs import Run
-from app.words import escape
+from app.words import escape, in_app
 from planner.answers.frontier import Frontier, Point
 from planner.report.frontier import BANDS
 from planner.report.time import HOUR, between, dollars, span
@@ -20,7 +20,8 @@ from planner.run.runfile import make_recipe
 from planner.speed.budget import Budget
 from planner.units import GiB, format_bytes
 
-SAMPLES = 10_000
+SAMPLES, EPOCHS = 10_000, 1.0
+"""The run that the page opens with."""
 SIZES = (4, 6, 8, 12, 16, 24, 32, 48, 64, 80, 96, 128, 192, 256, 384)
 """GiB of one GPU that the slider stops at."""
 STEPS = (1, 2, 3, 5, 7)
@@ -33,7 +34,7 @@ def show(run: Run) -> None:
     samples = left.number_input(
         "Samples (or prompts) of the data set", 1, 10**9, SAMPLES, key="budget_samples"
     )
-    epochs = right.number_input("Passes over them", 0.01, 1000.0, 1.0, 1.0, key="budget_epochs")
+    epochs = right.number_input("Passes over them", 0.01, 1000.0, EPOCHS, 1.0, key="budget_epochs")
     with st.spinner("Planning on every card with a known price ..."):
         found = cached.ways(run, int(samples), float(epochs))
     if not found.points:
@@ -46,7 +47,7 @@ def show(run: Run) -> None:
     rows = kept or [each[0] for each in (found.nearest(budget),) if each is not None]
     _table(rows)
     for note in (*found.notes, *found.left_out):
-        st.caption(escape(note[0].upper() + note[1:]) + ".")
+        st.caption(escape(in_app(note[0].upper() + note[1:])) + ".")
 
 
 def _sliders(points: Sequence[Point], *, priced: bool) -> Budget:
@@ -162,7 +163,8 @@ def scatter(rows: Sequence[Spec], *, priced: bool) -> Spec:
             "x": {"field": "hours", "type": "quantitative", "scale": scale,
                   "axis": {"title": "hours", "format": "~g", "tickCount": 6}},
             "y": {"field": "usd" if priced else "gib", "type": "quantitative", "scale": scale,
-                  "axis": {"title": "dollars" if priced else "GiB", "format": "~g", "tickCount": 6}},
+                  "axis": {"title": "dollars" if priced else "GiB", "format": "~g", "tickCount": 6,
+                           "titlePadding": 4}},
             "shape": {"field": "inside", "type": "nominal", "legend": None,
                       "scale": {"domain": [True, False], "range": ["circle", "cross"]}},
             "color": {

@@ -9,6 +9,7 @@ from app.palette import (
     TERM_COLOURS,
     UNKNOWN_COLOUR,
     framework_style,
+    term_words,
 )
 from planner.plan import Plan
 from planner.terms.term import TERM_NAMES
@@ -21,10 +22,11 @@ TOKENS = "datum.value >= 1024 ? format(datum.value / 1024, '~r') + 'K' : datum.v
 
 
 def term_scale(names: Iterable[str]) -> Spec:
-    """Return the colour encoding of terms: only those present, always in the same colours."""
+    """Return the colour encoding of terms, by their words: those present, always in the same colours."""
     present = set(names)
-    domain = [name for name in (*TERM_NAMES, "unknown") if name in present]
-    colours = [TERM_COLOURS.get(name, UNKNOWN_COLOUR) for name in domain]
+    shown = [name for name in (*TERM_NAMES, "unknown") if term_words(name) in present]
+    domain = [term_words(name) for name in shown]
+    colours = [TERM_COLOURS.get(name, UNKNOWN_COLOUR) for name in shown]
     return {
         "field": "term",
         "type": "nominal",
@@ -41,7 +43,7 @@ def term_rows(plan: Plan) -> list[Spec]:
             rows.append(
                 {
                     "phase": phase.name,
-                    "term": term.name,
+                    "term": term_words(term.name),
                     "gib": to_gib(term.bytes),
                     "size": format_bytes(term.bytes),
                     "formula": term.formula,
@@ -118,7 +120,7 @@ def rank_rows(plan: Plan) -> list[Spec]:
     return [
         {
             "rank": kind.role,
-            "term": name,
+            "term": term_words(name),
             "gib": to_gib(size),
             "size": format_bytes(size),
             "phase": kind.peak_phase,
@@ -140,7 +142,7 @@ def rank_bars(plan: Plan) -> Spec:
         "axis": {"labelLimit": 240},
     }
     rows = rank_rows(plan)
-    terms = {name for kind in plan.ranks for name in kind.terms}
+    terms = {row["term"] for row in rows}
     longest = 1.15 * to_gib(max(plan.peak_bytes, plan.capacity_bytes))
     gib = {"field": "gib", "type": "quantitative", "stack": "zero", "axis": GIB_AXIS}
     bars = {
@@ -256,7 +258,7 @@ def waterfall(rows: Sequence[Spec], *, unit: str = "GiB") -> Spec:
         "more": TERM_COLOURS["logits"],
     }
     kinds = {kind: colours[kind] for kind in colours if any(row["kind"] == kind for row in rows)}
-    room = {"domain": [0, 1.25 * max((row["end_gib"] for row in rows), default=1)], "nice": False}
+    room = {"domain": [0, 1.45 * max((row["end_gib"] for row in rows), default=1)], "nice": False}
     y = {"field": "step", "type": "nominal", "sort": steps, "title": None,
          "axis": {"labelLimit": 230}}  # fmt: skip
     return {

@@ -1,12 +1,16 @@
 """The parts of "Compare": runs side by side, what differs in their settings, the published table."""
 
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from typing import Any
 
 import pandas as pd
 import streamlit as st
+from pydantic import BaseModel
 
 from app import cached, charts
 from app.draw import draw
+from app.palette import term_words
 from app.words import MARKS, escape, in_app, section
 from planner.answers.published import published
 from planner.errors import VramwiseError
@@ -71,7 +75,7 @@ def bars(plans: dict[str, Plan], *, key: str) -> None:
     rows = [
         {
             "run": name,
-            "term": term.name,
+            "term": term_words(term.name),
             "gib": to_gib(term.bytes),
             "size": format_bytes(term.bytes),
             "formula": term.formula,
@@ -137,9 +141,31 @@ def _settings(result: Plan) -> dict[str, str]:
         "model": result.model,
         "machine": result.machine.label,
         "framework": r.framework.title,
-        **{name: getattr(value, "value", str(value)) for name, value in values.items()},
+        **{name: setting_words(value) for name, value in values.items()},
         "logits": r.law.kind,
     }
+
+
+def setting_words(value: Any) -> str:
+    """Return a resolved setting for people; one of many parts says those that are set."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None or value in ("", ()):
+        return "none"
+    if isinstance(value, Enum):
+        return str(value.value)
+    if hasattr(value, "_asdict"):
+        parts = value._asdict()
+    elif isinstance(value, tuple):
+        return "; ".join(map(setting_words, value))
+    elif is_dataclass(value) and type(value).__str__ is object.__str__:
+        parts = {field.name: getattr(value, field.name) for field in fields(value)}
+    elif isinstance(value, BaseModel):
+        parts = dict(value)
+    else:
+        return f"{value:,}" if isinstance(value, int) else str(value)
+    said = ((name.replace("_", " "), part) for name, part in parts.items() if part)
+    return ", ".join(f"{name} {setting_words(part)}" for name, part in said) or "none"
 
 
 def differences_table(plans: dict[str, Plan], *, key: str) -> None:
@@ -243,9 +269,10 @@ def waterfalls() -> None:
             columns=STEP_COLUMNS,
         )
     for reason in reasons:
-        st.caption(escape(f"{reason['after']}: {reason['why']}"))
+        st.caption(escape(in_app(f"{reason['after']}: {reason['why']}")))
     section("Line by line")
     frame = pd.DataFrame(document["rows"])
+    frame["line"] = frame["line"].map(lambda line: LINE_NAMES.get(line, line))
     frame["op level"] = [format_bytes(size) for size in frame["op_level_bytes"]]
     columns = ["column", "line", "published", "reproduced", "unit", "op level", "derivation"]
     st.dataframe(
@@ -256,7 +283,7 @@ def waterfalls() -> None:
         alt="Every line of the published table, reproduced, beside the op-level estimate.",
     )
     for note in document["notes"]:
-        st.caption(escape(note))
+        st.caption(escape(in_app(note)))
     st.caption(escape(f"Source: {document['source']}"))
 
 

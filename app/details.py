@@ -5,6 +5,7 @@ import streamlit as st
 
 from app import cached, charts, export, inputs, links, sharing
 from app.draw import draw
+from app.palette import term_words
 from app.runs import Run
 from app.words import escape, in_app, problem, section
 from planner.errors import VramwiseError
@@ -67,7 +68,7 @@ def _terms_table(terms: list[Term], *, alt: str) -> None:
         # not by way of pandas, which would take a tenth of the time of an answer
         pa.table(
             {
-                "term": [escape(t.name) for t in terms],
+                "term": [escape(term_words(t.name)) for t in terms],
                 "size": [escape(format_bytes(t.bytes)) for t in terms],
                 "formula": [escape(t.formula) for t in terms],
                 "source": [escape(t.source) for t in terms],
@@ -133,7 +134,7 @@ def _exports(run: Run, result: Plan) -> None:
             line, left_out = export.command_line(run)
             st.code(line, language="bash", wrap_lines=True)
             if left_out:
-                st.caption(escape(f"Only run.yaml can say: {', '.join(left_out)}."))
+                st.caption(escape(in_app(f"Only run.yaml can say: {', '.join(left_out)}.")))
     if tool.open:
         with tool:
             _other_tools(run)
@@ -154,7 +155,7 @@ def _yaml(run: Run) -> None:
     steps = right.number_input("Steps", 1, 1_000_000, 100, 50, key="steps")
     text, refused = export.run_yaml(run, dataset=dataset, steps=int(steps or 100))
     if refused:
-        st.warning(escape(f"The bundled trainer would refuse this run: {refused}"))
+        st.warning(escape(in_app(f"The bundled trainer would refuse this run: {refused}")))
     with st.container(horizontal=True, vertical_alignment="center"):
         st.download_button(
             "Download run.yaml",
@@ -182,6 +183,7 @@ def _other_tools(run: Run) -> None:
         problem(error)
         return
     st.code(exported.text, language="yaml", wrap_lines=True)
-    st.caption(escape(f"Start with: {exported.command}"))
+    st.caption("Start with:")
+    st.code(exported.command, language="bash", wrap_lines=True)
     for sentence in exported.left_out:
-        st.caption(escape(f"Not expressed: {sentence}"))
+        st.caption(escape(in_app(f"Not expressed: {sentence}")))

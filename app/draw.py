@@ -11,11 +11,12 @@ from app.palette import DARK, LIGHT, RANGE_COLOUR
 
 LOOKS = """<style>
 @media (max-width: 640px) {
+  [data-testid="stMainBlockContainer"] { padding-top: 3.5rem; padding-bottom: 1rem }
   .st-key-terms th:nth-child(4), .st-key-terms td:nth-child(4) { display: none }
   .st-key-terms td:nth-child(3) { font-size: 0.75rem; overflow-wrap: anywhere }
 }
 %s</style>"""
-"""On a phone a table of terms leaves the sources out; the chart's own figures have them."""
+"""On a phone nothing stays blank, and a table of terms leaves the sources out; the chart's figures have them."""
 CHOSEN = "button[data-variant=segmented_control][aria-checked=true] p { color: #9CC4FF }\n.stSlider p { color: #E6EAF0 }"
 """In the dark: Streamlit writes it in the primary colour, which white must be readable on too."""
 

@@ -124,7 +124,7 @@ def _failure(number: int, failure: Failure, *, many: bool) -> None:
             st.code(lead.formula, language=None, wrap_lines=True)
         for cause in [other for other in others if other.certainty != "unknown"][:2]:
             st.caption(
-                escape(f"Also possible: {cause.title} ({cause.certainty}): {cause.explanation}")
+                _said(f"Also possible: {cause.title} ({cause.certainty}): {cause.explanation}")
             )
         if failure.event is not None:
             with st.expander("The message as it was found"):
@@ -150,9 +150,9 @@ def _fixes(failure: Failure) -> None:
         st.markdown("\n".join(lines))
     if failure.advice.warnings:
         avoid = [f"- {_said(warning)}" for warning in failure.advice.warnings]
-        st.warning("\n".join(["What would not help:", *avoid]), icon=":material/block:")
+        st.warning("\n".join(["Do not be misled:", *avoid]), icon=":material/block:")
     if failure.planned is not None:
-        st.caption(escape(failure.planned.sentence()))
+        st.caption(_said(failure.planned.sentence()))
 
 
 def _budget(number: int, failure: Failure) -> None:

@@ -2,12 +2,13 @@
 
 from typing import Any
 
-from app.runs import Sent, received
-from planner.answers.cards import BROAD_KINDS, Card, cards_for_model
+from app.runs import DEFAULTS, Sent, received
+from planner.answers.cards import Card, cards_for_model
 from planner.answers.recommend import Recommendation, recommend, refusals
 from planner.answers.spent import Spent
 from planner.models.spec import ModelSpec
 from planner.report.time import HOUR, between, dollars, span
+from planner.run.framework import pick
 from planner.run.recipe import MachineSection, Task
 from planner.run.runfile import machine_of
 from planner.units import format_bytes
@@ -15,7 +16,6 @@ from planner.units import format_bytes
 METHODS = ("qlora", "lora", "full")
 SIZES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 4096.0)
 """Steps of the slider of sizes, each twice the one before: most models are small."""
-KINDS = (*BROAD_KINDS, "mig")
 
 
 def recommended(
@@ -54,8 +54,16 @@ def refusals_for(section: MachineSection, task: str, framework: str) -> list[str
 
 
 def _trainer(task: str, framework: str) -> str | None:
-    """Return the framework that a page's choice names; serving has its own."""
-    return None if task == Task.SERVE else framework
+    """Return the framework that a page's choice names; None = the first that has the task.
+
+    Serving has its own, and what nobody chose gives way to one that does the task.
+    """
+    return None if task == Task.SERVE or without(task, framework) else framework
+
+
+def without(task: str, framework: str) -> bool:
+    """Return whether the page's framework is the one that nobody chose, and does not do the task."""
+    return framework == DEFAULTS["framework"] and not pick(framework).has(Task(task))
 
 
 def heat_rows(found: list[Recommendation]) -> list[dict[str, Any]]:

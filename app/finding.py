@@ -1,6 +1,6 @@
 """The two halves of "Recommend": filters in the sidebar, a heat map and a table that open page 1."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pandas as pd
@@ -15,6 +15,7 @@ from planner.answers.cards import Card
 from planner.answers.ranking import RULE
 from planner.answers.recommend import Recommendation
 from planner.answers.spent import RULE as RULE_OF_CARDS
+from planner.run.framework import pick
 from planner.run.recipe import Recipe
 from planner.run.runfile import make_recipe
 from planner.units import format_bytes
@@ -24,6 +25,7 @@ FEW, MANY = 16, 80
 """Rows shown first, and at most."""
 FEW_CARDS = 48
 """Pairs of a GPU and a method shown first, the smallest GPUs."""
+SETTINGS_OF = "Settings are the least slow that fit, and leave the result as it is."
 LEAST = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
@@ -85,16 +87,31 @@ def models() -> None:
         st.info("Nothing fits. Try a shorter context, another size or more GPUs.")
         return
     names = list(dict.fromkeys(row.model for row in shown))
+    _said_instead(shown[0].recipe)
     st.markdown(
         f"The best **{len(names)} models** that fit {escape(machine.label)} for **{state('task')}**, "
         "the best first. Colour and number: the longest context. "
         f"Click a cell, or a row of the table, to open it in *{_opens()}*."
     )
-    st.caption(RULE[0].upper() + RULE[1:])
+    _ranked(RULE)
     if len(shown) == most or most == MANY:
         st.toggle(f"Show up to {MANY} rows", key="show_all")
     _heat_map(shown, names)
     _table(shown)
+
+
+def _ranked(rule: str) -> None:
+    """Keep the rule of the order at hand, for who asks."""
+    with st.expander("How they are ranked"):
+        st.write(escape(rule[0].upper() + rule[1:]))
+
+
+def _said_instead(recipe: Mapping[str, Any]) -> None:
+    """Say whose settings are shown where the framework that nobody chose has no such task."""
+    task, framework = state("task"), state("framework")
+    if task != "serve" and finder.without(task, framework):
+        ours, shown = pick(framework).title, pick(recipe.get("framework")).title
+        st.caption(escape(f"{ours} has no {task} of its own: planned under {shown}."))
 
 
 def _heat_map(shown: list[Recommendation], names: list[str]) -> None:
@@ -196,7 +213,7 @@ def _model_filters() -> None:
     sidebar.knob("context", {})
     sidebar.framework_widget()
     st.number_input("GPUs", 1, 65536, 1, 1, key="gpus", bind="query-params")
-    st.multiselect("Kinds of GPU", finder.KINDS, ["consumer", "datacenter"], key="kinds")
+    st.multiselect("Kinds of GPU", runs.KINDS, ["consumer", "datacenter"], key="kinds")
 
 
 def gpus() -> None:
@@ -221,9 +238,9 @@ def gpus() -> None:
         f"for **{state('task')}**. Colour and number: the memory that is left. "
         f"Click a cell, or a row of the table, to open it in *{_opens()}*."
     )
-    st.caption(
-        f"{RULE_OF_CARDS[0].upper()}{RULE_OF_CARDS[1:]}. Settings are the least slow that fit, and leave the result as it is. {finder.SPENT_OF}"
-    )
+    _ranked(f"{RULE_OF_CARDS}. {SETTINGS_OF} {finder.SPENT_OF}")
+    if found[0].setting:
+        _said_instead(found[0].setting.recipe)
     rows = finder.card_rows(found)
     st.session_state["gpu_rows"] = found
     if most is None or len(found) == most:

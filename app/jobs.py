@@ -16,18 +16,21 @@ from planner.answers.layouts import Tried, layouts
 from planner.answers.serving import ServingView, serving_view
 from planner.errors import VramwiseError
 from planner.plan import Plan, plan
-from planner.run.framework import pick
+from planner.run.framework import pick, with_task
 from planner.run.recipe import Task
 from planner.speed.cards import card_speed
 
-_SUPERVISED = ("vramwise", "trl", "unsloth", "hf-trainer")
-_POLICIES = ("vramwise", "trl", "unsloth", "verl")
+COMPARED = (
+    "vramwise", "trl", "unsloth", "hf-trainer", "verl", "axolotl", "llamafactory", "ms-swift", "vllm",
+)  # fmt: skip
+MOST_COMPARED = 4
 CURVE_TOKENS = tuple(2**power for power in range(9, 18))
 
 
 def side_by_side(task: str) -> tuple[str, ...]:
     """Return the frameworks that are compared unless others are chosen: those that do the task."""
-    return _POLICIES if task == Task.GRPO else _SUPERVISED
+    have = with_task(Task(task))
+    return tuple(name for name in COMPARED if name in have)[:MOST_COMPARED]
 
 
 class Lever(NamedTuple):
@@ -132,8 +135,6 @@ def curve(sent: Sent) -> dict[str, list[tuple[int, int]]]:
     with _received(sent) as run:
         own = pick(run.recipe.framework).name
         names = [own, *(name for name in side_by_side(run.recipe.task) if name != own)]
-        if run.recipe.task is Task.SERVE:
-            names = [own]
         lines = {}
         for name in names:
             points = [(n, size) for n in CURVE_TOKENS if (size := _peak(run, name, n)) is not None]

@@ -132,12 +132,12 @@ KNOBS: tuple[Knob, ...] = (
     _choice("quantization", "quantization", "Quantisation of the base", Group.STATE, _QUANTIZATIONS),
     _switch("double_quant", "double_quant", "Double quantisation", Group.STATE),
     Knob("targets", "lora.targets", "LoRA targets", Kind.TEXT, Group.STATE, tasks=_TRAINS,
-         help="all-linear, attention, mlp, or module names with commas: q_proj, v_proj"),
+         help="all-linear, attention, mlp, or module names with commas: `q_proj, v_proj`"),
     _choice("adapter_dtype", "lora.dtype", "Adapters' dtype", Group.STATE, TRAIN_DTYPES, tasks=_TRAINS),
     _switch("dora", "lora.dora", "DoRA", Group.STATE, tasks=_TRAINS),
     Knob("dropout", "lora.dropout", "LoRA dropout", Kind.NUMBER, Group.STATE, low=0.0, high=0.99, tasks=_TRAINS),
     Knob("saved_modules", "lora.modules_to_save", "Modules trained in full", Kind.TEXT, Group.STATE, tasks=_TRAINS,
-         help="Beside the adapters, with commas: embed_tokens, lm_head"),
+         help="Beside the adapters, with commas: `embed_tokens, lm_head`"),
     _choice("optimizer", "optimizer", "Optimizer", Group.STATE, _values(Optimizer), tasks=_TRAINS),
     _switch("optimizer_offload", "optimizer_offload", "Optimizer in host RAM", Group.STATE, tasks=_TRAINS),
     _switch("step_in_backward", "optimizer_in_backward", "Step inside backward", Group.STATE, tasks=_TRAINS),
@@ -150,7 +150,7 @@ KNOBS: tuple[Knob, ...] = (
     _choice("kv_dtype", "engine.kv_dtype", "KV cache dtype", Group.ENGINE, ("bf16", "fp16", "fp32", "fp8"), tasks=_GENERATES),
     _count("kv_bytes", "engine.kv_bytes", "KV cache size (bytes)", Group.ENGINE, 2**50, tasks=_GENERATES),
     Knob("utilization", "engine.gpu_memory_utilization", "vLLM memory utilisation", Kind.NUMBER, Group.ENGINE, low=0.01, high=1.0, tasks=_GENERATES),
-    _count("seqs", "engine.max_num_seqs", "Sequences generated at once", Group.ENGINE, MAX_COUNT, tasks=_GENERATES),
+    _count("seqs", "engine.max_num_seqs", "Generated at once", Group.ENGINE, MAX_COUNT, tasks=_GENERATES),
     _count("batched_tokens", "engine.max_num_batched_tokens", "Batched tokens", Group.ENGINE, MAX_TOKENS, tasks=_GENERATES),
     _count("block", "engine.block_size", "KV block (tokens)", Group.ENGINE, 4096, tasks=_GENERATES),
     _count("sleep", "engine.sleep_level", "Sleep level", Group.ENGINE, 2, low=0, tasks=(Task.GRPO,)),
@@ -171,7 +171,7 @@ KNOBS: tuple[Knob, ...] = (
     _count("context_ranks", "parallel.context", "GPUs that share a sequence", Group.SPREAD, MAX_COUNT, tasks=_TRAINS, help="Context parallel."),
     _choice("context_kind", "parallel.context_kind", "How they share it", Group.SPREAD, ("ring", "ulysses"), tasks=_TRAINS),
     _count("expert_ranks", "parallel.expert", "GPUs that share a layer's experts", Group.SPREAD, MAX_COUNT, tasks=_TRAINS),
-    _switch("offload_weights", "offload.parameters", "Weights in host RAM", Group.SPREAD, tasks=_TRAINS, help="FSDP's cpu_offload, DeepSpeed's offload_param."),
+    _switch("offload_weights", "offload.parameters", "Weights in host RAM", Group.SPREAD, tasks=_TRAINS, help="FSDP's `cpu_offload`, DeepSpeed's `offload_param`."),
 )  # fmt: skip
 BY_KEY = {knob.key: knob for knob in KNOBS}
 BY_PATH = {knob.path: knob for knob in KNOBS}

@@ -7,8 +7,9 @@ import streamlit as st
 
 from app import cached, charts, inputs, recordings, time_charts
 from app.draw import draw
+from app.palette import term_words
 from app.recordings import Measured
-from app.words import escape, problem, section
+from app.words import escape, in_app, problem, section
 from planner.errors import VramwiseError
 from planner.importers.pasted import decode
 from planner.plan import Plan, plan
@@ -62,7 +63,7 @@ def headline(recording: Recording) -> None:
                     st.metric(name.capitalize(), value)
         st.caption(escape(f"{recording.source}: {recording.subject[:300]}"))
     for note in recording.notes[:20]:
-        st.caption(escape(note))
+        st.caption(escape(in_app(note)))
 
 
 def timeline(recording: Recording) -> None:
@@ -86,8 +87,8 @@ def timeline(recording: Recording) -> None:
         time_charts.timeline(rows, shades, axis=axis),
         key="timeline_chart",
         alt=f"{title}; the highest point is {format_bytes(max(row['bytes'] for row in points))}.",
-        figures=rows,
-        columns=("t_s", "series", "size", "phase"),
+        figures=[{**row, axis: row["t_s"]} for row in rows],
+        columns=(axis, "series", "size", "phase"),
     )
 
 
@@ -115,7 +116,7 @@ def _term_row(run: str, term: str, num_bytes: int) -> dict[str, Any]:
     order = TERM_NAMES.index(name) if name in TERM_NAMES else 99
     return {
         "run": run,
-        "term": name,
+        "term": term_words(name),
         "gib": to_gib(num_bytes),
         "size": format_bytes(num_bytes),
         "formula": "measured",
@@ -169,7 +170,7 @@ def beside(name: str, planned: Plan, recording: Recording) -> None:
         alt="Planned and measured memory by phase and term, with the error.",
     )
     for line in explain(result, planned, recording):
-        st.caption(escape(line))
+        st.caption(escape(in_app(line)))
 
 
 def _of_phase(total: Cell, cells: tuple[Cell, ...]) -> list[Cell]:
@@ -182,7 +183,7 @@ def _cell(cell: Cell) -> dict[str, str]:
 
     return {
         "phase": cell.phase,
-        "term": cell.term,
+        "term": term_words(cell.term),
         "planned": shown(cell.planned_bytes),
         "measured": shown(cell.measured_bytes),
         "error": "" if cell.error is None else f"{cell.error:+.1%}",
@@ -199,7 +200,7 @@ def largest(recording: Recording) -> None:
             "size": format_bytes(tensor.bytes),
             "shape": " x ".join(map(str, tensor.shape)),
             "dtype": tensor.dtype,
-            "term": tensor.term,
+            "term": term_words(tensor.term),
             "where": tensor.module or tensor.op,
             "since": tensor.phase,
         }

@@ -12,6 +12,7 @@ __all__ = [
     "SERIES",
     "TERM_COLOURS",
     "UNKNOWN_COLOUR",
+    "term_words",
 ]
 RANGE_COLOUR = "#7C8794"
 """The likely range under the peak's bar; readable on light and on dark."""
@@ -40,6 +41,13 @@ def framework_style(name: str) -> tuple[str, tuple[int, ...]]:
 
 SEQUENTIAL = "cividis"
 """Vega scheme of heat maps: made for colour-blind readers."""
+
+
+def term_words(name: str) -> str:
+    """Return what charts, tables and sentences call a term."""
+    return name.replace("_", " ").replace("kv ", "KV ")
+
+
 LIGHT = {
     "primaryColor": "#1455CC",
     "backgroundColor": "#FFFFFF",

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from app import knobs
 from app.knobs import KNOBS
+from planner.answers.cards import BROAD_KINDS
 from planner.errors import UsageError, near_names
-from planner.machines.machine import Machine, gpu_catalogue
+from planner.machines.machine import COUNTED, Machine, find_gpu, gpu_catalogue
 from planner.models.catalogue import (
     catalogue_model,
     catalogue_names,
@@ -30,6 +31,8 @@ DEFAULT_MODEL = "qwen2.5-7b"
 DEFAULT_GPU = "rtx-4090"
 OWN_SIZE = "own size"
 """Instead of a GPU: plain GiB."""
+KINDS = (*BROAD_KINDS, "mig")
+"""Of GPUs, in the order that lists show them."""
 RUN_DEFAULTS: dict[str, Any] = {
     "model": DEFAULT_MODEL,
     "gpu": DEFAULT_GPU,
@@ -106,9 +109,28 @@ def model_options() -> list[str]:
 
 
 def gpu_options() -> list[str]:
-    """Return GPU ids by memory, the default first, then plain GiB."""
-    known = [gpu.id for gpu in gpu_catalogue().values() if gpu.torch_total_bytes]
-    return [*_first(DEFAULT_GPU, known), OWN_SIZE]
+    """Return GPU ids by memory, people's own cards before others, the default first, then plain GiB."""
+    known = [gpu for gpu in gpu_catalogue().values() if gpu.torch_total_bytes]
+    known.sort(key=lambda gpu: (gpu.marketed_gb, KINDS.index(gpu.kind)))
+    return [*_first(DEFAULT_GPU, [gpu.id for gpu in known]), OWN_SIZE]
+
+
+def named_gpu(typed: str) -> tuple[str, int]:
+    """Return the id and the count of cards however they are typed: "4090 laptop", "8 x h100".
+
+    Raises UsageError with the cards that it could be, or near ones.
+    """
+    try:
+        card, count = find_gpu(typed), 1
+    except UsageError:
+        counted = COUNTED.fullmatch(typed.strip())
+        if counted is None:
+            raise
+        card = find_gpu(counted["card"] or counted["each"])
+        count = int(counted["count"] or counted["times"])
+    if not card.torch_total_bytes:
+        raise UsageError(f"gpu: how much torch sees of a {card.name} is not known", hint=OWN_SIZE)
+    return card.id, count
 
 
 @cache

@@ -27,6 +27,11 @@ def accuracy() -> Accuracy:
     return found
 
 
+def quantity_words(quantity: str) -> str:
+    """Return a quantity for people: "nvidia smi used peak"."""
+    return quantity.replace("_", " ")
+
+
 def in_bytes(quantity: str) -> bool:
     """Return whether a quantity is a size (others are tokens, blocks or factors)."""
     return not any(word in quantity for word in NOT_BYTES)
@@ -45,7 +50,7 @@ def row(item: Scored) -> dict[str, Any]:
     return {
         "id": item.row.id,
         "source": item.row.source,
-        "quantity": quantity,
+        "quantity": quantity_words(quantity),
         "measured": item.truth,
         "predicted": item.prediction.value,
         "error": item.error,
@@ -72,7 +77,8 @@ def worst(items: list[Scored]) -> list[Scored]:
 
 def facts(item: Scored) -> dict[str, str]:
     """Return everything a measurement's row says, empty columns left out."""
-    return {key: value for key, value in item.row.fields.items() if value.strip()}
+    found = item.row.fields.items()
+    return {key.replace("_", " "): value for key, value in found if value.strip()}
 
 
 def source_address(item: Scored) -> str:
@@ -88,7 +94,7 @@ def by_quantity(items: list[Scored]) -> list[dict[str, Any]]:
     groups = Accuracy(rows=len(items), scored=items).by_quantity()
     return [
         {
-            "quantity": name,
+            "quantity": quantity_words(name),
             "figures": stats.n,
             "median error": f"{stats.median_abs_error:.1%}",
             "90% within": f"{stats.p90_abs_error:.1%}",

@@ -8,7 +8,7 @@ import streamlit as st
 from app import inputs, knobs, live, runs, sidebar
 from app.inputs import state
 from app.runs import Run
-from app.words import escape, section
+from app.words import escape, in_app, section
 from planner.answers.serving import PREFIX, ServingView
 from planner.answers.serving_changes import Rescue
 from planner.exporters import export_run
@@ -92,7 +92,7 @@ def verdict(view: ServingView, result: Plan) -> None:
     if not view.starts and result.may_run:
         colour, icon, word = "orange", "warning", "May not start"
     with st.container(border=True, key="verdict"):
-        why = headline(view).partition(": ")[2] + "."
+        why = in_app(headline(view).partition(": ")[2]) + "."
         st.header(f":{colour}[:material/{icon}: {word}]", anchor=False)
         live.say(f"{word}. {why}")
         st.write(escape(why))
@@ -105,9 +105,24 @@ def verdict(view: ServingView, result: Plan) -> None:
             st.metric("Longest request", longest, help=made)
             st.metric("KV cache", format_bytes(view.figures.kv.typical), help="On each GPU.")
             st.metric("Weights", format_bytes(view.figures.weights_bytes), help="On each GPU.")
+        st.caption(relation(view))
         st.caption(
             escape(f"{result.model} on {result.machine.label}, {result.resolved.framework.title}")
         )
+
+
+def relation(view: ServingView) -> str:
+    """Return how the cache's tokens and the longest request go together, in one sentence."""
+    shared = "All requests share the cache."
+    if not view.longest:
+        return f"{shared} No request starts, however short."
+    if view.longest == view.made_for:
+        return f"{shared} The longest request is all that the model was made for."
+    if view.longest > view.figures.kv_tokens:
+        return (
+            f"{shared} The longest is longer: some layers keep only the last tokens of a request."
+        )
+    return f"{shared} The longest fits alone in 95% of starts: some leave less cache than usual."
 
 
 def requests(view: ServingView) -> None:
@@ -118,7 +133,7 @@ def requests(view: ServingView) -> None:
             f"{row.tokens:,}" + (" (asked)" if row.given else ""),
             f"{row.at_once:,}",
             f"{row.low:,}",
-            "the cache" if row.by == "cache" else "sequences generated at once",
+            "the cache" if row.by == "cache" else knobs.BY_KEY["seqs"].label.lower(),
         )
         for row in view.requests
     ]
@@ -156,7 +171,7 @@ def _change(number: int, change: Rescue, run: Run, *, starts: bool) -> None:
         on_click=apply,
         args=(change, run.machine.num_gpus),
     )
-    right.markdown(escape(f"{held(change)}. Price: {change.price}."))
+    right.markdown(escape(in_app(f"{held(change)}. Price: {change.price}.")))
 
 
 def held(change: Rescue) -> str:

@@ -13,6 +13,7 @@ from app.knobs import KNOBS, MORE, Group
 from app.links import MAX_GIB
 from app.runs import OWN_SIZE
 from app.words import escape, problem
+from planner.errors import VramwiseError
 from planner.machines.machine import MAX_GPUS
 from planner.models.catalogue import model_names
 from planner.run.framework import pick
@@ -56,8 +57,11 @@ def machine_widgets() -> None:
     options = runs.gpu_options()
     st.selectbox(
         "GPU", options, key="gpu", format_func=runs.gpu_label, help=_gpu_help(),
-        placeholder="Pick a GPU", persist_state="session",
+        placeholder="Pick a GPU", persist_state="session", accept_new_options=True,
+        on_change=_typed_gpu,
     )  # fmt: skip
+    if error := st.session_state.pop("gpu_error", None):
+        problem(error)
     inputs.gpu_to_address()
     if state("gpu") == OWN_SIZE:
         _into_link("vram")
@@ -79,8 +83,23 @@ def machine_widgets() -> None:
         )  # fmt: skip
 
 
+def _typed_gpu() -> None:
+    """Take cards however they were typed, with their count; what is none leaves the box as it was."""
+    typed = st.session_state["gpu"]
+    if typed is None or typed in runs.gpu_options():
+        return
+    try:
+        st.session_state["gpu"], count = runs.named_gpu(typed)
+    except VramwiseError as error:
+        st.session_state["gpu_error"] = error
+        st.session_state["gpu"] = st.query_params.get("gpu", runs.DEFAULT_GPU)
+    else:
+        if count > 1:
+            st.session_state["gpus"] = min(count, MAX_GPUS)
+
+
 def _gpu_help() -> str:
-    return "Every card, MIG slices and unified memories; the last entry takes plain GiB."
+    return "Search by name or memory, or write it in your own words: 8 x h100. Every card, MIG slices and unified memories; the last entry takes plain GiB."
 
 
 def framework_widget() -> None:

@@ -8,11 +8,12 @@ import streamlit as st
 from app import cached, charts, inputs
 from app.draw import draw
 from app.runs import Run
-from app.words import section
+from app.words import in_app, section
 from planner.answers.changes import Change, apply
 from planner.answers.layouts import FITTING, Tried, laid_out
 from planner.plan import Plan
 from planner.report import fullest_rank
+from planner.run.recipe import Sharding
 from planner.units import format_bytes
 
 MOST_ROWS = 12
@@ -55,8 +56,9 @@ def best(run: Run) -> None:
     if first is None or first.plan is None:
         st.caption("No layout of these GPUs fits this run.")
         return
+    does = "Divide it" if first.update.get("sharding") != Sharding.DDP else "Share the work"
     st.button(
-        f"Divide it: {first.words} ({format_bytes(first.plan.peak_bytes, digits=1)} on each GPU)",
+        f"{does}: {first.words} ({format_bytes(first.plan.peak_bytes, digits=1)} on each GPU)",
         key="best_layout",
         type="primary",
         icon=":material/call_split:",
@@ -100,5 +102,5 @@ def _row(tried: Tried) -> dict[str, Any]:
         "verdict": made.verdict if made else "does not fit",
         "over slow links": format_bytes(tried.traffic.slow, digits=1),
         "inside a node": format_bytes(tried.traffic.node, digits=1),
-        "why not": tried.why or "the first choice",
+        "why not": in_app(tried.why) if tried.why else "the first choice",
     }

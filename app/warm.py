@@ -4,7 +4,7 @@ import importlib
 import logging
 import os
 
-from app import cached, comparing, finder, finding, jobs, runs, serving
+from app import budgets, cached, comparing, finder, finding, jobs, runs, scoring, serving
 from app.runs import DEFAULTS
 from planner.answers.serving import PREFIX
 from planner.errors import VramwiseError
@@ -51,6 +51,8 @@ def others() -> None:
         cached.plan_of(server)
         cached.served(server, PREFIX)
         comparing.real_steps()
+        cached.ways(run, budgets.SAMPLES, budgets.EPOCHS)
+        scoring.accuracy()
         section = MachineSection(gpu=DEFAULTS["gpu"]).model_dump_json()
         task, framework = DEFAULTS["task"], DEFAULTS["framework"]
         sizes = (finder.SIZES[0], finder.SIZES[-1])

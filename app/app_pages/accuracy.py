@@ -10,16 +10,18 @@ from planner.accuracy.score import summarise
 
 result = scoring.accuracy()
 sources = sorted({item.row.source for item in result.scored})
-quantities = list(result.by_quantity())
+quantities = {scoring.quantity_words(name): name for name in result.by_quantity()}
+if (linked := st.query_params.get("quantity")) in quantities.values():
+    st.query_params["quantity"] = scoring.quantity_words(linked)  # as the table calls it
 with st.sidebar:
     source = st.selectbox(
         "Source", sources, index=None, key="source", bind="query-params", placeholder="all sources"
     )
     quantity = st.selectbox(
-        "Quantity", quantities, index=None, key="quantity", bind="query-params",
+        "Quantity", list(quantities), index=None, key="quantity", bind="query-params",
         placeholder="all quantities",
     )  # fmt: skip
-items = scoring.filtered(result, source=source, quantity=quantity)
+items = scoring.filtered(result, source=source, quantity=quantities.get(quantity or ""))
 if not items:
     st.info("No published figure of this quantity comes from this source.")
     st.stop()
@@ -71,7 +73,7 @@ if name in rows:
     with st.container(border=True, key="chosen_row"):
         shown = scoring.row(item)
         section(f"{item.row.id}: {shown['miss']}")
-        st.write(escape(f"{shown['quantity']}, {shown['said']}; {shown['inside']}."))
+        st.write(escape(f"{shown['quantity'].capitalize()}: {shown['said']}; {shown['inside']}."))
         if address := scoring.source_address(item):
             st.link_button("Where it was published", address, icon=":material/open_in_new:")
         st.dataframe(

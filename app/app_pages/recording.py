@@ -13,7 +13,7 @@ if found is None:
     )
     st.stop()
 for sentence in found.findings:
-    st.warning(words.escape(sentence))
+    st.warning(words.escape(words.in_app(sentence)))
 if found.recording is None:
     measuring.steps(found)
     st.stop()

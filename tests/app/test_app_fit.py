@@ -1,5 +1,6 @@
 """Will it fit?: every control moves the plan, and every figure on the page is the planner's."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -11,11 +12,16 @@ import app.runs
 import planner.models.hub
 from app import details
 from app.knobs import KNOBS, Kind, Knob, applies
+from app.palette import term_words
 from app.runs import DEFAULTS, run_of
 from planner.errors import VramwiseError
 from planner.models.hub import find_model
+from planner.models.hub_remote import fetch_model
 from planner.plan import Plan, plan
 from planner.units import format_bytes
+from tests.planner.test_hub import hub
+
+__all__ = ["hub"]
 
 MAIN = Path(app.runs.__file__).with_name("main.py")
 
@@ -55,7 +61,7 @@ def test_the_first_page_shows_the_planners_figures() -> None:
     assert metric(at, "Headroom") == format_bytes(result.headroom_bytes)
     assert metric(at, "Host RAM") == format_bytes(result.host_peak_bytes)
     table = at.table[0].value
-    terms = {term.name: term for term in result.phase(result.peak_phase).terms}
+    terms = {term_words(term.name): term for term in result.phase(result.peak_phase).terms}
     assert {name.replace("\\", "") for name in table["term"]} == set(terms)
     assert set(table["size"]) == {format_bytes(term.bytes) for term in terms.values()}
 
@@ -185,6 +191,36 @@ def test_a_model_is_found_however_it_is_typed(typed: str) -> None:
     assert bool([b for b in at.button if b.key == "look_up_own"]) == ("/" in typed)
 
 
+def type_gpu(at: AppTest, typed: str) -> None:
+    """Write in the box what is none of its options."""
+    box = at.selectbox(key="gpu")
+    box.options.append(typed)  # the test's box knows no others
+    box.set_value(typed).run()
+
+
+@pytest.mark.parametrize(
+    ("typed", "gpu", "gpus"),
+    [("8 x h100", "h100-sxm", 8), ("4090 laptop", "rtx-4090-laptop", 1), ("2x 3090", "rtx-3090", 2)],
+)  # fmt: skip
+def test_cards_are_found_however_they_are_typed(typed: str, gpu: str, gpus: int) -> None:
+    at = start()
+    type_gpu(at, typed)
+    assert not at.exception
+    assert (at.session_state["gpu"], at.session_state["gpus"]) == (gpu, gpus)
+    assert at.query_params["gpu"] == gpu
+    assert not at.error
+
+
+@pytest.mark.parametrize(("typed", "near"), [("16gb laptop", "rtx-4090-laptop"), ("h1000", "h100")])
+def test_what_is_no_card_or_several_is_said_and_changes_nothing(typed: str, near: str) -> None:
+    at = start(gpu="rtx-3090")
+    type_gpu(at, typed)
+    assert near in " ".join(said.value for said in at.sidebar.caption).replace("\\", "")
+    assert typed in at.error[0].value
+    assert at.session_state["gpu"] == "rtx-3090"
+    assert metric(at, "Peak")
+
+
 def test_a_name_of_several_models_names_them() -> None:
     at = start_with_model("qwen 7b")
     assert "several models" in at.error[0].value
@@ -207,20 +243,37 @@ def test_the_hub_is_asked_only_on_a_click(monkeypatch: pytest.MonkeyPatch) -> No
     assert metric(at, "Peak") == format_bytes(planned(model="qwen2.5-0.5b").peak_bytes)
 
 
-def test_a_hub_that_does_not_answer_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fetch(name: str, **_: Any) -> Any:
-        raise VramwiseError(f"{name}: the hub does not answer")
-
-    monkeypatch.setattr(planner.models.hub, "fetch_model", fetch)
-    at = start_with_model("someone/some-model")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("org/gated", "is gated"),
+        ("org/slow", "did not answer"),
+        ("org/crowded", "too many requests"),
+        ("org/absent", "no such repository"),
+        ("org/down", "cannot be reached"),
+    ],
+)
+def test_a_hub_that_gives_nothing_is_said_and_what_to_do(
+    hub: str, monkeypatch: pytest.MonkeyPatch, name: str, said: str
+) -> None:
+    address = "http://127.0.0.1:9" if name == "org/down" else hub
+    ask = partial(fetch_model, endpoint=address, offline=False, timeout_s=1)
+    monkeypatch.setattr(planner.models.hub, "fetch_model", lambda name, **_: ask(name))
+    at = start_with_model(name)
     at.button(key="look_up").click().run()
-    assert "does not answer" in at.error[0].value
+    assert not at.exception
+    told = [item.value.replace("\\", "") for item in (*at.error, *at.caption)]
+    assert said in " ".join(told)
+    assert not [text for text in told if "--" in text]
+    assert any("config.json can be uploaded" in text for text in told)
 
 
 def test_placeholders_say_what_the_framework_does() -> None:
     at = start(framework="trl")
     box = next(item for item in at.selectbox if item.key == "checkpointing")
     assert box.proto.placeholder == "full"
+    prompt = next(item for item in at.number_input if item.key == "prompt")
+    assert prompt.proto.placeholder == "none"  # what the plan assumes where none is given
 
 
 def shown_link(at: AppTest) -> str:

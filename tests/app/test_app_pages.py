@@ -3,31 +3,41 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from streamlit.testing.v1 import AppTest
 
 import app.runs
 from app import finder, finding, jobs, pins, scoring
+from app.knobs import BY_KEY
+from app.palette import term_words
 from planner.accuracy.score import Accuracy
 from planner.answers.cards import cards_for_model
 from planner.answers.published import published
 from planner.answers.recommend import recommend
+from planner.doctor.fix_table import MAKERS
+from planner.doctor.titles import TITLES
 from planner.machines.machine import make_machine
 from planner.models.hub import find_model
 from planner.plan import plan
+from planner.run.framework import pick
+from planner.run.recipe import Task
 from planner.units import format_bytes
 
 APP = Path(app.runs.__file__).parent
 PAGES = sorted(path.stem for path in (APP / "app_pages").glob("*.py"))
 
 
-def open_page(name: str, **parameters: str) -> AppTest:
+def open_page(name: str, state: Mapping[str, Any] | None = None, **parameters: str) -> AppTest:
     at = AppTest.from_file(str(APP / "main.py"), default_timeout=120)
     for key, value in parameters.items():
         at.query_params[key] = value
-    at.run()
+    for key, value in (state or {}).items():
+        at.session_state[key] = value
     at.switch_page(f"app_pages/{name}.py").run()
     assert not at.exception, at.exception[0].stack_trace
     return at
@@ -72,7 +82,7 @@ def test_the_figures_of_a_chart_are_the_planners() -> None:
     terms = result.phase(result.peak_phase).terms
     own = frame[frame["run"] == "vramwise"]
     assert dict(zip(own["term"], own["size"], strict=True)) == {
-        term.name: format_bytes(term.bytes) for term in terms
+        term_words(term.name): format_bytes(term.bytes) for term in terms
     }
 
 
@@ -166,6 +176,34 @@ def test_one_click_opens_page_one_filled_in() -> None:
     assert at.title[0].value == "Will it fit?"
 
 
+def test_a_task_that_our_trainer_lacks_is_recommended_under_one_that_has_it() -> None:
+    at = open_page("recommend", task="dpo", search="qwen3-0.6b")
+    assert len(at.dataframe[0].value)
+    said = at.caption[0].value.replace("\\", "")
+    assert "no dpo of its own: planned under TRL" in said
+    chosen = open_page("recommend", task="dpo", search="qwen3-0.6b", framework="hf-trainer")
+    assert "hf-trainer has no dpo" in chosen.error[0].value.replace("\\", "")
+
+
+def test_a_row_is_opened_by_the_keyboard_alone() -> None:
+    at = open_page("recommend", task="sft", search="qwen3-0.6b")
+    first = at.dataframe[0].value.iloc[0]
+    at.selectbox(key="named_row").set_value(0).run()
+    at.button(key="open_named").click().run()
+    assert at.title[0].value == "Will it fit?"
+    assert (at.session_state["model"], at.session_state["method"]) == (
+        first["model"],
+        first["method"],
+    )
+
+
+def test_sizes_are_a_slider_of_doublings() -> None:
+    stops = finder.SIZES[1:-1]
+    assert all(after == 2 * before for before, after in pairwise(stops))
+    assert not finder.SIZES[0]
+    assert finder.SIZES[-1] >= 2800
+
+
 def test_the_reverse_lists_the_planners_cards_and_opens_one_with_its_settings() -> None:
     at = open_page(
         "recommend", look_for="GPUs for my model", model="llama-3.1-8b", context="4096", task="sft"
@@ -202,6 +240,19 @@ def test_serving_has_its_own_recommendations() -> None:
 
 
 # Compare
+
+
+@pytest.mark.parametrize("task", BY_KEY["task"].options)
+def test_only_frameworks_that_do_the_task_are_compared_unasked(task: str) -> None:
+    shown = jobs.side_by_side(task)
+    assert shown
+    assert all(pick(name).has(Task(task)) for name in shown)
+
+
+def test_compare_opens_with_frameworks_of_the_runs_task() -> None:
+    at = open_page("compare", task="dpo", framework="trl", model="llama-3.2-1b")
+    assert list(at.dataframe[0].value["run"]) == list(jobs.side_by_side("dpo"))
+    assert not at.warning
 
 
 def test_compare_puts_the_planners_peaks_side_by_side() -> None:
@@ -298,6 +349,20 @@ def test_explain_refuses_a_bad_config_and_an_unknown_model() -> None:
     assert "not in the catalogue" in other.error[0].value
 
 
+def test_every_cause_has_a_sentence_for_a_title() -> None:
+    assert set(TITLES) >= set(MAKERS)
+    assert all(len(title.split()) > 3 for title in TITLES.values())
+
+
+def test_a_cause_that_nothing_is_known_of_is_not_called_possible() -> None:
+    at = open_page(
+        "explain", state={"pasted": "CUDA error: out of memory\nKilled\nRuntimeError: x"}
+    )
+    assert not at.exception
+    possible = [said.value for said in at.caption if said.value.startswith("Also possible")]
+    assert not [said for said in possible if "unknown" in said.lower()]
+
+
 # Accuracy
 
 
@@ -311,13 +376,13 @@ def test_accuracy_shows_the_worst_ten_first_and_honest_statistics(live_accuracy:
 
 
 def test_accuracy_filters_by_source_and_quantity() -> None:
-    at = open_page("accuracy", quantity="peak_allocated")
+    at = open_page("accuracy", quantity="peak_allocated")  # as links of older versions say it
     result = scoring.accuracy()
-    assert list(at.dataframe[-2].value["quantity"]) == ["peak_allocated"]
+    assert list(at.dataframe[-2].value["quantity"]) == ["peak allocated"]
     source = next(i.row.source for i in result.scored if i.prediction.quantity == "peak_allocated")
     at.selectbox(key="source").set_value(source).run()
     assert set(at.dataframe[0].value["source"]) == {source}
-    at.selectbox(key="quantity").set_value("num_cpu_blocks").run()
+    at.selectbox(key="quantity").set_value("num cpu blocks").run()
     assert at.info or len(at.dataframe)
     assert not at.exception
 

@@ -8,7 +8,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 import app.runs
-from app import cached, jobs, palette, words, workers
+from app import cached, jobs, palette, warm, workers
 from app.runs import DEFAULTS, received, run_of
 from planner import reserved
 from planner.errors import UsageError
@@ -16,6 +16,7 @@ from planner.models.catalogue import load_catalogue
 from planner.models.hub import find_model
 from planner.plan import plan
 from planner.units import parse_bytes
+from tests.app.test_app_pages import PAGES, open_page
 
 MAIN = Path(app.runs.__file__).with_name("main.py")
 
@@ -68,15 +69,22 @@ def test_an_upload_is_in_no_shared_cache(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(model.name != "my-secret-model" for model, _ in reserved._PLAYED.values())
 
 
-def test_the_app_names_its_own_settings_not_flags() -> None:
-    said = words.in_app("give --micro-batch-size 1, --vram 24GiB or --host-ram; x--y stays")
-    assert said == 'give "Batch" 1, vram 24GiB or host ram; x--y stays'
-
-
 def test_a_framework_keeps_its_line_whatever_stands_beside_it() -> None:
     styles = [palette.framework_style(name) for name in palette.FRAMEWORKS]
     assert len(set(styles)) == len(styles)
     assert palette.framework_style("trl") == palette.framework_style("trl")
+
+
+@pytest.mark.slow
+def test_what_pages_open_with_is_made_before_anybody_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(warm.WANTED, raising=False)
+    warm.first()
+    warm.others()
+    asked: list[str] = []
+    monkeypatch.setattr(workers, "run", lambda job, *_, **__: asked.append(job.__qualname__))
+    for name in PAGES:
+        open_page(name)
+    assert asked == []
 
 
 def test_a_session_that_lasts_a_day_keeps_no_more_than_a_new_one() -> None:

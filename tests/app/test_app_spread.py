@@ -27,6 +27,7 @@ def test_eight_gpus_without_a_layout_are_said_and_mended_by_one_click() -> None:
     at = start()
     assert not at.exception
     assert "a whole copy on each" in at.info[0].value
+    assert at.button(key="best_layout").label.startswith("Share the work: ")  # nothing is divided
     at.get_by_key("best_layout").click().run()
     assert not at.exception
     assert at.session_state["sharding"] == "ddp"

@@ -10,6 +10,7 @@ import pytest
 
 from tests.browser.axe import violations
 from tests.browser.driving import PAGES, chromium, go, open_browser, running_app, settle
+from tests.browser.screenshots import example_recording
 from trainer.config import read_run
 
 pytestmark = [
@@ -18,10 +19,27 @@ pytestmark = [
     pytest.mark.skipif(chromium() is None, reason="no Chromium is installed"),
 ]
 PHONE = {"width": 390, "height": 844}
-SCREENS = {"compare": 4, "budget": 5, "recommend": 5, "accuracy": 6}
-"""Phone screens that a page of tables and maps may take; the others three."""
+SCREENS = 3
+"""Of a phone, that a page may take."""
 DESKTOP = {"width": 1360, "height": 1000}
 DOES_NOT_FIT = "?model=llama-3.1-8b&framework=trl&method=lora&context=4096&batch=8"
+EIGHT_GPUS = "?model=llama-3.1-8b&gpu=h100-sxm&gpus=8&task=sft&method=full&context=4096"
+FOUR_STAGES = (
+    "?model=llama-3.2-1b&gpu=h100-sxm&gpus=4&task=sft&method=full&framework=megatron"
+    "&context=512&sharding=megatron&stages=4&accumulation=4"
+)
+PUBLISHED = "compare?compare=510.8+GB+to+54.3+GB"
+FULLEST = (
+    DOES_NOT_FIT,
+    EIGHT_GPUS,
+    FOUR_STAGES,
+    "serve?model=llama-3.1-70b&gpu=rtx-4090",
+    "recommend?look_for=GPUs+for+my+model&model=llama-3.1-8b&gpu=h100-sxm&gpus=8&task=sft",
+    "compare?compare=my+runs&"
+    + "&".join(f"pin=model%3Dllama-3.2-1b%26batch%3D{batch}" for batch in range(1, 7)),
+    PUBLISHED,
+)
+"""Pages with as much on them as a link can put there."""
 AXOLOTL = b"""base_model: Qwen/Qwen2.5-3B
 adapter: lora
 sequence_len: 4096
@@ -118,6 +136,18 @@ def test_a_laptop_owner_leaves_with_a_run_file_the_trainer_takes(
 
 
 @pytest.mark.slow
+def test_cards_are_typed_with_their_count(page: Any, address: str) -> None:
+    go(page, f"{address}/?model=llama-3.2-1b")
+    box = page.get_by_role("combobox", name=re.compile("GPU"))
+    box.first.click()
+    box.first.press_sequentially("8 x h100")
+    page.keyboard.press("Enter")
+    page.locator(".st-key-verdict", has_text="8 x NVIDIA H100").wait_for()
+    assert "gpu=h100-sxm" in page.url
+    assert "gpus=8" in page.url
+
+
+@pytest.mark.slow
 def test_a_model_is_typed_in_ones_own_words(page: Any, address: str) -> None:
     go(page, f"{address}/")
     box = page.get_by_role("combobox", name=re.compile("Model"))
@@ -162,13 +192,18 @@ def test_every_page_is_for_every_reader_and_asks_no_other_host(
     shown.on("request", lambda request: asked.append(request.url))
     shown.on("pageerror", lambda error: problems.append(str(error)))
     titles = []
-    for name in (*PAGES, DOES_NOT_FIT, "compare?compare=510.8+GB+to+54.3+GB"):
+    for name in (*PAGES, *FULLEST):
         go(shown, f"{address}/{name}")
         titles.append(shown.title())
         assert violations(shown) == [], name
         levels = shown.eval_on_selector_all("h1, h2, h3", "all => all.map(h => +h.tagName[1])")
         assert levels[0] == 1
         assert all(after <= before + 1 for before, after in pairwise(levels)), name
+    go(shown, f"{address}/explain")
+    shown.locator(".st-key-example button").click()
+    shown.get_by_role("heading", name="What to change").wait_for()
+    settle(shown)
+    assert violations(shown) == [], "an explained error"
     colour = shown.evaluate(
         "getComputedStyle(document.querySelector('[data-testid=stApp]')).backgroundColor"
     )
@@ -180,24 +215,55 @@ def test_every_page_is_for_every_reader_and_asks_no_other_host(
     context.close()
 
 
-@pytest.mark.slow
-def test_a_phone_scrolls_down_less_than_three_screens_and_never_sideways(
-    browser: Any, address: str
-) -> None:
+@pytest.fixture
+def phone(browser: Any) -> Iterator[Any]:
     context = browser.new_context(viewport=PHONE, has_touch=True, is_mobile=True)
-    phone = context.new_page()
-    for name in PAGES:
-        go(phone, f"{address}/{name}")
-        assert phone.evaluate("document.documentElement.scrollWidth") <= PHONE["width"], name
-        tall = phone.evaluate("document.querySelector('[data-testid=stMain]').scrollHeight")
-        assert tall <= SCREENS.get(name, 3) * PHONE["height"], name
+    yield context.new_page()
+    context.close()
+
+
+def screens(phone: Any) -> float:
+    """Return how many screens a page takes; none of it stands beside the screen."""
+    assert phone.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    tall: int = phone.evaluate("document.querySelector('[data-testid=stMain]').scrollHeight")
+    return tall / PHONE["height"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [*PAGES, *FULLEST])
+def test_a_phone_scrolls_down_less_than_three_screens_and_never_sideways(
+    phone: Any, address: str, path: str
+) -> None:
+    go(phone, f"{address}/{path}")
+    assert screens(phone) <= SCREENS
+
+
+@pytest.mark.slow
+def test_what_a_phone_opens_takes_less_than_three_screens(
+    phone: Any, address: str, tmp_path: Path
+) -> None:
+    go(phone, f"{address}/")
+    for part in ("Largest that fit", "Against context", "Take it away"):
+        phone.get_by_role("tab", name=part).click()
+        settle(phone)
+        assert screens(phone) <= SCREENS, part
     go(phone, f"{address}/explain")
     phone.locator(".st-key-example button").click()
     phone.get_by_role("heading", name="What to change").wait_for()
     settle(phone)
-    tall = phone.evaluate("document.querySelector('[data-testid=stMain]').scrollHeight")
-    assert tall <= 3 * PHONE["height"], "an explained error"
-    context.close()
+    assert screens(phone) <= SCREENS, "an explained error"
+    go(phone, f"{address}/recording")
+    phone.locator(".st-key-recording_file input[type=file]").set_input_files(
+        str(example_recording(tmp_path))
+    )
+    phone.locator('[data-testid="stMetric"]').first.wait_for()
+    settle(phone)
+    assert screens(phone) <= SCREENS, "a recording"
+    go(phone, f"{address}/accuracy")
+    phone.locator(".st-key-scatter .mark-symbol.role-mark path").last.click(force=True)
+    phone.locator(".st-key-chosen_row").wait_for()
+    settle(phone)
+    assert screens(phone) <= SCREENS, "a published figure"
 
 
 def test_the_first_page_is_for_every_reader(browser: Any, address: str) -> None:
@@ -237,7 +303,7 @@ def test_a_reader_without_a_mouse_hears_the_verdict_and_reaches_the_figures(
 
 @pytest.mark.slow
 def test_eight_gpus_and_no_layout_are_divided_by_one_click(page: Any, address: str) -> None:
-    go(page, f"{address}/?model=llama-3.1-8b&gpu=h100-sxm&gpus=8&task=sft&method=full&context=4096")
+    go(page, f"{address}/{EIGHT_GPUS}")
     page.get_by_text("a whole copy on each of them").wait_for()
     page.locator(".st-key-best_layout button").click()
     page.wait_for_url("**sharding=**")
@@ -251,8 +317,7 @@ def test_eight_gpus_and_no_layout_are_divided_by_one_click(page: Any, address: s
 def test_every_stage_of_a_pipeline_has_its_bar_and_recommend_its_layouts(
     page: Any, address: str
 ) -> None:
-    run = "model=llama-3.2-1b&gpu=h100-sxm&gpus=4&task=sft&method=full&framework=megatron"
-    go(page, f"{address}/?{run}&context=512&sharding=megatron&stages=4&accumulation=4")
+    go(page, f"{address}/{FOUR_STAGES}")
     assert "Fits" in verdict(page)
     page.get_by_text("the fullest, GPU ").first.wait_for()
     chart = page.locator('[data-testid="stVegaLiteChart"]').first
