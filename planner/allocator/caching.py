@@ -14,7 +14,7 @@ Rules and constants as in c10/cuda/CUDACachingAllocator.cpp of torch 2.13; one d
 
 import re
 import sys
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -322,7 +322,7 @@ class CachingAllocator:
                     if after is not None:
                         after.before = part
                     key = rest << SHIFT | address
-                    keys.insert(bisect_left(keys, key), key)
+                    insort(keys, key)
                     chunks[key] = part
                     allocated += size
                 else:
@@ -359,7 +359,7 @@ class CachingAllocator:
             chunk.size = size
             chunk.free = True
             key = size << SHIFT | address
-            keys.insert(bisect_left(keys, key), key)
+            insort(keys, key)
             chunks[key] = chunk
         self.allocated_bytes, self.peak_allocated_bytes = allocated, highest
         return 0
@@ -418,12 +418,7 @@ class CachingAllocator:
         """Remember the most that could not have been given back: reserved less idle segments."""
         if self.reserved_bytes <= self.needed_bytes:
             return
-        idle = sum(
-            chunk.size
-            for pool in self.pools.values()
-            for chunk in pool.chunks.values()
-            if chunk.before is None and chunk.after is None
-        )
+        idle = sum(pool.idle_bytes for pool in self.pools.values())
         self.needed_bytes = max(self.needed_bytes, self.reserved_bytes - idle)
 
     def _release_oversized(self, pool: Pool, size: int) -> int:

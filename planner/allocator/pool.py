@@ -50,6 +50,7 @@ class Pool:
         self.page = SMALL_BUFFER if small else LARGE_BUFFER
         self.least_rest = MIN_BLOCK if small or expandable else SMALL_SIZE + 1
         """A rest of at least this is split off."""
+        self.least_segment = SMALL_BUFFER if small else MIN_LARGE_ALLOC
         self.reserved_bytes = 0
         self.segments = 0
         self.keys: list[int] = []
@@ -63,6 +64,12 @@ class Pool:
     def free_chunks(self) -> list[Chunk]:
         """Free blocks, smallest first."""
         return [self.chunks[key] for key in self.keys]
+
+    @property
+    def idle_bytes(self) -> int:
+        """Segments that are free as a whole; no segment is smaller than `least_segment`."""
+        first = bisect_left(self.keys, self.least_segment << SHIFT)
+        return sum(chunk.size for key in self.keys[first:] if (chunk := self.chunks[key]).whole)
 
     def best_fit(self, size: int) -> Chunk | None:
         """Return the smallest free block of at least `size` bytes, the lowest of equals."""

@@ -1,7 +1,8 @@
 """Cards that take a model: for a run as it is, and for the methods of a task with settings that fit."""
 
+from bisect import insort
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from planner.answers.longest import USUAL
 from planner.answers.recommend import (
@@ -111,12 +112,13 @@ def cards_for_model(
     """Return the cards that take a model and the methods that do, in the order of spent.RULE.
 
     Settings are those that slow the run least; all of them leave the result as it is. Cards with a listed
-    price are all planned, the others as far as `limit` reaches, the smallest first.
+    price are all planned, the others as far as `limit` reaches, the smallest first; rows that are shown are
+    replayed, and fit.
     """
-    found: list[Card] = []
+    found: list[_Chosen] = []
     framework = runner(task, framework)
     if model.longest and context > model.longest:
-        return found
+        return []
     priced = priced_cards()
     cards = sorted(known_cards(kinds), key=lambda gpu: gpu.id not in priced)
     for gpu in cards:
@@ -125,17 +127,43 @@ def cards_for_model(
         machine = make_machine(gpu.id, gpus=gpus, nodes=nodes, host_ram=host_ram)
         for method in variants(task):
             recipes = starts(task, method, framework, machine)
-            chosen = comfortable(model, recipes, machine, context, task) or _barely(
-                model, recipes, machine, context
-            )
+            chosen = comfortable(model, recipes, machine, context, task)
             if chosen is None:
-                continue
-            made = chosen.plan
-            found.append(
-                Card(gpu.id, gpu.name, gpu.kind, gpus, machine.vram_bytes, method, "fits", True,
-                     made.peak_bytes, made.capacity_bytes, setting(chosen, spending), spending(made))
-            )  # fmt: skip
-    return sorted(found, key=lambda card: order(card.spent))[:limit]
+                chosen = _barely(model, recipes, machine, context)
+            if chosen is not None:
+                found.append(_Chosen(gpu, method, recipes, chosen, spending(chosen.plan)))
+    shown: list[Card] = []
+    waiting = sorted(found, key=_place)
+    while waiting and (limit is None or len(shown) < limit):
+        row = waiting.pop(0)
+        if row.chosen.plan.fits:
+            shown.append(row.card(spending))
+            continue
+        other = _barely(model, row.recipes, row.chosen.plan.machine, context)
+        if other is not None:  # slower settings: its place may be further back
+            slower = row._replace(chosen=other, spent=spending(other.plan))
+            insort(waiting, slower, key=_place)
+    return shown
+
+
+class _Chosen(NamedTuple):
+    """A card and a method with its settings, not replayed yet."""
+
+    gpu: GpuSpec
+    method: str
+    recipes: list[Recipe]
+    chosen: Settled
+    spent: Spent | None
+
+    def card(self, spending: Spending) -> Card:
+        """Return the row to show."""
+        made = self.chosen.plan
+        return Card(self.gpu.id, self.gpu.name, self.gpu.kind, made.machine.num_gpus, made.machine.vram_bytes, self.method,
+                    "fits", True, made.peak_bytes, made.capacity_bytes, setting(self.chosen, spending), self.spent)  # fmt: skip
+
+
+def _place(row: _Chosen) -> tuple[int, float]:
+    return order(row.spent)
 
 
 def _barely(

@@ -80,6 +80,8 @@ def _guess(
 
 
 def proved(
+    model: ModelSpec,
+    machine: Machine,
     lengths: Sequence[int],
     end: Plan,
     start_bytes: int,
@@ -89,12 +91,13 @@ def proved(
 
     `end`: the plan at the longest that has room; `start_bytes`: the peak at the first length. Where a replay
     needs more than there is, the next length is where a line from the first length to that need meets it.
+    What fits goes on to the last length that the same settings hold.
     """
     index, fragmented = lengths.index(end.resolved.seq_tokens), USUAL
     for _ in range(TRIES):
         made = find(lengths[index], fragmented)
         if made.plan.fits:
-            return made
+            return _carried_on(model, machine, made, lengths[index + 1 :])
         if index == 0 or not made.plan.resolved.trains:
             return None
         needed, first = made.plan.needed_bytes, USUAL * start_bytes
@@ -104,3 +107,18 @@ def proved(
         index = max(0, min(index, bisect_right(lengths, wanted)) - 1)
         fragmented = USUAL + share * max(0.0, needed / made.plan.peak_bytes - USUAL)
     return None
+
+
+def _carried_on(
+    model: ModelSpec, machine: Machine, made: Settled, longer: Sequence[int]
+) -> Settled:
+    """Return the same settings at the last of these lengths before one at which they do not fit."""
+    for tokens in longer:
+        try:
+            found = plan(model, at(made.recipe, tokens), machine)
+        except VramwiseError:
+            break
+        if not found.fits:
+            break
+        made = made._replace(plan=found)
+    return made

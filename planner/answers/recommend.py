@@ -34,6 +34,7 @@ RUNNERS = (OWN, "trl", OTHER, "vllm")
 PLAIN = "qwen3-0.6b"
 """A model of layers that every framework has."""
 BATCHES = (2, 4, 8, 16, 32, 64)
+SCORE_DIGITS = 3
 USUAL_SPARE, GENERATING, RECURRENT = 1.15, 1.3, 1.4
 """Room over what is alive at which a search begins: most runs' fragments need less, and each row is replayed."""
 TRAINING: dict[str, dict[str, Any]] = {
@@ -131,31 +132,46 @@ def _ranked(
     models: dict[str, ModelSpec], machine: Machine, task: str, least: int, framework: str,
     spending: Spending,
 ) -> Iterator[Recommendation]:  # fmt: skip
-    """Yield rows by falling score. A pair waits at what it is worth at best until it is planned."""
-    queue: list[tuple[float, int, int, int, _Pair | Recommendation]] = []
+    """Yield rows by falling score.
+
+    A pair waits at what it is worth at best: first by its model alone, then, once it is planned, less what the
+    price of its cheapest batch takes off; only those that come out first are replayed. (Settings that turn out
+    to have no room in the replay give way to slower ones, which are priced then.)
+    """
+    queue: list[tuple[float, int, int, int, _Pair | _Begun | Recommendation]] = []
     ticket = count()
     methods = list(variants(task))
     places = {name: place for place, name in enumerate(models)}
+
+    def wait(score: float, pair: _Pair, waiting: "_Pair | _Begun | Recommendation") -> None:
+        order = places[pair.name], methods.index(pair.method), next(ticket)
+        heapq.heappush(queue, (-round(score, SCORE_DIGITS), *order, waiting))
+
     for name, model in models.items():
-        place = places[name]
-        value = worth(name, model)
         for label in methods:
-            pair = _Pair(name, model, label, value)
-            best = value.at(max(least, model.longest or least))
-            heapq.heappush(queue, (-best, place, methods.index(label), next(ticket), pair))
+            pair = _Pair(name, model, label, worth(name, model))
+            wait(pair.best(least), pair, pair)
+    begun: dict[tuple[object, ...], _Start | None] = {}
     alike: dict[tuple[object, ...], Recommendation | None] = {}
     while queue:
         *_, waiting = heapq.heappop(queue)
         if isinstance(waiting, Recommendation):
             yield waiting
             continue
-        key = (_shape(waiting.model), waiting.method)
+        pair = waiting.pair if isinstance(waiting, _Begun) else waiting
+        key = (_shape(pair.model), pair.method)
+        if isinstance(waiting, _Pair):
+            if key not in begun:
+                begun[key] = _start(pair, machine, task, framework, least)
+            start = begun[key]
+            if start is not None:
+                wait(pair.best(least) - start.penalty(spending), pair, _Begun(pair, start))
+            continue
         if key not in alike:
-            alike[key] = furthest(waiting, machine, task, framework, least, spending)
-        row = _named(alike[key], waiting)
+            alike[key] = furthest(pair, waiting.start, machine, task, least, spending)
+        row = _named(alike[key], pair)
         if row is not None:
-            order = places[row.model], methods.index(row.method), next(ticket)
-            heapq.heappush(queue, (-row.score, *order, row))
+            wait(row.score, pair, row)
 
 
 def _shape(model: ModelSpec) -> tuple[object, ...]:
@@ -169,7 +185,7 @@ def _named(row: Recommendation | None, pair: "_Pair") -> Recommendation | None:
     if row is None:
         return None
     near = row.at_least or row
-    score = round(pair.worth.at(row.context) - price_penalty(near.spent), 3)
+    score = round(pair.worth.at(row.context) - price_penalty(near.spent), SCORE_DIGITS)
     return replace(row, model=pair.name, released=pair.worth.released, score=score)
 
 
@@ -180,6 +196,36 @@ class _Pair(NamedTuple):
     model: ModelSpec
     method: str
     worth: Worth
+
+    def best(self, least: int) -> float:
+        """Return the score at the longest context there may be, whatever it costs."""
+        return self.worth.at(max(least, self.model.longest or least))
+
+
+class _Start(NamedTuple):
+    """A pair at the context asked for, planned and not replayed."""
+
+    recipes: list[Recipe]
+    base: Settled
+    sizes: list[Settled]
+    """The comfortable settings at each micro-batch there is room for, the smallest first; none: it is narrow."""
+
+    def penalty(self, spending: Spending) -> float:
+        """Return the least that the price takes off a score at any of these sizes."""
+        least = None
+        for size in reversed(self.sizes):  # the largest is the cheapest as a rule
+            found = price_penalty(spending(size.plan))
+            least = found if least is None else min(least, found)
+            if not least:
+                break
+        return least or 0.0
+
+
+class _Begun(NamedTuple):
+    """A pair that is planned and waits for its replays."""
+
+    pair: _Pair
+    start: _Start
 
 
 def runner(task: str, framework: str | None) -> str:
@@ -277,10 +323,8 @@ def quickest(
     return next((found for found in tried if found is not None), None)
 
 
-def furthest(
-    pair: _Pair, machine: Machine, task: str, framework: str, least: int, spending: Spending
-) -> Recommendation | None:
-    """Return the row of a model and method: its longest context and, beside it, the context asked for."""
+def _start(pair: _Pair, machine: Machine, task: str, framework: str, least: int) -> _Start | None:
+    """Return the quickest settings of a model and method at the context asked for; None where there are none."""
     model = pair.model
     if model.longest and least > model.longest:
         return None
@@ -293,6 +337,15 @@ def furthest(
     base = near or quickest(model, recipes, machine, least, USUAL)
     if base is None:
         return None
+    sizes = _batches(model, near, machine, spare(model, task)) if near is not None else []
+    return _Start(recipes, base, sizes)
+
+
+def furthest(
+    pair: _Pair, start: _Start, machine: Machine, task: str, least: int, spending: Spending
+) -> Recommendation | None:
+    """Return the row of a model and method: its longest context and, beside it, the context asked for."""
+    model, base, recipes = pair.model, start.base, start.recipes
     lengths = contexts(least, model.longest or 1 << 20)
     full = strongest(model, base, recipes[-1], machine)
 
@@ -307,11 +360,11 @@ def furthest(
         other = same or quickest(model, recipes[1:], machine, tokens, fragmented)
         return other or Settled(plan(model, at(full, tokens), machine))
 
-    far = None if end is None else proved(lengths, end, base.plan.peak_bytes, find)
-    near = near and _batched(model, near, machine, spare(model, task))
+    far = None if end is None else proved(model, machine, lengths, end, base.plan.peak_bytes, find)
+    near = _largest_that_fits(start.sizes)
     if near is None and far is not None:  # the same settings hold a shorter context
         shorter = far._replace(plan=plan(model, at(far.recipe, least), machine))
-        near = _batched(model, shorter, machine, spare(model, task)) or far
+        near = _largest_that_fits(_batches(model, shorter, machine, spare(model, task))) or far
     far = far or near
     if far is None or near is None:
         return None
@@ -348,13 +401,10 @@ def _weights_fit(model: ModelSpec, recipe: Recipe, machine: Machine) -> bool:
         return False
 
 
-def _batched(
+def _batches(
     model: ModelSpec, found: Settled, machine: Machine, fragmented: float
-) -> Settled | None:
-    """Return the same settings with the largest micro-batch that fits when replayed; serving has its own.
-
-    None where not even the batch they have fits.
-    """
+) -> list[Settled]:
+    """Return the same settings at every micro-batch that has room, the smallest first; serving has its own."""
     sizes = [found]
     room = found.plan.trusted_bytes(fragmented)
     grows = 0
@@ -374,6 +424,11 @@ def _batched(
         if more > 0:  # some frameworks raise a small batch by themselves
             grows = (larger.peak_bytes - last.peak_bytes) // more
         sizes.append(found._replace(plan=larger))
+    return sizes
+
+
+def _largest_that_fits(sizes: list[Settled]) -> Settled | None:
+    """Return the largest micro-batch that fits when it is replayed."""
     return next((each for each in reversed(sizes) if each.plan.fits), None)
 
 

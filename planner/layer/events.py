@@ -14,9 +14,9 @@ from planner.layer.tape import FREED, Event, Tape, Value
 from planner.models.spec import LayerSpec
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerEvents:
-    """One pass of a layer; a block number of 0 means there is none."""
+    """One pass of a layer; a block number of 0 means there is none. Found in caches as the object it is."""
 
     events: tuple[Event, ...]
     x: int

@@ -38,8 +38,10 @@ class Player:
         return chunk
 
     def take_all(self, sizes: Iterable[int]) -> list[Chunk]:
-        """Allocate one block after the other."""
-        return [chunk for size in sizes if (chunk := self.take(size)) is not None]
+        """Allocate one block after the other; none for none."""
+        blocks: Blocks = {}
+        self._play([(number, size) for number, size in enumerate(sizes) if size > 0], blocks)
+        return list(blocks.values())
 
     def give(self, *chunks: Chunk | None) -> None:
         """Free blocks."""
@@ -60,16 +62,17 @@ class Player:
             events += [(number := number + 1, size) for size in blocks if size > 0]
             if passing:
                 events.append((0, 0))
-        failed = self.device.play(events, {})
-        if failed:
-            raise DeviceFullError(failed)
+        self._play(events, {})
 
     def play(self, layer: LayerEvents, tokens: int, blocks: Blocks) -> Blocks:
         """Play a layer's events; `blocks` are those they may free. Returns what is left."""
-        failed = self.device.play(sized(layer, tokens), blocks)
+        self._play(sized(layer, tokens), blocks)
+        return blocks
+
+    def _play(self, events: Iterable[tuple[int, int]], blocks: Blocks) -> None:
+        failed = self.device.play(events, blocks)
         if failed:
             raise DeviceFullError(failed)
-        return blocks
 
 
 @lru_cache(maxsize=4096)

@@ -1,5 +1,7 @@
 """The optimizer's step: states at the first one, temporaries at each, gradients freed after it."""
 
+from itertools import chain
+
 from planner.allocator.pool import Chunk
 from planner.replay.player import Player
 from planner.replay.tensors import Trained
@@ -51,16 +53,17 @@ class Update:
         self.player.give(*grads)
 
     def _start(self) -> None:
-        for each in self.trained:
-            self.player.take_all(self._states(each))
-        self.player.take_all(4 * size for size in self.factored)
+        states = {kind: self._states(*kind) for kind in self.kinds}
+        sizes = [states[each.elements, each.width] for each in self.trained]
+        self.player.take_all(chain(*sizes, (4 * size for size in self.factored)))
 
-    def _states(self, each: Trained) -> list[int]:
-        count, size = self.kind.states, each.elements
+    def _states(self, size: int, width: int) -> list[int]:
+        """Return the blocks of one tensor's states, by its elements and their bytes."""
+        count = self.kind.states
         if self.kind.eight_bit and size >= SMALL_TENSOR:
             sizes = [size, -(-size // BLOCK_8BIT) * 4] * count
         elif self.kind.eight_bit:
             sizes = [4 * size] * count
         else:
-            sizes = [size * state_width(self.r, each.width)] * count
-        return [size * 4, *sizes] if self.r.master_weights and each.width < 4 else sizes
+            sizes = [size * state_width(self.r, width)] * count
+        return [size * 4, *sizes] if self.r.master_weights and width < 4 else sizes

@@ -22,6 +22,7 @@ from planner.machines.machine import Machine, make_machine
 from planner.models.catalogue import catalogue_model, catalogue_names
 from planner.models.spec import ModelSpec
 from planner.plan import plan
+from planner.replay.steps import replay_run
 from planner.run.runfile import make_recipe
 
 
@@ -88,18 +89,56 @@ def test_settings_are_slowed_down_only_where_needed() -> None:
     assert lora.at_least.batch > 1
 
 
-@pytest.mark.slow
-def test_the_context_is_the_longest_of_its_own_settings() -> None:
-    machine = make_machine("rtx-4090")
-    rows = recommend(machine, wanted=some("llama-3.1-8b", "qwen3-32b", "gemma-3-12b"))
+@pytest.mark.parametrize(
+    ("gpu", "task", "names"),
+    [
+        ("rtx-4090", "dpo", ["smollm3-3b"]),
+        ("rtx-3060-12gb", "dpo", ["phi-4-mini"]),
+        ("rtx-3060-12gb", "serve", ["qwen3-8b"]),
+        pytest.param("rtx-4090", "sft", ["llama-3.1-8b", "qwen3-32b"], marks=pytest.mark.slow),
+        pytest.param("rtx-3060-12gb", "grpo", ["qwen3-vl-8b"], marks=pytest.mark.slow),
+    ],
+)
+def test_the_context_is_the_longest_of_its_own_settings(
+    gpu: str, task: str, names: list[str]
+) -> None:
+    """The same settings do not fit one step of the context further: not even a replay's fragments decide."""
+    machine = make_machine(gpu)
+    rows = recommend(machine, task=task, wanted=some(*names))
+    assert rows
     for row in rows:
         model = catalogue_model(row.model)
         steps = contexts(2048, model.longest)
         assert row.context in steps
-        later = [step for step in steps if step > row.context]
-        if len(later) > 1:
-            recipe = make_recipe(**{**row.recipe, "context": later[1]})
-            assert not plan(model, recipe, machine).fits
+        for later in [step for step in steps if step > row.context][:1]:
+            recipe = make_recipe(**{**row.recipe, "context": later})
+            assert not plan(model, recipe, machine).fits, (row.model, row.method, row.context)
+
+
+def test_what_its_price_puts_behind_the_last_row_is_not_replayed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replayed: list[str] = []
+
+    def spied(model: ModelSpec, *args: Any, **more: Any) -> Any:
+        replayed.append(model.name)
+        return replay_run(model, *args, **more)
+
+    monkeypatch.setattr("planner.reserved.replay_run", spied)
+    machine, names = make_machine("rtx-4090"), ("mistral-small-22b", "glm-4-9b-0414")
+    assert (
+        worth(names[0], catalogue_model(names[0])).score
+        > worth(names[1], catalogue_model(names[1])).score
+    )
+
+    def rows(limit: int | None) -> list[Recommendation]:
+        wanted = some(*names)
+        return recommend(machine, task="grpo", least_context=8192, wanted=wanted, limit=limit)
+
+    first = rows(1)
+    assert set(replayed) == {"glm-4-9b-0414"}
+    assert rows(None)[:1] == first
+    assert set(replayed) == set(names)
 
 
 @pytest.mark.parametrize(
