@@ -13,8 +13,8 @@ DAMPING = 0.01
 """Of the mean second moment, added to each: GPTQ's (arXiv 2210.17323, section 3.3)."""
 COLUMNS = 128
 """Columns whose errors are spread at once: the rest of the matrix is touched once for all of them."""
-SHRINKS = torch.arange(0.70, 1.06, 0.03).tolist()
-"""Scales that are tried, in shares of the one at which nothing clips."""
+SHRINKS = (0.75, 0.85, 0.95, 1.05)
+"""Scales that are tried, in shares of the one at which nothing clips; 13 shares lose 2 % less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,19 @@ class Book:
 
 
 def nearest(scaled: Tensor, book: Book) -> Tensor:
-    """Return the codes (int64) of weights that are divided by their scale."""
-    return torch.bucketize(scaled, book.midpoints.to(scaled.device))
+    """Return the codes (uint8) of weights that are divided by their scale.
+
+    As torch.bucketize, which takes four times as long over a matrix.
+    """
+    codes = torch.zeros(scaled.shape, dtype=torch.uint8, device=scaled.device)
+    for middle in book.midpoints.tolist():
+        codes += scaled > middle
+    return codes
 
 
 def values(codes: Tensor, scales: Tensor, book: Book) -> Tensor:
     """Return what codes [O, I] mean with scales [O, I / B], in fp32."""
-    levels = book.levels.to(codes.device)[codes.long()]
+    levels = book.levels.to(codes.device)[codes.int()]
     return (levels.view(*scales.shape, -1) * scales.unsqueeze(-1)).view(codes.shape)
 
 
@@ -63,7 +69,7 @@ def searched_scales(weight: Tensor, importance: Tensor, book: Book, block: int) 
     best, least = plain, torch.full_like(plain, torch.inf)
     for share in SHRINKS:
         scales = plain * share
-        hit = levels[nearest(blocks / _divisor(scales).unsqueeze(-1), book)]
+        hit = levels[nearest(blocks / _divisor(scales).unsqueeze(-1), book).int()]
         weighted = hit * weights
         energy, overlap = (weighted * hit).sum(-1), (weighted * blocks).sum(-1)
         scales = torch.where(energy > 0, overlap / _divisor(energy), scales)
@@ -78,8 +84,7 @@ def rounded(weight: Tensor, scales: Tensor, book: Book) -> Tensor:
     """Return the nearest codes [O, I] (uint8) of a weight against scales [O, I / B]."""
     blocks = _blocks(weight, weight.shape[1] // scales.shape[1])
     codes = nearest(blocks / _divisor(scales).unsqueeze(-1), book)
-    codes = torch.where(scales.unsqueeze(-1) == 0, book.zero, codes)
-    return codes.to(torch.uint8).view(weight.shape)
+    return torch.where(scales.unsqueeze(-1) == 0, book.zero, codes).view(weight.shape)
 
 
 def factor(moments: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,9 +101,7 @@ def factor(moments: Tensor) -> tuple[Tensor, Tensor]:
     return order, torch.linalg.cholesky(inverse, upper=True)
 
 
-def fed_back(
-    weight: Tensor, scales: Tensor, book: Book, factored: tuple[Tensor, Tensor]
-) -> Tensor:
+def fed_back(weight: Tensor, scales: Tensor, book: Book, factored: tuple[Tensor, Tensor]) -> Tensor:
     """Return codes [O, I] (uint8): each column's error goes to the columns not yet rounded.
 
     `scales` [O, I / B] are those that a reader will multiply by, so their own rounding is fed back too;
@@ -121,7 +124,7 @@ def fed_back(
             code = nearest(part[index] / _divisor(scale), book)
             code = torch.where(scale == 0, book.zero, code)
             codes[start + index] = code
-            error = (part[index] - levels[code] * scale) / diagonal[start + index]
+            error = (part[index] - levels[code.int()] * scale) / diagonal[start + index]
             errors[index] = error
             pull = upper[start + index, start + index + 1 : end]
             part[index + 1 :] -= pull.unsqueeze(1) * error

@@ -6,6 +6,8 @@ from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
 from trainer.quantize import bnb, codes
 
+BNB = bnb.BitsAndBytes()
+
 
 def _weight(rows=96, columns=256, seed=0):
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 0.05
@@ -29,9 +31,9 @@ def test_what_bitsandbytes_reads_is_what_was_chosen_bit_for_bit(block, dtype):
     scales = codes.searched_scales(weight, moments.diagonal(), bnb.book(), block)
     state, read = bnb.nested(scales)
     chosen = codes.fed_back(weight, read, bnb.book(), codes.factor(moments))
-    stored = bnb.tensors(chosen, state, dtype)
+    stored = bnb.packed(chosen, state, dtype)
     expected = codes.values(chosen, read, bnb.book()).to(dtype)
-    back = bnb.read_back({name: tensor.clone() for name, tensor in stored.items()})
+    back = BNB.read_back(stored, dtype)
     assert back.dtype == dtype
     assert torch.equal(back, expected)
 
@@ -44,11 +46,11 @@ def test_plain_codes_are_bitsandbytes_own(block):
     )
     scales = codes.plain_scales(weight, bnb.book(), block)
     state, _ = bnb.nested(scales)
-    ours = bnb.tensors(codes.rounded(weight, scales, bnb.book()), state, torch.float32)
+    ours = bnb.packed(codes.rounded(weight, scales, bnb.book()), state, torch.float32)
     assert torch.equal(ours["weight"], packed)
     assert torch.equal(ours["weight.absmax"], theirs.absmax)
     assert torch.equal(ours["weight.nested_absmax"], theirs.state2.absmax)
-    assert torch.equal(bnb.read_back(ours), dequantize_4bit(packed, theirs))
+    assert torch.equal(BNB.read_back(ours, torch.float32), dequantize_4bit(packed, theirs))
 
 
 def test_each_step_loses_less_of_the_output():
