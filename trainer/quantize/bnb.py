@@ -21,7 +21,7 @@ from torch import Tensor
 from planner.quant.methods import BLOCKSIZES
 from planner.quant.schemes import NF4_BLOCK, NF4_NESTED_BLOCK, Scheme, bnb_4bit
 from trainer.quantize.codes import Book, fed_back, searched_scales, values
-from trainer.quantize.formats import Factored, Tensors
+from trainer.quantize.formats import BLOCKS, Factored, Tensors
 
 
 @cache
@@ -57,6 +57,7 @@ class BitsAndBytes:
     """What transformers and PEFT train: NF4 with nested absmax, block sizes mixed by tensor."""
 
     name = "bnb"
+    blocks = BLOCKS
     readers = "transformers, PEFT and vramwise train"
     fused: tuple[tuple[str, ...], ...] = ()
 

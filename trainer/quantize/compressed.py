@@ -28,6 +28,7 @@ class CompressedTensors:
     """What vLLM serves: q, k and v are one matrix there, and so are gate and up."""
 
     name = "compressed-tensors"
+    blocks = BLOCKS
     readers = "vLLM"
     fused = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 

@@ -47,8 +47,6 @@ def write(
     choice: Choice,
     form: Format,
     folder: Path,
-    *,
-    shard_bytes: int = SHARD_BYTES,
 ) -> int:
     """Write the checkpoint to the new `folder` and return the bytes of its tensors.
 
@@ -57,7 +55,7 @@ def write(
     """
     model, dtype = measured.model, measured.dtype
     folder.mkdir(parents=True)
-    shards = _shards(list(_pieces(model, linears, choice, form, dtype.itemsize)), shard_bytes)
+    shards = _shards(list(_pieces(model, linears, choice, form, dtype.itemsize)))
     where: dict[str, str] = {}
     total = 0
     for number, pieces in enumerate(shards, 1):
@@ -167,12 +165,12 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _shards(pieces: list[Piece], most: int) -> list[list[Piece]]:
-    """Return the pieces in files of at most `most` bytes, in their order."""
+def _shards(pieces: list[Piece]) -> list[list[Piece]]:
+    """Return the pieces in files of at most SHARD_BYTES, in their order."""
     shards: list[list[Piece]] = [[]]
     size = 0
     for piece in pieces:
-        if shards[-1] and size + piece.bytes > most:
+        if shards[-1] and size + piece.bytes > SHARD_BYTES:
             shards.append([])
             size = 0
         shards[-1].append(piece)

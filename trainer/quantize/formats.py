@@ -17,6 +17,8 @@ class Format(Protocol):
     """One way to write four-bit weights."""
 
     name: str
+    blocks: tuple[int, ...]
+    """Columns that may share a scale; the first has the least bytes."""
     readers: str
     """Who loads it, for people."""
     fused: tuple[tuple[str, ...], ...]
@@ -50,7 +52,7 @@ class Format(Protocol):
 
 
 BLOCKS = (64, 32)
-"""Columns that share a scale, in both formats; the first is what the least bytes have."""
+"""Of both formats that are written."""
 
 
 def formats(word: str) -> tuple[Format, ...]:

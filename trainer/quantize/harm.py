@@ -111,8 +111,8 @@ class Measurement:
                 if name.startswith(prefix)
             }
 
-    def divergence(self, changed: Callable[[int | None], Weights]) -> float:
-        """Return the KL in nats a token, on the held rows, of the model with other weights from the model.
+    def divergence(self, changed: Callable[[int | None], Weights]) -> Tensor:
+        """Return the KL in nats a token, for each held row [R'], of the model with other weights from the model.
 
         `changed` gives the weights of a layer, or of what is outside the layers (None), by full name.
         """
@@ -124,15 +124,15 @@ class Measurement:
                     [layer(part, **self._given[index]) for part in self._split(hidden)]
                 )
         before = self._read_hidden(len(self.model.layers))[len(self._rows) :]
-        total = 0.0
+        found = []
         for own, other in zip(before, hidden, strict=True):
             with torch.no_grad():
                 with self.model.with_head():
                     reference = self.model.logits(own).log_softmax(-1)
                 with self.model.with_head(outside):
-                    found = self.model.logits(other).log_softmax(-1)
-            total += float((reference.exp() * (reference - found)).sum())
-        return total / self._held.numel()
+                    logs = self.model.logits(other).log_softmax(-1)
+            found.append((reference.exp() * (reference - logs)).sum(-1).mean())
+        return torch.stack(found)
 
     def _forward(self, done: Done) -> None:
         """Keep the inputs of every layer on disk."""
@@ -192,7 +192,7 @@ class Measurement:
                     weight, outputs = linears[name].weight.detach(), taken.gradients(name)
                     made: list[Candidate] = []
                     for form in self.formats:
-                        for block in fitting(weight.shape[1]):
+                        for block in fitting(weight.shape[1], form.blocks):
                             stored, chosen = form.store(
                                 weight,
                                 block,
@@ -268,9 +268,9 @@ def token_fisher(error: Tensor, inputs: Tensor, outputs: Tensor) -> float:
     return float(((inputs @ error.t()) * outputs).sum(1).square().mean()) / 2
 
 
-def fitting(columns: int) -> tuple[int, ...]:
+def fitting(columns: int, blocks: Sequence[int] = BLOCKS) -> tuple[int, ...]:
     """Return the block sizes that divide a weight's inner size."""
-    return tuple(block for block in BLOCKS if columns % block == 0)
+    return tuple(block for block in blocks if columns % block == 0)
 
 
 def check_sizes(linears: Mapping[str, nn.Linear]) -> None:

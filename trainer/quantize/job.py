@@ -106,7 +106,8 @@ def quantize(job: Job, *, say: Say = silent, quiet: bool = False) -> dict[str, A
                 raise VramwiseError(
                     f"{form.name}: {written:,} B were written, {choice.bytes:,} B were chosen"
                 )
-            kl = measured.divergence(_written_weights(inside, model, linears, choice, form, dtype))
+            weights = _written_weights(inside, model, linears, choice, form, dtype)
+            kl = float(measured.divergence(weights).mean())
             made = report(
                 job_model=str(job.model),
                 form=form,
