@@ -34,6 +34,7 @@ VERB_MODULES = (
     "trainer.trace_cli",
     "profiler.cli",
     "trainer.cli",
+    "trainer.quantize.verb",
 )
 
 PANELS = ("Plan", "Explain", "Train", "Measure", "Look")

@@ -23,6 +23,10 @@ from planner.quant.schemes import Scheme
 from planner.quant.sites import Site
 
 Decide = Callable[[Site], Scheme | None]
+BLOCKSIZES = "vramwise_blocksizes"
+"""Of a bitsandbytes block that vramwise wrote: full names by block size, where that is not 64."""
+BNB_BLOCKSIZES = ("32", "64", "128", "256", "512", "1024", "2048", "4096")
+"""Of 4-bit weights: bitsandbytes 0.50 functional.py, quantize_4bit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,7 @@ def converted(
 
 def bitsandbytes(config: Mapping[str, Any]) -> Reading:
     """bitsandbytes through transformers: a null list means the head stays, [] that nothing does."""
+    own: dict[str, Scheme] = {}
     if config.get("load_in_8bit") or config.get("_load_in_8bit"):
         scheme = schemes.bnb_int8()
     else:
@@ -113,11 +118,36 @@ def bitsandbytes(config: Mapping[str, Any]) -> Reading:
                 f"quantization_config.bnb_4bit_quant_type: {kind!r} is not allowed",
                 hint="nf4 or fp4",
             )
-        nested = config.get("bnb_4bit_use_double_quant", False)
-        scheme = schemes.bnb_4bit(kind, nested=bool(nested))
+        nested = bool(config.get("bnb_4bit_use_double_quant", False))
+        scheme = schemes.bnb_4bit(kind, nested=nested)
+        own = {
+            name: schemes.bnb_4bit(kind, nested=nested, block=block)
+            for name, block in _blocksizes(config).items()
+        }
     listed = names_in(config, "llm_int8_skip_modules")
-    decide, tests = converted(lambda _: scheme, listed, experts=True, conv1d=True)
+    decide, tests = converted(
+        lambda site: next((own[name] for name in site.names if name in own), scheme),
+        listed,
+        experts=True,
+        conv1d=True,
+    )
     return Reading(decide, training.BNB, tests)
+
+
+def _blocksizes(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the block sizes of weights by name; those that are not listed have 64."""
+    listed = config.get(BLOCKSIZES) or {}
+    if not isinstance(listed, Mapping):
+        raise UsageError(f"quantization_config.{BLOCKSIZES}: expected an object of names by size")
+    found = {}
+    for size in listed:
+        if size not in BNB_BLOCKSIZES:
+            raise UsageError(
+                f"quantization_config.{BLOCKSIZES}: {str(size)[:40]!r} is not allowed",
+                hint=f"one of {', '.join(BNB_BLOCKSIZES)}",
+            )
+        found |= dict.fromkeys(names_in(listed, size) or (), int(size))
+    return found
 
 
 def fp8(config: Mapping[str, Any], *, experts: str = "") -> Reading:

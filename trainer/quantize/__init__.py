@@ -1,0 +1,1 @@
+"""Writes four-bit bases that lose less: codes with error feedback, and bytes where they spare most harm."""
