@@ -199,17 +199,19 @@ class _Step:
     def stepping(self) -> int:
         """Return what moves while the optimizer steps.
 
-        Where the GPU steps on states of the host every chunk of them comes, is stepped and goes back before
-        the next one comes (trainer/elementwise_optimizer.py:_step_one). Where the host steps the new weights
-        go to the GPU at its end (DeepSpeed stage_1_and_2.py and stage3.py: step); FSDP's are gathered from the
-        host as they are used.
+        Where the GPU steps on states of the host they come and go back: in vramwise's trainer at once, each way
+        at the link's whole speed (trainer/bundles.py; PCIe carries as much in both directions together as twice
+        one way: 111.4 of 56.8 GB/s between RTX 5090s, 54.2 of 27.1 between RTX 3090s, p2pBandwidthLatencyTest), elsewhere
+        one after the other. Where the host steps the new weights go to the GPU at its end (DeepSpeed
+        stage_1_and_2.py and stage3.py: step); FSDP's are gathered from the host as they are used.
         """
         offload = self.r.placement.offload
         if not offload.states or offload.by == "fsdp":
             return 0
         if offload.by in HOST_STEPS:
             return 0 if offload.weights else self._shard * self._width
-        return 2 * optimizer(self.part, self.r).host.bytes
+        ways = 1 if self.r.switches.step_scratch_bytes else 2
+        return ways * optimizer(self.part, self.r).host.bytes
 
     def host_steps(self) -> int:
         """Return what the host's memory moves for all ranks of a node that it steps for.
