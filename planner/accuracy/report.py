@@ -32,6 +32,8 @@ No constant is tuned until rows match; a difference stays until an allocation ex
   units without trained parameters with `register_multi_grad_hook`. Slope +2LH bytes per token, in the backward only (Mistral, Llama-3, Llama-2-70B).
 * **FSDP gathers** the root unit (embeddings, head) from forward to backward: +1.95 GiB on Llama-3-8B, in the loss phase. Shards, gradients and
   states of a full fine-tune are fp32; what is gathered, and the residual stream, are 16-bit.
+* **FSDP1's wrapping** leaves its tracks in the cache: a unit's tensors come to the GPU one by one, rank 0's are broadcast in buckets of 250 MiB, all are joined
+  and cut; bf16 parts become fp32 after the last unit. Up to 4 GiB of segments that later steps fill only in part (Mistral, Llama-3 on 2 and 4 GPUs).
 * **Quantised bases under FSDP**: adapters and their states are not sharded.
 * **Old bitsandbytes and auto-gptq** keep the input of every quantised matmul as an attribute of the autograd node, freed with the graph: +(I + H)
   elements per token at the peak of a recomputed layer.

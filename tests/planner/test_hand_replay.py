@@ -32,7 +32,7 @@ from planner.run.logits_law import LogitsLaw
 from planner.terms.activations import op_settings
 from planner.terms.optimizer import optimizer
 from planner.units import MiB
-from tests.planner.toys import CONFIG, LLAMA, MIXTRAL, TIED, choices, gpus
+from tests.planner.toys import CONFIG, LLAMA, MIXED, MIXTRAL, TIED, choices, gpus
 
 WEIGHTS = 478_080 + 7 * 384
 STREAM = 8 * 128
@@ -289,6 +289,17 @@ def test_units_wait_two_forward_and_three_backward() -> None:
     for waiting in (3, 3):
         found.before(layer, backward=True)
         assert player.device.allocated_bytes == ROOT + waiting * LAYER
+
+
+def test_a_smaller_layer_is_gathered_at_its_own_size() -> None:
+    r = choices(MIXED, gpus(2), method="full", sharding="fsdp")
+    player = Player()
+    found = Units(MIXED, r, player)
+    found.before(MIXED.layers[0], backward=False)
+    assert player.device.allocated_bytes == LAYER
+    # gate, up and down of 256 rows for 128: 61,568 parameters x 2 B, 123,136 in 123,392
+    found.before(MIXED.layers[1], backward=False)
+    assert player.device.allocated_bytes == LAYER + 123_392
 
 
 def test_gradients_are_reduced_to_a_ranks_share() -> None:
