@@ -57,7 +57,7 @@ docs: $(TEST_SET) ## rewrite the generated pages (docs/accuracy.md, docs/cli.md)
 	$(BIN)/python -m benchmarks.write_docs
 
 bench: $(TEST_SET) ## the benchmarks that back the README's claims
-	@for script in plan_speed trace_speed logprob_head kv_tokens doctor profile_overhead ranks_overhead push_overhead app_load trainer_vs_trl sft_vs_hf grpo_table; do \
+	@for script in plan_speed trace_speed logprob_head generation kv_tokens doctor profile_overhead ranks_overhead push_overhead app_load trainer_vs_trl sft_vs_hf grpo_table; do \
 	  echo "== $$script"; OMP_NUM_THREADS=1 $(BIN)/python benchmarks/$$script.py; done
 
 mutants: $(TEST_SET) ## plant 300 small errors in the memory model; lists those that no fast test notices
