@@ -282,7 +282,7 @@ def nested_config(started: Started, context: Context) -> Nested | None:
     known = bool(_YAML_TOOLS & names) or bool(
         _RUNNERS.match(started.name) or _RUNNERS.match(started.program)
     )
-    wanted = _named_file(started)
+    wanted = named_file(started)
     if wanted is None:
         return None
     if started.name == "tune" and not wanted.endswith(_FILES):
@@ -333,7 +333,7 @@ def _document(text: str, name: str) -> dict[str, Any] | None:
     return document if isinstance(document, dict) else None
 
 
-def _named_file(started: Started) -> str | None:
+def named_file(started: Started) -> str | None:
     """Return the config that a command names: by --config or --config_path and _name, @ FILE, or the first file."""
     given = {key.replace("-", "_"): value for key, value in flags(started.arguments).items()}
     folder, name = given.get("config_path"), given.get("config_name")

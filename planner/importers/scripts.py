@@ -24,10 +24,11 @@ from planner.importers.commands import (
     Reader,
     hf_command,
     llamafactory_command,
+    named_file,
     nested_config,
     trl_command,
 )
-from planner.importers.context import Context
+from planner.importers.context import Context, absent
 from planner.importers.keys import shown
 from planner.importers.launchers import Started, started
 from planner.importers.mappings import from_mapping, unknown
@@ -86,12 +87,27 @@ def from_shell(script: Script, context: Context) -> Imported | None:
         or vllm.read_script(script, version=context.version_of("vllm"))
         or sglang.read_script(script, version=context.version_of("sglang"))
     )
+    if found is None:
+        _ask(script)
     if found is not None and script.cut_off:
         found.report.effects.append(
             "a comment line stands inside a continued command: bash ends the command there, so what follows is "
             f"not passed: {', '.join(script.cut_off[:12])}"
         )
     return found
+
+
+def _ask(script: Script) -> None:
+    """Raise UsageError for what a launcher starts where no reader knows it: by its absent config, or its name."""
+    for words, environment in zip(script.commands, script.prefixes, strict=True):
+        program = started(words, environment)
+        if program is None or not (program.launcher or program.is_module):
+            continue
+        wanted = named_file(program)
+        if wanted is not None and wanted.endswith((".yaml", ".yml", ".toml")):
+            raise absent(wanted)
+        if program.launcher:
+            raise unknown(program.program)
 
 
 def _training(script: Script, context: Context) -> Imported | None:
