@@ -221,7 +221,10 @@ def llamafactory_command(started: Started, context: Context) -> Imported | None:
         "lora_target",
         "dataset_dir",
     } & set(values)
-    if "model_name_or_path" not in values or not (started.name in names or len(own) >= 2):
+    told = "finetuning_type" in own or (
+        "model_name_or_path" in values and (started.name in names or len(own) >= 2)
+    )
+    if not told:
         return None
     spread = launch_of(started, context)
     environment = " ".join(f"{key}={value}" for key, value in started.environment.items())

@@ -13,6 +13,7 @@ from planner.importers.launch import (
     set_degrees,
     visible_devices,
 )
+from planner.importers.launchers import started
 from planner.importers.names import quantization_in_name, resolve_model
 from planner.importers.settings import Imported, Settings, as_int, as_names
 from planner.importers.shell import Script, flags
@@ -39,12 +40,19 @@ def read_script(script: Script, *, version: str | None = None) -> Imported | Non
         if "megatron" in names:  # megatron_flags.py reads those
             continue
         for verb in ("sft", "pt", "rlhf"):
-            old = f"llm_{verb}.py"  # ms-swift 1's own scripts
-            if old in names or (
+            own = [  # ms-swift 1's scripts, and those that `swift VERB` starts
+                place
+                for place, word in enumerate(command)
+                if names[place] == f"llm_{verb}.py" or word.endswith(f"swift/cli/{verb}.py")
+            ]
+            if own or (
                 verb in names[:4]
                 and ("swift" in names or any(f"{verb}.py" in name for name in names))
             ):
-                values = flags(command[names.index(old if old in names else verb) + 1 :])
+                values = flags(command[(own[0] if own else names.index(verb)) + 1 :])
+                program = started(command, environment) if own else None
+                if program is not None and program.processes:
+                    environment = {**environment, "NPROC_PER_NODE": str(program.processes)}
                 return read({**values, "verb": verb}, environment=environment, version=version)
     return None
 
@@ -140,6 +148,7 @@ def _method(settings: Settings, recipe: dict[str, Any], model: str) -> Method:
     if kind not in ("full", "lora"):
         settings.unread("tuner_type", kind, "planned as LoRA")
     settings.raw(
+        *("template_type", "gradient_checkpointing_kwargs", "num_iterations"),
         "bnb_4bit_comp_dtype",
         "bnb_4bit_quant_type",
         "bnb_4bit_compute_dtype",
