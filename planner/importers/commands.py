@@ -221,7 +221,10 @@ def llamafactory_command(started: Started, context: Context) -> Imported | None:
         "lora_target",
         "dataset_dir",
     } & set(values)
-    if "model_name_or_path" not in values or not (started.name in names or len(own) >= 2):
+    told = "finetuning_type" in own or (
+        "model_name_or_path" in values and (started.name in names or len(own) >= 2)
+    )
+    if not told:
         return None
     spread = launch_of(started, context)
     environment = " ".join(f"{key}={value}" for key, value in started.environment.items())
@@ -282,7 +285,7 @@ def nested_config(started: Started, context: Context) -> Nested | None:
     known = bool(_YAML_TOOLS & names) or bool(
         _RUNNERS.match(started.name) or _RUNNERS.match(started.program)
     )
-    wanted = _named_file(started)
+    wanted = named_file(started)
     if wanted is None:
         return None
     if started.name == "tune" and not wanted.endswith(_FILES):
@@ -333,7 +336,7 @@ def _document(text: str, name: str) -> dict[str, Any] | None:
     return document if isinstance(document, dict) else None
 
 
-def _named_file(started: Started) -> str | None:
+def named_file(started: Started) -> str | None:
     """Return the config that a command names: by --config or --config_path and _name, @ FILE, or the first file."""
     given = {key.replace("-", "_"): value for key, value in flags(started.arguments).items()}
     folder, name = given.get("config_path"), given.get("config_name")

@@ -82,6 +82,19 @@ QLORA = {
 """What qlora.py sets where its command line does not (artidoro/qlora qlora.py, TrainingArguments)."""
 
 
+_TRAINS = {
+    *(
+        "output_dir",
+        "learning_rate",
+        "num_train_epochs",
+        "gradient_accumulation_steps",
+        "bf16",
+        "fp16",
+    ),
+    *("save_strategy", "save_steps", "warmup_ratio", "lr_scheduler_type", "logging_steps"),
+}
+
+
 def is_hugging_face(values: dict[str, Any]) -> bool:
     """Return whether flags are a Trainer's: a model's name beside TrainingArguments'."""
     named = "model_name_or_path" in values or "base_model" in values
@@ -90,7 +103,9 @@ def is_hugging_face(values: dict[str, Any]) -> bool:
         "per_device_train_batch_size",
         "learning_rate",
     } <= set(values)
-    return (named and bool(trains)) or own
+    # the model is in the program: only a Trainer has so many of these
+    many = "per_device_train_batch_size" in values and len(_TRAINS & set(values)) >= 2
+    return (named and bool(trains)) or own or many
 
 
 def read(

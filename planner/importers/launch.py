@@ -108,8 +108,8 @@ def from_words(text: str) -> Launch:
     sharding = None
     if match := _STAGE.search(text):
         sharding = _stage(int(match.group(1)))
-    elif re.search(r"\bfsdp\d?(?:\b|_)", text, re.IGNORECASE):
-        sharding = Sharding.FSDP
+    elif match := re.search(r"\bfsdp(\d?)(?:\b|_)", text, re.IGNORECASE):
+        sharding = Sharding.FSDP2 if match[1] == "2" else Sharding.FSDP
     elif re.search(r"\bddp\b|multi_gpu", text, re.IGNORECASE):
         sharding = Sharding.DDP
     offload = bool(re.search(r"offload", text, re.IGNORECASE)) and sharding is not None

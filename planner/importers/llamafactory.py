@@ -43,10 +43,10 @@ def read(
     settings = Settings(
         values, tool="llamafactory", version=version or VERSION, assumed=version is None
     )
-    if "model_name_or_path" not in values:
+    if not {"model_name_or_path", "finetuning_type"} & set(values):
         return _read_v1(settings)
     recipe: dict[str, Any] = {"framework": settings.framework("llamafactory")}
-    model = str(settings.raw("model_name_or_path", to="model"))
+    model = str(settings.raw("model_name_or_path", to="model", default=""))
     stage = str(settings.raw("stage", to="task", default="sft"))
     recipe["task"] = _STAGES.get(stage, Task.SFT)
     if stage not in _STAGES:

@@ -26,10 +26,11 @@ from planner.importers.settings import Imported, Settings
 Reader = Callable[[dict[str, Any], dict[str, Any], str | None, Context], Imported]
 
 
-def unknown() -> UsageError:
-    """Return the error for what no importer knows."""
+def unknown(program: str = "") -> UsageError:
+    """Return the error for what no importer knows; `program`: what a launcher starts."""
+    what = f": {program[:80]}, which this line starts," if program else " as any tool's config"
     return UsageError(
-        "config: not recognised as any tool's config",
+        f"config: not recognised{what}" + (" is of no tool that is known" if program else ""),
         hint=f"these can be read: {', '.join(TOOLS)}; or state the run by flags: vramwise plan MODEL --task ...",
     )
 

@@ -13,6 +13,7 @@ from planner.importers.launch import (
     set_degrees,
     visible_devices,
 )
+from planner.importers.launchers import started
 from planner.importers.names import quantization_in_name, resolve_model
 from planner.importers.settings import Imported, Settings, as_int, as_names
 from planner.importers.shell import Script, flags
@@ -39,10 +40,19 @@ def read_script(script: Script, *, version: str | None = None) -> Imported | Non
         if "megatron" in names:  # megatron_flags.py reads those
             continue
         for verb in ("sft", "pt", "rlhf"):
-            if verb in names[:4] and (
-                "swift" in names or any(f"{verb}.py" in name for name in names)
+            own = [  # ms-swift 1's scripts, and those that `swift VERB` starts
+                place
+                for place, word in enumerate(command)
+                if names[place] == f"llm_{verb}.py" or word.endswith(f"swift/cli/{verb}.py")
+            ]
+            if own or (
+                verb in names[:4]
+                and ("swift" in names or any(f"{verb}.py" in name for name in names))
             ):
-                values = flags(command[names.index(verb) + 1 :])
+                values = flags(command[(own[0] if own else names.index(verb)) + 1 :])
+                program = started(command, environment) if own else None
+                if program is not None and program.processes:
+                    environment = {**environment, "NPROC_PER_NODE": str(program.processes)}
                 return read({**values, "verb": verb}, environment=environment, version=version)
     return None
 
@@ -121,7 +131,10 @@ def _by_keys(values: dict[str, Any]) -> tuple[str, str]:
 def _method(settings: Settings, recipe: dict[str, Any], model: str) -> Method:
     kind = str(settings.raw("tuner_type", "train_type", "sft_type", to="method", default="lora"))
     quantized = settings.raw("quant_method", to="quantization")
-    bits = settings.count("quant_bits", to="quantization", off=True) or 4
+    # releases 1 and 2: the bits alone say that it is quantised, by bitsandbytes
+    old = settings.count("quantization_bit", to="quantization", off=True)
+    quantized = quantized or ("bnb" if old else None)
+    bits = settings.count("quant_bits", to="quantization", off=True) or old or 4
     named = quantization_in_name(model)
     if kind == "full":
         method = Method.FULL
@@ -135,6 +148,8 @@ def _method(settings: Settings, recipe: dict[str, Any], model: str) -> Method:
     if kind not in ("full", "lora"):
         settings.unread("tuner_type", kind, "planned as LoRA")
     settings.raw(
+        *("template_type", "gradient_checkpointing_kwargs", "num_iterations"),
+        "bnb_4bit_comp_dtype",
         "bnb_4bit_quant_type",
         "bnb_4bit_compute_dtype",
         "bnb_4bit_quant_storage",
@@ -241,9 +256,13 @@ def _lora(settings: Settings, method: Method) -> dict[str, Any]:
     return {
         "rank": settings.count("lora_rank", to="lora.rank", default=8),
         "targets": words.lora_targets(
-            settings.raw("target_modules", to="lora.targets", default="all-linear")
+            settings.raw(
+                "target_modules", "lora_target_modules", to="lora.targets", default="all-linear"
+            )
         ),
-        "dropout": settings.number("lora_dropout", to="lora.dropout", default=0.05),
+        "dropout": settings.number(
+            "lora_dropout", "lora_dropout_p", to="lora.dropout", default=0.05
+        ),
         "dtype": words.dtype(settings.raw("lora_dtype")),
         "dora": settings.flag("use_dora"),
         "modules_to_save": as_names(settings.raw("modules_to_save", to="lora.modules_to_save")),

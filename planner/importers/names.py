@@ -25,7 +25,7 @@ _QUANTIZED = (
 )
 _SUFFIXES = re.compile(
     r"[-_](?:unsloth|bnb|4bit|8bit|16bit|instruct|chat|it|base|hf|sft|dpo|qlora|lora|full|pt|preview|gguf|awq|gptq|int4|int8|fp8"
-    r"|nvfp4|fp4|mxfp4|bf16|qat|w4a16|w8a16|w8a8|quantized[.]w\d+a\d+|quantized|fp8_dynamic|block|g\d+|fp16|dynamic|reasoning|thinking|25\d\d|24\d\d|rope|\d+k|marlin|scale|uncensored|text|think)(?=[-_]|$)",
+    r"|nvfp4|fp4|mxfp4|bf16|qat|w4a16|w8a16|w8a8|quantized[.]w\d+a\d+|quantized|fp8_dynamic|block|g\d+|fp16|dynamic|reasoning|thinking|25\d\d|24\d\d|rope|\d+k|marlin|scale|uncensored|text|think|terminus)(?=[-_]|$)",
     re.IGNORECASE,
 )
 _OWNERS = re.compile(r"^(?:meta|unsloth|nvidia)[-_]", re.IGNORECASE)
@@ -50,7 +50,7 @@ def derivatives() -> dict[str, str]:
 def fold(name: str) -> str:
     """Return a name without owner, separators and the words that do not change shapes."""
     leaf = re.sub(r"\s+", "-", name.strip().rstrip("/").rsplit("/", 1)[-1])
-    leaf = _OWNERS.sub("", leaf)
+    leaf = re.sub("1half", "1.5", _OWNERS.sub("", leaf))  # ms-swift 2 calls Qwen1.5 so
     previous = None
     while previous != leaf:
         previous, leaf = leaf, _SUFFIXES.sub("", leaf, count=1)

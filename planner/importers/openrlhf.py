@@ -63,6 +63,7 @@ _NEW = {
     "advantage_estimator": ("algo.advantage.estimator",),
     "init_kl_coef": ("algo.kl.init_coef",),
     "colocate_all_models": ("train.colocate_all",),
+    "colocate_actor_ref": ("train.colocate_actor_ref",),
     "vllm_num_engines": ("vllm.num_engines",),
     "vllm_tensor_parallel_size": ("vllm.tensor_parallel_size",),
     "vllm_gpu_memory_utilization": ("vllm.gpu_memory_utilization",),
@@ -208,15 +209,23 @@ def _policy(settings: Settings) -> Imported:
     if settings.flag("use_dynamic_batch", to="micro_batch_size"):
         settings.values["token_budget"] = settings.raw("max_tokens_per_gpu", default=16192)
     together = settings.flag("colocate_all_models", to="engine.kind")
+    beside = settings.flag("colocate_actor_ref", to="reference") or together
+    critic = estimator == "gae"
+    if critic and not together:
+        settings.effect(
+            "critic and reference have GPUs of their own: planned on the policy's, an upper bound"
+        )
+    elif beta and not beside:
+        settings.effect("the reference has GPUs of its own: none of it is on the policy's")
     engines = settings.count("vllm_num_engines", to="engine.kind", off=True)
     policy = Policy(
         sharding=shard,
         gpus=nodes * each,
         colocated=together,
         sleeps=settings.flag("vllm_enable_sleep", to="engine.sleep_level"),
-        reference=bool(beta),
+        reference=bool(beta) and (beside or critic),
         beta=beta,
-        critic=estimator == "gae",
+        critic=critic,
         reward_model=str(judge) if judge and not remote else None,
         mixed_precision="none",
         master_weights=shard is not Sharding.DDP,

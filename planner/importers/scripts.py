@@ -24,10 +24,11 @@ from planner.importers.commands import (
     Reader,
     hf_command,
     llamafactory_command,
+    named_file,
     nested_config,
     trl_command,
 )
-from planner.importers.context import Context
+from planner.importers.context import Context, absent
 from planner.importers.keys import shown
 from planner.importers.launchers import Started, started
 from planner.importers.mappings import from_mapping, unknown
@@ -86,12 +87,50 @@ def from_shell(script: Script, context: Context) -> Imported | None:
         or vllm.read_script(script, version=context.version_of("vllm"))
         or sglang.read_script(script, version=context.version_of("sglang"))
     )
+    if found is None:
+        found = _inner(script, context)
+    if found is None:
+        _ask(script)
     if found is not None and script.cut_off:
         found.report.effects.append(
             "a comment line stands inside a continued command: bash ends the command there, so what follows is "
             f"not passed: {', '.join(script.cut_off[:12])}"
         )
     return found
+
+
+def _inner(script: Script, context: Context) -> Imported | None:
+    """Return the run of a script that this one starts (bash train.sh); raises UsageError where it is not here."""
+    for words in script.commands:
+        named = words[1:] if words[0] in ("bash", "sh", "source", "sbatch", ".") else words
+        if not named or not named[0].endswith((".sh", ".bash", ".slurm", ".sbatch")):
+            continue
+        there = context.find(named[0])
+        if there is None:
+            raise absent(named[0])
+        text, path = there
+        if path is not None and path == context.path:  # it starts itself again
+            continue
+        inside = replace(context, text=text, path=path)
+        if (found := from_shell(parse_shell(text), inside)) is not None:
+            if given := named[1:]:
+                passed = " ".join(given)
+                found.report.effects.append(f"{named[0]} is given {passed[:80]}: not applied to it")
+            return found
+    return None
+
+
+def _ask(script: Script) -> None:
+    """Raise UsageError for what is started where no reader knows it: by its absent config, or its name."""
+    for words, environment in zip(script.commands, script.prefixes, strict=True):
+        program = started(words, environment)
+        if program is None or not (program.launcher or program.is_module):
+            continue
+        wanted = named_file(program)
+        if wanted is not None and wanted.endswith((".yaml", ".yml", ".toml")):
+            raise absent(wanted)
+        if program.launcher:
+            raise unknown(program.program)
 
 
 def _training(script: Script, context: Context) -> Imported | None:

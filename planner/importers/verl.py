@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+from planner.errors import UnsupportedError
 from planner.importers import words
 from planner.importers.launch import set_degrees
 from planner.importers.launchers import started
@@ -19,6 +20,11 @@ def read_script(script: Script, *, version: str | None = None) -> Imported | Non
     """Return the run of the first `verl.trainer` command, or None."""
     for command, environment in zip(script.commands, script.prefixes, strict=True):
         named = any("verl.trainer" in word or "main_ppo" in word for word in command)
+        if any(word.startswith("worker.actor.") for word in command):
+            raise UnsupportedError(
+                "config: this line starts EasyR1 (verl.trainer.main, worker.actor.*), which is not read",
+                hint="state the run by flags: vramwise plan MODEL --task grpo --framework verl",
+            )
         if named or any(re.match(r"\+*actor_rollout_ref\.model\.path=", word) for word in command):
             program = started(command, environment)
             return read(

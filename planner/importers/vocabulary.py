@@ -15,7 +15,7 @@ VOCABULARY = {
         "attention": r"flash|^fa[234]|eager|disabled|sdpa|xformers|sage|flex|paged|triton|torch|fused|cudnn|local|cp$|kernels|npu",
         "checkpointing": r"full|selective|offload|unsloth|layer|block|uniform|memory_budget|\bop\b|legacy|disk|hidden_states|mixed",
         "sharding": r"zero|\bz[0-3]|ds_|dsz|stage|fsdp|shard|deepspeed|megatron|mcore|ddp|\bdp\b|wrap|offload|\.json|\.ya?ml|single|hf_infer|automodel|^\{",
-        "task": r"dpo|ipo|apo|kto|cpo|orpo|simpo|grpo|gspo|dapo|cispo|bnpo|gdpo|ebft|gae|ppo|reinforce|rloo|remax|opo|gpg|maxrl|sft|\bpt\b|\brm\b|gkd|opd|distill|causal_lm|seq_cls|embed|rerank|pretrain|reward|step|pass_k|nash|xpo",
+        "task": r"dpo|ipo|apo|kto|cpo|orpo|simpo|grpo|group_norm|gspo|dapo|cispo|bnpo|gdpo|ebft|gae|ppo|reinforce|rloo|remax|opo|gpg|maxrl|sft|\bpt\b|\brm\b|gkd|opd|distill|causal_lm|seq_cls|embed|rerank|pretrain|reward|step|pass_k|nash|xpo",
         "method": r"lora|full|freeze|peft|dora|adapter|oft|boft|vera|reft|bone|fourier|prefix|prompt|longlora|galore",
         "quantization": r"awq|gptq|marlin|fp[468]|float8|bitsandbytes|bnb|nf4|int[48]|[2-8]_?bit|compressed|modelopt|gguf|exl|hqq|eetq|aqlm|ao\b|torchao|quark|mxfp|w\d+a\d+|quanto|humming|rtn|ptpc|wna16|inc\b|auto-round|petit|qoq",
         "engine.kv_dtype": rf"{_PRECISION}|int8|fp4|nvfp4|turboquant",
