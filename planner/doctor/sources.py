@@ -5,7 +5,7 @@ import gzip
 import io
 import lzma
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -86,7 +86,7 @@ class _Joined:
         """Return the next block, b"" at the end."""
         return next(self._blocks, b"")
 
-    def _all(self, top: Path, files: list[Path]) -> Iterator[bytes]:  # type: ignore[misc]
+    def _all(self, top: Path, files: list[Path]) -> Generator[bytes]:
         for file in files:
             rank = _rank(top, file)
             with unpacked(file.open("rb")) as source:

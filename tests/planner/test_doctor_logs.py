@@ -245,8 +245,8 @@ def test_a_message_of_every_step_is_not_read_at_every_step() -> None:
     ],
 )  # fmt: skip
 def test_what_is_new_among_repeated_messages_is_found(middle: str, kind: str) -> None:
-    found = scan(repeated(120_000, middle))
-    event = next(event for event in found.events if event.line == 60_001)
+    found = scan(repeated(48_000, middle))
+    event = next(event for event in found.events if event.line == 24_001)
     assert event.kind == kind
     if kind == "cuda_oom":
         assert event.cuda is not None
@@ -258,7 +258,7 @@ def test_the_end_of_repeated_messages_is_read_whole() -> None:
         f"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {step}.00 GiB.\n"
         for step in range(2, 40)
     )
-    found = scan(repeated(120_000, end=numbered))
+    found = scan(repeated(48_000, end=numbered))
     tried = [event.cuda.printed.get("tried") for event in found.events if event.cuda]
     assert "39.00 GiB" in tried
 
