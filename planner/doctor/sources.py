@@ -9,9 +9,9 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from planner.doctor.reading import BLOCK_BYTES
 from planner.errors import UsageError
 
-BLOCK_BYTES = 1 << 18
 MAX_FILES = 4096
 LOGS = frozenset({".log", ".out", ".err", ".txt", ".stdout", ".stderr"})
 PACKED: tuple[tuple[bytes, Callable[[BinaryIO], io.IOBase]], ...] = (
@@ -86,7 +86,7 @@ class _Joined:
         """Return the next block, b"" at the end."""
         return next(self._blocks, b"")
 
-    def _all(self, top: Path, files: list[Path]) -> Generator[bytes]:
+    def _all(self, top: Path, files: list[Path]) -> Generator[bytes, None, None]:
         for file in files:
             rank = _rank(top, file)
             with unpacked(file.open("rb")) as source:
