@@ -115,7 +115,8 @@ def _failure(number: int, failure: Failure, *, many: bool) -> None:
     lead, *others = failure.causes
     with st.container(border=True):
         if many:
-            st.caption(f"Error {number + 1}")
+            who = failure.event.told_by() if failure.event else ""
+            st.caption(escape(f"Error {number + 1}" + (f", {who}" if who else "")))
         colour = CERTAINTY.get(lead.certainty.value, "gray")
         section(lead.title)
         st.badge(lead.certainty.value, color=colour)  # type: ignore[arg-type]

@@ -166,6 +166,8 @@ ANCHORS: tuple[bytes, ...] = (
 
 
 DIGITS = b"0123456789"
+LONG_LINE = 4096
+"""Bytes of an average line above which what stands between commas is looked at once, not the line."""
 ROOTS: tuple[bytes, ...] = (
     *(
         b"memory",
@@ -214,6 +216,8 @@ def shapes_of(block: bytes) -> frozenset[bytes]:
     plain = block.translate(None, DIGITS)
     if b"\r" in plain:
         plain = plain.replace(b"\r", b"\n")
+    if len(plain) > LONG_LINE * (1 + plain.count(b"\n")):
+        plain = plain.replace(b",", b"\n")  # no anchor has a comma
     return frozenset(plain.split(b"\n"))
 
 

@@ -61,6 +61,15 @@ def grows(signals: Signals) -> Cause | None:
     host_event = event is not None and event.kind == "host_killed"
     if growth.host is not host_event and event is not None:
         return None
+    if growth.kind == "unclear":
+        return None  # `diagnose` says that it cannot be told
+    if growth.kind == "records":
+        return Cause(
+            category="longest_sample",
+            certainty=Certainty.CONSISTENT,
+            explanation="the log's peak rises in a few jumps, ever rarer, and stays between them: what a batch longer than any before does. A leak adds at every step.",
+            formula=growth.sentence(),
+        )
     if growth.kind == "length":
         return Cause(
             category="longest_sample",

@@ -50,18 +50,17 @@ def host_memory(signals: Signals) -> Cause | None:
     if not (loading_many or _loads(signals)):
         return None
     ranks = context.gpus
-    formula, certainty = "", Certainty.CONSISTENT
+    formula = ""
     if context.parameters:
         one = weights_bytes(context) or 0
         formula = (
             f"{ranks} ranks * {format_bytes(one)} = {format_bytes(ranks * one)} of host memory"
         )
-        host_gb = context.number("host_ram_gb")
-        if host_gb and context.model and ranks * one > host_gb * 10**9:
-            certainty = Certainty.PROVEN
+        if host_gb := context.number("host_ram_gb"):
+            formula += f"; the machine has {host_gb} GB"
     return Cause(
         category="host_full_copy_per_rank",
-        certainty=certainty,
+        certainty=Certainty.CONSISTENT,  # that each rank makes a copy is what is assumed
         explanation="every rank loads its own whole copy of the weights into host memory: adding GPUs adds copies.",
         formula=formula,
     )

@@ -7,6 +7,7 @@ from planner.doctor.cause import Cause, Certainty, Signals
 from planner.doctor.state import (
     kbit_upcast_bytes,
     saved_bytes,
+    standing_of,
     static_state,
     trains_at_all,
     weights_bytes,
@@ -20,16 +21,28 @@ _TRAINED_HEAD = re.compile(
 )
 
 
+def _beyond_the_card(signals: Signals, more: int | None) -> bool:
+    """Return whether the plan's standing bytes of one rank and `more` exceed the card: then nothing else is needed to run out."""
+    context, card = signals.context, signals.card_bytes
+    if not more or not card or context.model is None or not context.method:
+        return False
+    if context.sharding and "gpus" not in context.numbers:
+        return False  # a rank's share is not known
+    held = standing_of(context)
+    return held is not None and held.total + more > card
+
+
 def upcast(signals: Signals) -> Cause | None:
     """Something went to fp32: norms and embeddings, or a trained head."""
     context = signals.context
     head = context.model
     if signals.first("kbit_prepare"):
-        size = kbit_upcast_bytes(context)
+        size, found = kbit_upcast_bytes(context), signals.candidate("weight")
+        tensor = bool(found and found is signals.candidates[0] and "fp32" in found.name)
         formula = f"embeddings, head and norms in fp32: {format_bytes(size)}" if size else ""
         return Cause(
             category="upcast_fp32",
-            certainty=Certainty.PROVEN if formula else Certainty.CONSISTENT,
+            certainty=Certainty.PROVEN if formula and tensor else Certainty.CONSISTENT,
             explanation="prepare_model_for_kbit_training casts everything left in 16 bit to fp32: embeddings and head (the norms are about a MiB), and the residual stream with them.",
             formula=formula,
         )
@@ -60,7 +73,9 @@ def optimizer_temp(signals: Signals) -> Cause | None:
     found = signals.candidate("weight", "partition")
     return Cause(
         category="optimizer_temp",
-        certainty=Certainty.PROVEN if found and not found.free_parameter else Certainty.CONSISTENT,
+        certainty=Certainty.PROVEN
+        if found and _beyond_the_card(signals, found.bytes)
+        else Certainty.CONSISTENT,
         explanation="the foreach AdamW makes about one extra copy of the parameters while it steps.",
         formula=found.formula if found else "",
     )
@@ -148,10 +163,13 @@ def gathered(signals: Signals) -> Cause | None:
         else ""
     )
     card = signals.card_bytes
-    exceeds = bool(weights and card and weights > card and context.model)
+    whole = bool(weights and card and weights > card and context.model)
+    exceeds = (
+        whole if not one_layer else bool(layer) and _beyond_the_card(signals, signals.tried_bytes)
+    )
     return Cause(
         category="gather_full_params",
-        certainty=Certainty.PROVEN if sized or exceeds else Certainty.CONSISTENT,
+        certainty=Certainty.PROVEN if exceeds else Certainty.CONSISTENT,
         explanation="one sharded layer is gathered to be computed with, and there was no room for it."
         if one_layer
         else "all sharded parameters are gathered on every GPU"
@@ -167,7 +185,7 @@ def saving(signals: Signals) -> Cause | None:
     found, weights = signals.candidate("weight", "layer"), weights_bytes(signals.context)
     return Cause(
         category="save_full_state",
-        certainty=Certainty.PROVEN if found and not found.free_parameter else Certainty.CONSISTENT,
+        certainty=Certainty.PROVEN if _beyond_the_card(signals, weights) else Certainty.CONSISTENT,
         explanation="saving gathers or clones the full parameters on the GPU: the peak is in the save, after hours of quiet training.",
         formula=found.formula
         if found

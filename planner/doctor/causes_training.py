@@ -132,7 +132,9 @@ def vocabulary(signals: Signals) -> Cause | None:
     tried, vocab = signals.tried_bytes, signals.context.vocab
     formula = found.formula if found else ""
     explanation = "a tensor of tokens x vocabulary (logits, log-probs or their gradient) is what did not fit; several copies of it live at once in forward and backward."
-    proven = bool(found and not found.free_parameter and found is signals.candidates[0])
+    proven = signals.first("vocab") and bool(
+        found and not found.free_parameter and found is signals.candidates[0]
+    )
     if tried and vocab and tried > 20 * 2**20:
         tokens = implied_tokens(tried, vocab)
         implied = f"{tokens['fp32']:,} tokens in fp32 or {tokens['bf16']:,} in 16 bit at a vocabulary of {vocab:,}"
@@ -179,7 +181,9 @@ def attention(signals: Signals) -> Cause | None:
         return None
     return Cause(
         category="attention_quadratic",
-        certainty=Certainty.PROVEN if found and not found.free_parameter else Certainty.CONSISTENT,
+        certainty=Certainty.PROVEN
+        if found and not found.free_parameter and found is signals.candidates[0]
+        else Certainty.CONSISTENT,
         explanation="attention scores or a mask of length x length are held: eager attention, or sdpa that fell back to its math kernel (head_dim over 256, a dense mask).",
         formula=found.formula if found else "batch * heads * length^2 * bytes",
     )
@@ -247,7 +251,7 @@ def two_points(signals: Signals) -> Cause | None:
     sample = (high - low) / (second - first)
     return Cause(
         category="activations",
-        certainty=Certainty.PROVEN if low - first * sample >= 0 else Certainty.CONSISTENT,
+        certainty=Certainty.CONSISTENT,  # a line goes through any two points
         explanation=f"{sample:.1f} GB a sample over {low - first * sample:.1f} GB that do not depend on the batch.",
         formula=f"({high:g} - {low:g}) / ({second} - {first}) = {sample:.1f} GB a sample; {low:g} - {first} * {sample:.1f} = {low - first * sample:.1f} GB static",
     )

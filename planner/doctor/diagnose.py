@@ -112,6 +112,8 @@ def diagnose(
     failures = tuple(_failure(event, context, found, notices, recipe) for event in events)
     notes = context.notes
     further = len(errors) - len(errors[:MAX_FAILURES]) + found.dropped_events
+    if found.growth is not None and found.growth.kind == "unclear":
+        notes = (*notes, found.growth.cannot_tell())
     if further:
         notes = (*notes, f"{further:,} further errors are not shown: the first cause comes first")
     return Diagnosis(failures=failures, context=context, scan=found, notes=notes)

@@ -12,6 +12,8 @@ Reader = Callable[[Match[str]], Facts]
 Row = tuple[str, str, int, Reader]
 """(kind, pattern, regex flags, reader of the facts)."""
 
+MAX_NAMED = 8
+"""Ranks that are named one by one."""
 MAX_DESCRIPTION = 20_000
 """Characters up to which a text is taken for a person's description."""
 NOTICES = frozenset({"sleep_line", "host_usage", "host_user", "device_usage", "sglang_line"})
@@ -37,6 +39,22 @@ class Event:
     """Lines before it in the same stream, the nearest last."""
     ranks: tuple[str, ...] = ()
     """Every stream that reported the same."""
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """The ranks and workers that reported it."""
+        return tuple(rank for rank in (self.ranks or (self.rank,)) if rank)
+
+    def told_by(self) -> str:
+        """Return who reported it in words, "" where the log does not tell."""
+        names = self.streams
+        if not names:
+            return ""
+        if not all(name.isdigit() for name in names):
+            return names[0] if len(names) == 1 else f"{len(names)} workers"
+        if len(names) > MAX_NAMED:
+            return f"{len(names)} ranks"
+        return f"rank{'s' * (len(names) > 1)} {', '.join(names)}"
 
     @property
     def is_error(self) -> bool:

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from html import unescape
 from typing import BinaryIO
 
 from planner.doctor.anchors import DIGITS, NOTICES, shapes_of, spoken
@@ -22,15 +23,28 @@ MAX_LINE = 16_384
 
 _ANSI = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _PREFIXES = (
-    re.compile(r"^\s*\[(?:default)?(?:rank)?\s?(?P<rank>\d{1,4})\]:?\s", re.IGNORECASE),
+    re.compile(
+        r"^\s*\[(?:default)?(?:rank)?\s?(?P<rank>\d{1,4})\]:?(?:\s|(?=\[(?:rank|default)\d))",
+        re.IGNORECASE,
+    ),
     re.compile(r"^\s*rank:?\s{0,3}(?P<rank>\d{1,4})\s?[:|]\s?", re.IGNORECASE),
     re.compile(
         r"^\s*\((?P<rank>[A-Za-z_]\w{2,40}(?:[ _]?(?:rank|TP|DP|PP)\S*)*(?:,? (?:pid|ip)=\S+?)+)\)\s?"
     ),
     re.compile(r"^\s*(?P<rank>\d{1,4}):\s(?=\S)"),
 )
+_PREFIXED = 3
+"""How many prefixes one line may have: a launcher's, Ray's and torch's own."""
 _STARTS = tuple("[(rR0123456789")
 """How a rank's prefix begins."""
+_STAMP = re.compile(r"\[?\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[.,\d]{0,12}(?:Z|[+-]\d\d:?\d\d)\]?\s")
+"""What GitHub, kubectl and Buildkite put before every line."""
+_WRITTEN_ANSI = re.compile(r"(?:\\u001b|\\x1b|\\033|\^\[)\[[0-9;]{0,12}m")
+"""Colours as a notebook's JSON, a repr or a pager writes them."""
+_TAG = re.compile(
+    r"</?(?:span|pre|div|code|br|p|b|strong|font|td|tr|li|a)(?:\s[^<>]{0,200})?/?>", re.IGNORECASE
+)
+"""A notebook's output saved as HTML; `<module>` of a frame stays."""
 _SERVICE = re.compile(r"stderr: |stdout: |[a-z][\w-]{1,30}(?:-\d{1,3})?\s{1,16}\| (?! )")
 """What accelerate and docker compose put before every line."""
 _VLLM_STAMP = re.compile(
@@ -67,14 +81,23 @@ def clean(number: int, raw: str) -> Line:
     text = text[:MAX_LINE]
     if "\x1b" in text:
         text = _ANSI.sub("", text)
+    if "1b[" in text or "33[" in text or "^[[" in text:
+        text = _WRITTEN_ANSI.sub("", text)
+    if "</" in text or "&lt;" in text or "<br" in text:
+        text = unescape(_TAG.sub("", text))
+    text = text.removeprefix("> ")
+    if "T" in text[:13] and (match := _STAMP.match(text)):
+        text = text[match.end() :]
     if match := _SERVICE.match(text):
         text = text[match.end() :]
     rank = ""
-    if text.lstrip()[:1] in _STARTS:
-        for pattern in _PREFIXES:
-            if match := pattern.match(text):
-                rank, text = match.group("rank"), text[match.end() :]
-                break
+    for _ in range(_PREFIXED):
+        if text.lstrip()[:1] not in _STARTS:
+            break
+        match = next((match for pattern in _PREFIXES if (match := pattern.match(text))), None)
+        if match is None or (rank and not match.group("rank").isdigit()):
+            break
+        rank, text = match.group("rank"), text[match.end() :]
     if " " in text[:12]:
         text = _VLLM_STAMP.sub("", text)
     return Line(number, rank, text)
@@ -236,7 +259,9 @@ def _wide(chunk: bytes) -> codecs.IncrementalDecoder | None:
     """Return a decoder for UTF-16, which PowerShell writes; None for anything else."""
     for mark, name, zeros in ((b"\xff\xfe", "utf-16-le", 3), (b"\xfe\xff", "utf-16-be", 2)):
         sample = chunk[zeros:400:2]
-        if chunk.startswith(mark) and sample.count(0) > len(sample) // 2:
+        # without its mark (a piece of a file), hardly a letter may be wide
+        least = len(sample) // 2 if chunk.startswith(mark) else len(sample) * 9 // 10
+        if len(sample) > 1 and sample.count(0) > least and chunk[5 - zeros : 400 : 2].count(0) == 0:
             return codecs.getincrementaldecoder(name)(errors="replace")
     return None
 

@@ -41,7 +41,7 @@ def _failure_dict(failure: Failure, diagnosis: Diagnosis) -> dict[str, Any]:
     return {
         "kind": event.kind if event else "description",
         "line": event.line if event else None,
-        "ranks": [rank for rank in event.ranks if rank] if event else [],
+        "ranks": list(event.streams) if event else [],
         "message": event.text if event else "",
         "parsed": parsed_facts(failure, diagnosis.scan),
         "contradictions": list(event.cuda.contradictions) if event and event.cuda else [],
@@ -74,8 +74,7 @@ def _failure_text(number: int, failure: Failure, diagnosis: Diagnosis) -> str:
     many = len(diagnosis.failures) > 1
     lines = []
     if event is not None:
-        ranks = [rank for rank in event.ranks if rank]
-        where = f"line {event.line}" + (f", {len(ranks)} ranks" if len(ranks) > 1 else "")
+        where = ", ".join(filter(None, (f"line {event.line}", event.told_by())))
         lines.append(f"{'error ' + str(number) + ' ' if many else ''}({where}): {event.text}")
     else:
         lines.append("no error message found: read as a description")

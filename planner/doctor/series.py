@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from math import log
 
 from planner.doctor.fits import MAX_POINTS, Thinned, line_fit
 from planner.units import GB, GiB, MiB
@@ -17,6 +18,8 @@ MAX_LINE = 4096
 MAX_NAMES = 16
 MAX_BLOCK_LINES = 64
 MIN_POINTS = 3
+MIN_RECORDS = 8
+"""Figures below which a few jumps say nothing."""
 RISE = 0.1
 """Share of the first figure that memory must have grown by; less is ordinary unevenness."""
 STEADY = 0.8
@@ -61,7 +64,7 @@ class Growth:
     """What the figures show."""
 
     kind: str
-    """leak, length, reserve."""
+    """leak, length, records (a peak that rises in ever fewer jumps), reserve, unclear."""
     first_bytes: int
     last_bytes: int
     points: int
@@ -74,6 +77,14 @@ class Growth:
         first, last = (f"{size / GiB:.1f}" for size in (self.first_bytes, self.last_bytes))
         each = f"{self.per_step_bytes / GiB:.2g}"
         return f"{self.points} figures, {first} to {last} GiB: {each} GiB a step"
+
+    def cannot_tell(self) -> str:
+        """Return that the figures grow without a shape, and what would tell."""
+        where = "host memory" if self.host else "memory"
+        return (
+            f"the log's own {where} figures grow ({self.points} figures, {self.first_bytes / GiB:.1f} to {self.last_bytes / GiB:.1f} GiB), but neither"
+            " evenly nor with a printed length nor in the reserve alone: a leak, long samples and fragmentation cannot be told apart by them"
+        )
 
 
 @dataclass
@@ -146,6 +157,10 @@ class Series:
                 found := _leak([value for value, _ in points], host=False)
             ):
                 return replace(found, kind="reserve") if held else found
+        for key, points in held:
+            values = [value for value, _ in points]
+            if found := _records(values) or _unclear(values, host=bool(_HOST.search(key))):
+                return found
         return None
 
 
@@ -172,11 +187,39 @@ def _leak(row: Sequence[float], *, host: bool) -> Growth | None:
     steps = [after - before for before, after in pairwise(row)]
     if row[0] <= 0 or len(row) < MIN_POINTS or row[-1] - row[0] < max(RISE * row[0], MiB):
         return None
-    slope, fit = line_fit([float(number) for number in range(len(row))], row)
+    _, fit = line_fit([float(number) for number in range(len(row))], row)
     if sum(step > 0 for step in steps) < STEADY * len(steps) or fit < STEADY:
         return None
+    return _plain("leak", row, host=host)
+
+
+def _records(row: Sequence[float]) -> Growth | None:
+    """Return a peak's growth in jumps: of n batches of any length about ln(n) are longer than all before."""
+    rises = [number for number, (before, after) in enumerate(pairwise(row), 1) if after > before]
+    never_falls = all(after >= before for before, after in pairwise(row))
+    late = [
+        number for number in rises if number > len(row) // 10
+    ]  # the first steps allocate states
+    if not never_falls or len(row) < MIN_RECORDS or len(late) < 2:
+        return None
+    if len(rises) > 1 + 2 * log(len(row)) or row[-1] - row[0] < max(RISE * row[0], MiB):
+        return None
+    return _plain("records", row, host=False)
+
+
+def _unclear(row: Sequence[float], *, host: bool) -> Growth | None:
+    """Return growth that has none of the shapes, None where nothing grows."""
+    third = max(1, len(row) // 3)
+    first, last = sorted(row[:third])[third // 2], sorted(row[-third:])[third // 2]
+    if first <= 0 or last - first < max(RISE * first, MiB):
+        return None
+    return _plain("unclear", row, host=host)
+
+
+def _plain(kind: str, row: Sequence[float], *, host: bool) -> Growth:
+    slope, _ = line_fit([float(number) for number in range(len(row))], row)
     return Growth(
-        kind="leak",
+        kind=kind,
         first_bytes=int(row[0]),
         last_bytes=int(row[-1]),
         points=len(row),

@@ -2,7 +2,9 @@
 
 import json
 import sys
+import zlib
 from dataclasses import dataclass, field, replace
+from lzma import LZMAError
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
@@ -21,7 +23,10 @@ def register(app: typer.Typer) -> None:
 
 def explain(
     file: Annotated[
-        str, typer.Argument(help="A log or a message in a file; - reads what is piped or pasted.")
+        str,
+        typer.Argument(
+            help="A log or a message in a file (.gz too), a directory of rank logs; - reads what is piped or pasted."
+        ),
     ] = "-",
     config: Annotated[
         Path | None, typer.Option(help="The run's config, of any tool that can be imported.")
@@ -72,6 +77,7 @@ def _diagnose_file(
 ) -> "Diagnosis":
     """Diagnose a file or what is piped; flags win over the config's run."""
     from planner.doctor.diagnose import diagnose
+    from planner.doctor.sources import open_log, unpacked
     from planner.errors import UsageError
 
     def read(source: BinaryIO) -> "Diagnosis":
@@ -89,14 +95,14 @@ def _diagnose_file(
     if file == "-":
         if sys.stdin.isatty():
             typer.echo("paste the message or the log, then press Ctrl-D", err=True)
-        return read(sys.stdin.buffer)
+        return read(unpacked(sys.stdin.buffer))
     try:
-        with Path(file).open("rb") as source:
+        with open_log(Path(file)) as source:
             return read(source)
-    except OSError as error:
+    except (OSError, EOFError, LZMAError, zlib.error) as error:
         raise UsageError(
-            f"file: cannot read {file[:200]!r} ({error.strerror})",
-            hint="a log file, or - to read what is piped",
+            f"file: cannot read {file[:200]!r} ({getattr(error, 'strerror', None) or error})",
+            hint="a log file, a directory of rank logs, or - to read what is piped",
         ) from None
 
 

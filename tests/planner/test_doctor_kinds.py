@@ -446,3 +446,34 @@ def test_a_server_that_starts_again_and_again_is_read_sparsely_up_to_its_last_st
     whole = log[: 5 << 18].count(b"\n")  # the beginning is read whole
     assert len(read) < whole + 100
     assert scan(io.BytesIO(log)).vllm.kv_tokens == 105_999
+
+
+def growing(figures: list[float]) -> Diagnosis:
+    lines = [
+        f"step {step} loss 1.0 peak_mem: {figure:.2f} GB" for step, figure in enumerate(figures)
+    ]
+    return diagnose("\n".join([*lines, "CUDA out of memory. Tried to allocate 2.50 GiB."]))
+
+
+def test_a_peak_that_rises_in_rare_jumps_is_a_long_sample() -> None:
+    found = growing([40.0] * 6 + [44.0] * 10 + [47.0] * 30 + [60.0] * 40)
+    assert found.failures[0].causes[0].category == "longest_sample"
+    assert found.notes == ()
+    even = growing([40.0 + step / 4 for step in range(86)])
+    assert even.failures[0].causes[0].category == "memory_leak"
+
+
+def test_growth_without_a_shape_is_said_to_tell_nothing() -> None:
+    found = growing([40 + 7 * ((step * 37) % 11) / 10 + step / 5 for step in range(60)])
+    assert found.failures[0].causes[0].category not in (
+        "memory_leak",
+        "longest_sample",
+        "fragmentation",
+    )
+    assert any("cannot be told apart" in note for note in found.notes)
+    flat = growing([40 + 7 * ((step * 37) % 11) / 10 for step in range(60)])
+    assert flat.notes == ()
+
+
+def test_a_first_step_that_allocates_states_is_no_long_sample() -> None:
+    assert growing([20.0, 40.0] + [44.0] * 40).failures[0].causes[0].category != "longest_sample"

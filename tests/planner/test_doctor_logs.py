@@ -1,12 +1,14 @@
 """Whole logs: streamed, coloured, interleaved, cut, with secrets, with two errors."""
 
 import io
+import tracemalloc
 from collections.abc import Iterator
 
 import pytest
 
+from benchmarks.doctor_logs import KINDS, measure
 from planner.doctor.diagnose import diagnose
-from planner.doctor.reading import is_interesting
+from planner.doctor.reading import is_interesting, read_lines
 from planner.doctor.report import diagnosis_text
 from planner.doctor.scan import scan
 from planner.doctor.vllm_log import VllmLog
@@ -215,3 +217,67 @@ def test_rank_bars_of_other_launchers() -> None:
     )
     [event] = scan(text).events
     assert event.ranks == ("0", "1", "2")
+
+
+CAUGHT = "caught CUDA out of memory, skipping batch {}\n"
+FATAL = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.06 GiB is free.\n"
+
+
+def repeated(lines: int, middle: str = "", end: str = "") -> io.BytesIO:
+    """Return a log that says the same of every step, with something of its own in the middle and at the end."""
+    half = "".join(CAUGHT.format(step) for step in range(lines // 2))
+    return io.BytesIO((half + middle + half + end).encode())
+
+
+def test_a_message_of_every_step_is_not_read_at_every_step() -> None:
+    source = repeated(200_000)
+    numbers = [line.number for line in read_lines(source)]
+    assert len(numbers) < 60_000  # the beginning, some windows, the end
+    assert numbers[-1] == 200_000
+
+
+@pytest.mark.parametrize(
+    ("middle", "kind"),
+    [
+        (FATAL, "cuda_oom"),
+        ("slurmstepd: error: Detected 1 oom-kill event(s) in StepId=7.0.\n", "host_killed"),
+        ("ValueError: Free memory on device (3.22/4.0 GiB) on startup is less than desired GPU memory utilization (0.9, 3.6 GiB).\n", "vllm_free_memory"),
+    ],
+)  # fmt: skip
+def test_what_is_new_among_repeated_messages_is_found(middle: str, kind: str) -> None:
+    found = scan(repeated(48_000, middle))
+    event = next(event for event in found.events if event.line == 24_001)
+    assert event.kind == kind
+    if kind == "cuda_oom":
+        assert event.cuda is not None
+        assert event.cuda.printed["tried"] == "2.50 GiB"
+
+
+def test_the_end_of_repeated_messages_is_read_whole() -> None:
+    numbered = "".join(
+        f"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {step}.00 GiB.\n"
+        for step in range(2, 40)
+    )
+    found = scan(repeated(48_000, end=numbered))
+    tried = [event.cuda.printed.get("tried") for event in found.events if event.cuda]
+    assert "39.00 GiB" in tried
+
+
+def test_a_line_without_an_end_is_not_kept() -> None:
+    source = io.BytesIO(b"tensor(0.25), " * 1_500_000 + b"\n" + FATAL.encode())
+    tracemalloc.start()
+    try:
+        (event,) = scan(source).events
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert event.cuda is not None
+    assert peak < 16 * 2**20  # of 21 MB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_does_not_follow_the_size_of_a_log(kind: str) -> None:
+    found = measure(kind, 150 * 10**6)
+    assert found["error_found"]
+    assert found["rss_mib"] < 150
