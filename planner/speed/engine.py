@@ -292,7 +292,7 @@ def engine_work(
     whole -= sum(module.parameters for module in model.towers) * width / ranks
     experts = max((layer.mlp.num_experts for layer in model.layers), default=0)
     top_k = max((layer.mlp.top_k for layer in model.layers), default=0)
-    chosen_k = top_k
+    chosen_k = top_k  # by the router
     if not vllm and model.model_type in r.switches.linear_expert_models:
         top_k = experts  # unsloth-zoo gpt_oss.py GptOssExpertsBnb4bit: outside of training every expert takes every row
     scheme = r.quantization or model.checkpoint_quantization
@@ -300,10 +300,9 @@ def engine_work(
     started = _launches(model, r, fused=vllm)
     graphs = vllm and bool(r.cuda_graphs)
     unpacked = base.quantized_parameters if scheme in BITSANDBYTES else 0
-    in_unpacked = min(unpacked, routed)
-    met = routed * top_k / experts if experts else 0.0
-    chosen = routed * chosen_k / experts if experts else 0.0
-    read = met - chosen + model.active_parameters - (0 if model.tied else looked_up * ranks / width)
+    in_unpacked = routed if routed <= unpacked else 0  # fused experts stay in 16 bits
+    met, chosen = (routed * k / experts if experts else 0.0 for k in (top_k, chosen_k))
+    read = model.active_parameters - (0 if model.tied else looked_up * ranks / width)
     return EngineWork(
         always_bytes=max(0.0, whole - in_experts),
         expert_bytes=in_experts,
@@ -313,7 +312,7 @@ def engine_work(
         ahead=vllm and release >= SCHEDULES_AHEAD,
         moved=sum(layer.count * _moved(layer, model.hidden, ranks) for layer in model.layers),
         kernels=sum(layer.count * _kernels(layer) for layer in model.layers) if graphs else 0.0,
-        active=read,
+        active=read + met - chosen,
         active_experts=met,
         dtype=native or _product_dtype(r, card),
         launches=0.0 if graphs else started,

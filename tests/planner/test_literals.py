@@ -92,6 +92,8 @@ ALLOWED: dict[tuple[str, float], str] = {
     ("plan.py", 1.1): "share: the margin of searches, never a verdict",
     ("speed/time.py", 0.625): "share: Blom's plotting position, 1 - 3/8",
     ("speed/time.py", 0.25): "share: Blom's plotting position, 1 - 2 x 3/8",
+    ("speed/cards.py", 11.28): "share: GB/s of data/speed/links.csv, without peer access",
+    ("speed/cards.py", 27.12): "share: GB/s of data/speed/links.csv, with peer access",
     ("speed/cards.py", 0.72): "share: STREAM's on a DGX A100's host, of its channels",
     ("speed/budget.py", 24.0): "unit: hours of a day",
     # reading
