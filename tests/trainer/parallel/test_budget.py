@@ -51,6 +51,7 @@ def fitted(ranks, path, root):
         return said, runs, error.message
 
 
+@pytest.mark.slow
 def test_ranks_choose_alike_and_their_curve_is_that_of_a_run_without_the_error(
     sft_document, tmp_path
 ):
