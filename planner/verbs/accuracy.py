@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from planner.verbs.terminal import show
+
 if TYPE_CHECKING:
     from planner.accuracy.score import Accuracy
 
@@ -63,4 +65,4 @@ def accuracy(
     elif markdown:
         typer.echo(report.to_markdown(result), nl=False)
     else:
-        typer.echo(report.to_text(result, rows=rows))
+        show(report.to_text(result, rows=rows))

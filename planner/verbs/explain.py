@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
+from planner.verbs.terminal import show
+
 if TYPE_CHECKING:
     from planner.doctor.diagnose import Diagnosis
     from planner.run.recipe import RunFile
@@ -69,7 +71,7 @@ def explain(
             document["config"] = {"error": unread.message, "hint": unread.hint}
         typer.echo(json.dumps(document, indent=2))
     else:
-        typer.echo(diagnosis_text(found), nl=False)
+        show(diagnosis_text(found).removesuffix("\n"))
 
 
 def _diagnose_file(

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from planner.verbs.options import Json, print_json
+from planner.verbs.terminal import show
 
 if TYPE_CHECKING:
     from planner.run.framework_files import Framework
@@ -31,7 +32,7 @@ def _frameworks(
             print_json({"schema_version": 1, "frameworks": [_document(law) for law in rows]})
             return
         cells = [[law.family, law.name, law.range, law.title] for law in rows]
-        typer.echo(table(["framework", "law", "versions", "title"], cells))
+        show(table(["framework", "law", "versions", "title"], cells))
         return
     law = pick(name)
     siblings = laws_of(law.family, law.variant)
@@ -54,11 +55,11 @@ def _frameworks(
         lines += [
             f"  {key}: {_shown(old)} -> {_shown(new)}" for key, (old, new) in differences.items()
         ]
-    typer.echo("\n".join(lines))
+    show("\n".join(lines))
     if len(siblings) > 1:
-        typer.echo("\nLaws of this framework:\n")
+        show("\nLaws of this framework:\n")
         cells = [["*" if s is law else "", s.name, s.range, s.title] for s in siblings]
-        typer.echo(table(["", "law", "versions", "title"], cells))
+        show(table(["", "law", "versions", "title"], cells))
 
 
 def _document(law: "Framework") -> dict[str, Any]:

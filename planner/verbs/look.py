@@ -7,6 +7,7 @@ import typer
 
 from planner.units import format_bytes
 from planner.verbs.options import Json, print_json
+from planner.verbs.terminal import show
 
 if TYPE_CHECKING:
     from planner.machines.machine import GpuSpec
@@ -30,13 +31,13 @@ def _published(
         if as_json:
             print_json({"schema_version": 1, "tables": list(TABLES)})
         else:
-            typer.echo("\n".join(f"{key:<14} {title}" for key, title in TABLES.items()))
+            show("\n".join(f"{key:<14} {title}" for key, title in TABLES.items()))
         return
     document = published(name)
     if as_json:
         print_json(document)
     else:
-        typer.echo(render(document))
+        show(render(document))
 
 
 def _models(
@@ -68,7 +69,7 @@ def _models(
             )
             return
         rows = [[s.name, f"{s.parameters:,}", s.model_type, s.hub_id] for s in specs]
-        typer.echo(table(["name", "parameters", "type", "hub id"], rows))
+        show(table(["name", "parameters", "type", "hub id"], rows))
         return
     typed = typed_model(name, revision=revision, offline=offline, token=token)
     if typed.said:
@@ -81,12 +82,12 @@ def _models(
         return
     modules = facts.pop("parameters_by_module")
     for key, value in facts.items():
-        typer.echo(f"{key:<24} {value:,}" if isinstance(value, int) else f"{key:<24} {value}")
-    typer.echo("")
-    typer.echo(table(["module", "parameters"], [[k, f"{v:,}"] for k, v in modules.items()]))
+        show(f"{key:<24} {value:,}" if isinstance(value, int) else f"{key:<24} {value}")
+    show("")
+    show(table(["module", "parameters"], [[k, f"{v:,}"] for k, v in modules.items()]))
     if files:
         rows = [[each["name"], each["kind"], format_bytes(each["size_bytes"])] for each in files]
-        typer.echo("\n" + table(["file", "kind", "size"], rows))
+        show("\n" + table(["file", "kind", "size"], rows))
 
 
 def _gpus(
@@ -115,7 +116,7 @@ def _gpus(
         for gpu in gpus
     ]
     headers = ["id", "name", "torch sees", "context", "cc", "bf16", "flash"]
-    typer.echo(table(headers, cells))
+    show(table(headers, cells))
 
 
 def _total(gpu: "GpuSpec") -> str:

@@ -10,6 +10,8 @@ import typer
 
 LEAST_COLUMNS, LEAST_BAR = 20, 4
 BAR = re.compile(r"[#.!]{8,}")
+TABLE_RULE = re.compile(r"-+(?:  -+)+")
+"""The line under a table's headers: a run of dashes as wide as each column."""
 VERDICTS = {
     "FITS": typer.colors.GREEN,
     "TIGHT": typer.colors.YELLOW,
@@ -34,10 +36,44 @@ def coloured() -> bool:
 
 
 def fitted(text: str, columns: int) -> str:
-    """Return a text with lines of at most so many columns: bars become shorter, words go to the next line."""
-    lines = text.split("\n")
+    """Return a text with lines of at most so many columns.
+
+    Bars become shorter, words go to the next line, and a table that is wider has a paragraph for each row.
+    """
+    lines = _rows_apart(text.split("\n"), columns)
     wide = max((len(line) for line in lines if BAR.search(line)), default=0)
     return "\n".join(_fitted(line, columns, max(0, wide - columns)) for line in lines)
+
+
+def _rows_apart(lines: list[str], columns: int) -> list[str]:
+    """Return the lines with each table that is too wide as paragraphs: a row's first cell, then the others named."""
+    made: list[str] = []
+    place = 0
+    while place < len(lines):
+        following = lines[place + 1 : place + 2]
+        end = place + 1
+        if following and TABLE_RULE.fullmatch(following[0]):
+            end = next((n for n in range(place, len(lines)) if not lines[n]), len(lines))
+        whole = lines[place:end]
+        if len(whole) > 2 and max(map(len, whole)) > columns:
+            spans = [column.span() for column in re.finditer("-+", whole[1])]
+            headers, *rows = (
+                [line[slice(*span)].strip() for span in spans] for line in (whole[0], *whole[2:])
+            )
+            whole = [line for row in rows for line in _paragraph(headers, row)]
+        made += whole
+        place = end
+    return made
+
+
+def _paragraph(headers: list[str], row: list[str]) -> list[str]:
+    """Return a row as its first cell and, indented below it, every other one that is not empty."""
+    named = [
+        f"{header}: {cell}" if header else cell
+        for header, cell in zip(headers[1:], row[1:], strict=True)
+        if cell
+    ]
+    return [row[0], "    " + "; ".join(named)] if row[0] else ["; ".join(named)]
 
 
 def _fitted(line: str, columns: int, less: int) -> str:

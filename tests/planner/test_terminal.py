@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from app.cli import main
+from planner.report import table
 from planner.verbs.terminal import fitted, in_colour
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +69,49 @@ def test_bars_shrink_together_and_words_wrap() -> None:
     assert len(re.findall(r"[#.!]{4,}", made[0])[0]) == len(re.findall(r"[#.!]{4,}", made[1])[0])
     assert fitted(text, 400) == text
     assert in_colour("FITS: so") == "\x1b[32m\x1b[1mFITS\x1b[0m: so"
+
+
+def test_a_table_that_is_too_wide_is_a_paragraph_a_row() -> None:
+    cells = [["rtx-4090", "lora", "1", ""], ["rtx-3060-12gb", "qlora", "12", "full checkpointing"]]
+    text = "cards\n\n" + table(["card", "method", "batch", "settings"], cells) + "\n\nthe end"
+    assert fitted(text, 60) == text
+    made = fitted(text, 40).split("\n")
+    assert made == [
+        *("cards", "", "rtx-4090", "    method: lora; batch: 1", "rtx-3060-12gb"),
+        *("    method: qlora; batch: 12; settings:", "        full checkpointing", "", "the end"),
+    ]
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_recommendations_are_read_at_any_width(columns: int) -> None:
+    line = ["recommend", "smollm2-135m", "--gpu", "rtx-4090", "--task", "serve"]
+    told = at_a_terminal(*line, columns=columns, NO_COLOR="1")
+    assert max(map(len, told.split("\n"))) <= columns
+    assert re.search("^smollm2-135m$" if columns < 120 else "^smollm2-135m  .*serve", told, re.M)
+    if columns < 120:
+        assert re.search(r"^    B params: 0.13; method: serve;", told, re.M)
+
+
+def test_bash_completes_by_what_the_verb_prints(tmp_path: Path) -> None:
+    """A bash that has read the printed script fills in a verb and a model."""
+    command = tmp_path / "vramwise"
+    command.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m app.cli "$@"\n')
+    command.chmod(0o755)
+    lines = """
+        eval "$(vramwise completion bash)"
+        name=$(complete -p vramwise | sed 's/.*-F \\([^ ]*\\) .*/\\1/')
+        COMP_WORDS=(vramwise rec); COMP_CWORD=1; $name vramwise; echo "${COMPREPLY[@]}"
+        COMP_WORDS=(vramwise plan smollm2-13); COMP_CWORD=2; $name vramwise; echo "${COMPREPLY[@]}"
+    """
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "--norc", "-c", lines],
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["recommend", "smollm2-135m"], done.stderr
 
 
 def test_help_opens_with_plan(capsys: pytest.CaptureFixture[str]) -> None:
