@@ -253,11 +253,13 @@ def test_only_one_layers_weights_are_in_memory(source):
 
 
 def test_a_written_checkpoint_trains_by_qlora_and_merges_over_what_its_codes_mean(
-    written, document, train_run_of, tmp_path
+    asked, small_model, document, train_run_of, tmp_path
 ):
     """method: qlora and nothing else; the merged weights are the dequantised ones and the adapters' product."""
+    base = tmp_path / "base"
+    quantize(asked(base, model=small_model, budget=LEAST), quiet=True)
     made = document(
-        model=str(written[0] / "bnb"),
+        model=str(base),
         recipe={"method": "qlora", "dtype": "bf16"},
         train={"lr": 1e-2},
     )
@@ -266,8 +268,8 @@ def test_a_written_checkpoint_trains_by_qlora_and_merges_over_what_its_codes_mea
     merge_checkpoint(result.output, tmp_path / "merged", dtype="fp32")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     adapters = load_file(latest(result.output).path / "adapter_model.safetensors")
-    name = "model.layers.4.self_attn.q_proj"
-    stored = stored_tensors(Files(written[0] / "bnb"), name)
+    name = "model.layers.1.self_attn.q_proj"
+    stored = stored_tensors(Files(base), name)
     a, b = (adapters[f"base_model.model.{name}.lora_{each}.weight"].float() for each in ("A", "B"))
     product = b @ a
     change = merged.get_submodule(name).weight - BitsAndBytes().read_back(stored, torch.float32)
