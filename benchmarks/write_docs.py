@@ -47,6 +47,7 @@ VERBS: tuple[tuple[str, ...], ...] = (
     ("eval",),
     ("merge",),
     ("push",),
+    ("quantize",),
     ("demo",),
     ("app",),
     ("completion",),

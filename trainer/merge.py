@@ -18,7 +18,8 @@ def merge_checkpoint(
 ) -> dict[str, Any]:
     """Write base + adapters of `source` (a run's output or one checkpoint) to the new folder `output`.
 
-    A quantised base is loaded unquantised: merged into 4-bit weights the adapters would be rounded away.
+    A base that its run quantised is loaded as it was before, one whose files are quantised is dequantised:
+    merged into 4-bit weights the adapters would be rounded away.
     Raises UsageError when there is nothing to merge or the folder exists.
     """
     if dtype not in DTYPES:

@@ -301,6 +301,11 @@ def _load_base(
             f"model: cannot load {source!r} ({str(error).splitlines()[0][:200]})",
             hint="a folder with config.json and safetensors, or a hub id",
         ) from None
+    if recipe.method is Method.FULL and getattr(model, "hf_quantizer", None) is not None:
+        # files in four bits: what their codes mean is what can be trained, or merged into
+        model = model.dequantize(dtype)
+        # transformers 5.19 would undo the reading of codes when such a model is saved, and cannot
+        model._weight_conversions = []
     model.requires_grad_(recipe.method is Method.FULL)
     return model
 

@@ -139,7 +139,7 @@ def _blocksizes(config: Mapping[str, Any]) -> dict[str, int]:
     listed = config.get(BLOCKSIZES) or {}
     if not isinstance(listed, Mapping):
         raise UsageError(f"quantization_config.{BLOCKSIZES}: expected an object of names by size")
-    found = {}
+    found: dict[str, int] = {}
     for size in listed:
         if size not in BNB_BLOCKSIZES:
             raise UsageError(

@@ -14,6 +14,7 @@ from planner.models.catalogue import catalogue_model, load_catalogue
 from planner.models.quantization import quantization_name
 from planner.models.spec import ModelSpec
 from planner.plan import plan
+from planner.quant.methods import BLOCKSIZES
 from planner.quant.patterns import exact_or_regex
 from planner.quant.table import canonical, scheme_table
 from planner.run.recipe import Method, Recipe, Task
@@ -300,3 +301,16 @@ def test_gptq_is_trained_as_it_is() -> None:
 def test_an_unknown_method_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="vptq"):
         model_facts(_with({"quant_method": "vptq"}))
+
+
+def test_block_sizes_that_quantize_lists_are_read_by_name() -> None:
+    """4,096 x 14,336 in blocks of 32: twice the absmax, of which each 256 share an fp32 one."""
+    block = {**BNB, "bnb_4bit_use_double_quant": True}
+    listed = {"32": ["model.layers.1.mlp.down_proj"]}
+    plain, mixed = (
+        model_facts(_with(config, "llama-3.1-8b"))["weight_bytes"]
+        for config in (block, {**block, BLOCKSIZES: listed})
+    )
+    assert mixed - plain == 4096 * 14336 // 64 + 4 * 4096 * 14336 // 64 // 256
+    with pytest.raises(UsageError, match="vramwise_blocksizes: '48' is not allowed"):
+        model_facts(_with({**block, BLOCKSIZES: {"48": listed["32"]}}, "llama-3.1-8b"))

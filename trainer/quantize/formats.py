@@ -1,4 +1,4 @@
-"""The formats that are written: how one weight is stored in each, how it is read back, and its config block."""
+"""What a format is: how one weight is stored, how it is read back, and config.json's block about it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -53,15 +53,3 @@ class Format(Protocol):
 
 BLOCKS = (64, 32)
 """Of both formats that are written."""
-
-
-def formats(word: str) -> tuple[Format, ...]:
-    """Return the formats that --format names."""
-    from trainer.quantize.bnb import BitsAndBytes
-    from trainer.quantize.compressed import CompressedTensors
-
-    both: tuple[Format, ...] = (BitsAndBytes(), CompressedTensors())
-    return both if word == "both" else tuple(each for each in both if each.name == word)
-
-
-WORDS = ("bnb", "compressed-tensors", "both")

@@ -27,8 +27,9 @@ from trainer.quantize.calibration import Calibration, read_calibration
 from trainer.quantize.card import report, write_card
 from trainer.quantize.choice import KEPT, Choice, Group, choose, curve, groups
 from trainer.quantize.files import config, fixed_bytes, stored_tensors, write
-from trainer.quantize.formats import WORDS, Format, formats
+from trainer.quantize.formats import Format
 from trainer.quantize.harm import Linear, Measurement, check_sizes
+from trainer.quantize.registry import WORDS, formats
 from trainer.quantize.streamed import Files, Streamed, Weights
 from trainer.say import Say, silent
 
