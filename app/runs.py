@@ -13,7 +13,7 @@ from app import knobs
 from app.knobs import KNOBS
 from planner.answers.cards import BROAD_KINDS
 from planner.errors import UsageError, near_names
-from planner.machines.machine import COUNTED, Machine, find_gpu, gpu_catalogue
+from planner.machines.machine import Machine, find_gpu, gpu_catalogue
 from planner.models.catalogue import (
     catalogue_model,
     catalogue_names,
@@ -22,6 +22,7 @@ from planner.models.catalogue import (
     models_like,
 )
 from planner.models.spec import ModelSpec
+from planner.names import COUNTED
 from planner.run.framework import frameworks
 from planner.run.recipe import MachineSection, Recipe, RunFile
 from planner.run.runfile import machine_of, make_recipe

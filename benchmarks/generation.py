@@ -65,7 +65,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             num_key_value_heads=3,
         )
         engine = {"max_num_seqs": options.rows}
-        recipe = Recipe(task="grpo", method="full", dtype="fp32", num_generations=GROUP, engine=engine)
+        recipe = Recipe(
+            task="grpo", method="full", dtype="fp32", num_generations=GROUP, engine=engine
+        )
         policy = load_policy(folder, recipe=recipe)
         ours = TransformersEngine(policy, recipe=recipe)
     # nothing ends before its length

@@ -11,7 +11,8 @@ from planner.accuracy.score import summarise
 result = scoring.accuracy()
 sources = sorted({item.row.source for item in result.scored})
 quantities = {scoring.quantity_words(name): name for name in result.by_quantity()}
-if (linked := st.query_params.get("quantity")) in quantities.values():
+linked = st.query_params.get("quantity") or ""
+if linked in quantities.values():
     st.query_params["quantity"] = scoring.quantity_words(linked)  # as the table calls it
 with st.sidebar:
     source = st.selectbox(

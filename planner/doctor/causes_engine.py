@@ -79,7 +79,7 @@ def startup_free_check(signals: Signals) -> Cause | None:
         return Cause(
             category="other_process",
             certainty=Certainty.PROVEN
-            if event.facts["free_bytes"] > event.facts["initial_free_bytes"]
+            if int(event.facts["free_bytes"]) > int(event.facts["initial_free_bytes"])
             else Certainty.CONSISTENT,
             explanation="another process freed or took memory on this card while vLLM was profiling",
             formula=f"free before {format_bytes(int(event.facts['initial_free_bytes']))}, after {format_bytes(int(event.facts['free_bytes']))}",

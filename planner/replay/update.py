@@ -53,7 +53,8 @@ class Update:
         self.player.give(*grads)
 
     def _start(self) -> None:
-        states = {kind: self._states(*kind) for kind in self.kinds}
+        kinds = {(each.elements, each.width) for each in self.trained}
+        states = {kind: self._states(*kind) for kind in kinds}
         sizes = [states[each.elements, each.width] for each in self.trained]
         self.player.take_all(chain(*sizes, (4 * size for size in self.factored)))
 

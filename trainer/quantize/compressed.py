@@ -30,7 +30,7 @@ class CompressedTensors:
     name = "compressed-tensors"
     blocks = BLOCKS
     readers = "vLLM"
-    fused = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+    fused: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
     def store(
         self,

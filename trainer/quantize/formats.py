@@ -51,5 +51,5 @@ class Format(Protocol):
         ...
 
 
-BLOCKS = (64, 32)
+BLOCKS: tuple[int, ...] = (64, 32)
 """Of both formats that are written."""

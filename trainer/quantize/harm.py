@@ -211,7 +211,8 @@ class Measurement:
                             )
                             prefix = SEPARATOR.join((name, form.name, str(block), ""))
                             tensors |= {prefix + end: value for end, value in stored.items()}
-                    found.append(Linear(name, *weight.shape, tuple(made)))
+                    rows, columns = weight.shape
+                    found.append(Linear(name, rows, columns, tuple(made)))
         self._save(self._gradient_file(index), {"gradient": torch.cat(below)})
         order = {name: number for number, name in enumerate(linears)}
         found.sort(key=lambda each: order[each.name])
