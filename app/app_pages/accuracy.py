@@ -13,7 +13,7 @@ sources = sorted({item.row.source for item in result.scored})
 quantities = {scoring.quantity_words(name): name for name in result.by_quantity()}
 linked = st.query_params.get("quantity") or ""
 if linked in quantities.values():
-    st.query_params["quantity"] = scoring.quantity_words(linked)  # as the table calls it
+    st.session_state["quantity"] = scoring.quantity_words(linked)  # as the table calls it
 with st.sidebar:
     source = st.selectbox(
         "Source", sources, index=None, key="source", bind="query-params", placeholder="all sources"

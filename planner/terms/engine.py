@@ -26,6 +26,7 @@ from planner.terms.vllm_weights import SLOT_RANKS, adapter_slot_bytes, vllm_weig
 from planner.units import format_bytes
 
 __all__ = ["SLOT_RANKS", "EngineCosts", "Serving", "engine_costs"]
+STATED = "the size stated"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -293,7 +294,7 @@ def _figures(
     either = int(spread("weights") * loaded.total + spread("activation_peak") * step.peak)
     more = outside.high - outside.typical + inside.high - inside.typical + either
     less = outside.typical - outside.low + inside.typical - inside.low + either
-    stated = how == "kv_bytes"
+    stated = how == STATED
     budget = 0 if stated or not r.utilization else int(machine.vram_bytes * r.utilization)
     kv = Measured(pool, pool, pool) if stated else Measured(pool - more, pool, pool + less)
     swapped = kv_pool(model, r, law.swap_bytes) if law.swap_bytes else None
@@ -327,7 +328,7 @@ def _dense_cache(model: ModelSpec, r: Resolved) -> Term:
 def _pool(r: Resolved, machine: Machine, rest: int, each: int) -> tuple[int, str]:
     """Return the KV pool and how it was decided."""
     if r.kv_bytes:
-        return r.kv_bytes, "kv_bytes"
+        return r.kv_bytes, STATED
     if r.utilization:
         budget = int(machine.vram_bytes * r.utilization)
         return budget - rest, f"utilisation {r.utilization:g} of {format_bytes(machine.vram_bytes)}"

@@ -14,6 +14,7 @@ from app import details
 from app.knobs import KNOBS, Kind, Knob, applies
 from app.palette import term_words
 from app.runs import DEFAULTS, run_of
+from app.words import in_app
 from planner.errors import VramwiseError
 from planner.models.hub import find_model
 from planner.models.hub_remote import fetch_model
@@ -71,7 +72,7 @@ def answer(**values: Any) -> str:
     try:
         return format_bytes(planned(**values).peak_bytes)
     except VramwiseError as error:
-        return error.message
+        return in_app(error.message)
 
 
 def other_value(knob: Knob) -> Any:

@@ -75,7 +75,7 @@ def test_a_stated_pool_and_a_share_of_the_card() -> None:
         for t in grpo("vllm-push", kv_bytes=10 * SEQUENCE).phase("rollout").terms
         if t.name == "kv_cache"
     ]
-    assert term.formula == "kv_bytes: 10.0 sequences of 16 tokens x 6,144 B"
+    assert term.formula == "the size stated: 10.0 sequences of 16 tokens x 6,144 B"
     pool = terms(grpo("vllm-push", gpu_memory_utilization=0.25), "rollout")["kv_cache"]
     assert pool == 16 * GiB - COPY - SLOT - KERNELS - STEP
     # a shared policy's weights count against the share too: 478,080
