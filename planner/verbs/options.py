@@ -14,7 +14,7 @@ from planner.errors import UsageError
 from planner.names import METHOD_WORDS, OPTIMIZER_WORDS, TASK_WORDS, word_of
 from planner.verbs.completed import COMPLETED
 from planner.verbs.serving import put_length, with_auto_length
-from planner.verbs.typed import count, is_command, is_run_file, read_input
+from planner.verbs.typed import count, is_command, is_run_file, own_command, read_input
 
 if TYPE_CHECKING:
     from planner.importers import Imported
@@ -274,6 +274,8 @@ def describe(subject: str, flags: dict[str, Any]) -> Described:
 
     given = read_input() if subject == "-" else subject
     text = given if subject == "-" or is_command(given) else None
+    if text is not None and (own := own_command(text)):
+        return describe(*_stated(own, flags))
     if text is not None and is_run_file(text):
         found = validate(RunFile, parse_yaml(text, label="standard input"))
         imported, document = None, found.model_dump(exclude_unset=True)
@@ -318,6 +320,28 @@ def describe(subject: str, flags: dict[str, Any]) -> Described:
     if imported is None:
         described = with_width(described, model, machine)
     return Described(described, model, machine, imported, run)
+
+
+def _stated(own: list[str], flags: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return subject and flags of a command line of ours; `flags` given beside it win."""
+    from planner.verbs.plan import register
+
+    known = typer.Typer()
+    register(known)
+    verb, command = own[0], typer.main.get_command(known).commands.get(own[0])  # type: ignore[attr-defined]
+    if command is None or "subject" not in {each.name for each in command.params}:
+        raise UsageError(
+            f"subject: vramwise {verb} describes no run",
+            hint="a command such as: vramwise plan qwen3-8b --task grpo",
+        )
+    stated = command.make_context(verb, own[1:]).params
+    if stated["subject"] in (None, "-"):
+        raise UsageError(
+            f"subject: vramwise {verb} without its model or file", hint="the whole command"
+        )
+    return stated["subject"], {
+        name: given if (given := flags.get(name)) else stated.get(name) for name in OPTIONS
+    }
 
 
 def _with_flags(

@@ -12,9 +12,9 @@ from planner.units import parse_count
 TOOLS = frozenset({
     "trl", "vllm", "accelerate", "torchrun", "deepspeed", "python", "python3", "axolotl",
     "llamafactory-cli", "swift", "megatron", "unsloth", "tune", "litgpt", "xtuner", "sglang",
-    "openrlhf", "uv", "bash", "sh", "CUDA_VISIBLE_DEVICES",
+    "openrlhf", "uv", "uvx", "bash", "sh", "CUDA_VISIBLE_DEVICES", "vramwise",
 })  # fmt: skip
-"""First words of command lines that an importer reads."""
+"""First words of command lines that can be read."""
 OURS = {
     "--gpu": 1,
     "--vram": 1,
@@ -76,6 +76,19 @@ def read_input() -> str:
     if not text.strip():
         raise UsageError("subject: nothing was piped", hint="vramwise plan - < config.yaml")
     return text
+
+
+def own_command(text: str) -> list[str] | None:
+    """Return verb and arguments of a command line of ours, as it is copied from a page; None for anything else."""
+    from planner.importers.pasted import unwrap
+
+    try:
+        words = shlex.split(unwrap(text).replace("\\\n", " "), comments=True)
+    except ValueError:  # a quote that does not end: some file
+        return None
+    if words[:1] == ["uvx"]:
+        del words[0]
+    return words[1:] if len(words) > 1 and Path(words[0]).name == "vramwise" else None
 
 
 def is_run_file(text: str) -> bool:

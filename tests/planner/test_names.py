@@ -258,3 +258,48 @@ def test_a_gguf_repository_offline_is_its_base() -> None:
     assert "GGUF files of" in found.said
     with pytest.raises(UsageError, match="which model they were made of"):
         typed_model("someone/unheard-of-GGUF", offline=True)
+
+
+OURS = [
+    "vramwise plan 'qwen3-8b' --task grpo --context 8k --gpu h100",
+    "$ uvx vramwise advise qwen3-8b --task grpo \\\n    --context 8k --gpu h100  # as a page shows it",
+    "```sh\nvramwise plan qwen3-8b --task=grpo --context=8192 --gpu=h100\n```",
+]
+
+
+@pytest.mark.parametrize("typed", OURS)
+def test_a_command_of_our_own_is_read_back(
+    typed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def peak(arguments: list[str]) -> tuple[int, int]:
+        assert main([*arguments, "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        return document["capacity_bytes"], document["peak_bytes"]
+
+    stated = ["plan", "qwen3-8b", "--task", "grpo", "--context", "8192"]
+    monkeypatch.setattr(
+        "sys.stdin", SimpleNamespace(isatty=lambda: False, buffer=io.BytesIO(typed.encode()))
+    )
+    assert peak(["plan", "-"]) == peak([*stated, "--gpu", "h100"])
+    monkeypatch.setattr(
+        "sys.stdin", SimpleNamespace(isatty=lambda: False, buffer=io.BytesIO(typed.encode()))
+    )
+    # what is said beside it wins
+    assert peak(["plan", "-", "--gpu", "rtx-4090"]) == peak([*stated, "--gpu", "rtx-4090"])
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("vramwise recommend --gpu h100", "vramwise recommend describes no run"),
+        ("vramwise plan -", "vramwise plan without its model or file"),
+        ("vramwise plan qwen3-8b --gpuu h100", "--gpuu"),
+    ],
+)
+def test_a_command_of_our_own_that_states_no_run_is_one_line(
+    typed: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", typed, "--gpu", "h100"]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert said in lines[0]
+    assert len(lines) <= 2
