@@ -15,10 +15,11 @@ import setup_env
 from app.cli import main
 from app.explaining import EXAMPLE
 from benchmarks.write_docs import WHY, catalogue_sentence, readme_command
+from trainer.small_model import make_small_model
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SLOW = ("trace", "train", "profile", "advise", "recommend")
+SLOW = ("trace", "train", "profile", "quantize", "advise", "recommend")
 """They need torch, or search for many seconds."""
 RUN = "model: qwen3-8b\nrecipe: {task: grpo, method: qlora}\nmachine: {gpu: rtx-4090}\n"
 AXOLOTL = """
@@ -59,6 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "error.log").write_text(EXAMPLE)
     (place / "train.py").write_text(TRAIN)
     (place / "run.yaml").write_text(RUN)
+    make_small_model(place / "MODEL")
     (place / "examples").symlink_to(ROOT / "examples")
     return place
 

@@ -29,7 +29,7 @@ def metric(at: AppTest, label: str) -> str:
 
 
 def test_a_server_that_refuses_starts_after_one_click() -> None:
-    at = open_serve(model="qwen3-8b", gpu="rtx-4090", context="40960")
+    at = open_serve(model="qwen3-8b", gpu="l4", context="40960")
     assert "Does not start" in at.header[0].value
     assert any("does not hold one sequence" in item.value.replace("\\", "") for item in at.markdown)
     first = next(button for button in at.button if button.key == "serve_0")

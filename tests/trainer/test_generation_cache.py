@@ -77,5 +77,10 @@ def test_a_rehearsal_fills_every_layer(window: bool) -> None:
     _, cache = _both(window, PROMPT + NEW)
     for layer in range(2):
         cache.update(torch.zeros(1, HEADS, 3, WIDTH), torch.zeros(1, HEADS, 3, WIDTH), layer)
+    for layer in cache.layers:
+        if isinstance(layer, RoomyLayer):
+            for buffer in layer._buffers:  # what a new buffer may hold
+                buffer[:, :, 3:] = torch.nan
     fill(cache, PROMPT + NEW - 1)
+    assert not any(layer.keys.isnan().any() or layer.values.isnan().any() for layer in cache.layers)
     assert [layer.keys.shape[-2] for layer in cache.layers] == 2 * [PROMPT + NEW - 1]

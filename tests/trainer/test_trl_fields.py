@@ -91,6 +91,7 @@ BASE = {
                 "num_generations": 4, "reward_funcs": ["think_format_reward"]},
 }  # fmt: skip
 OTHER = {
+    "bf16": True,
     "model_name_or_path": "Qwen/Qwen3-1.7B", "model_revision": "v1", "dataset_name": "other/data",
     "use_peft": False, "output_dir": "elsewhere", "lr_scheduler_type": "cosine", "optim": "sgd",
     "hub_model_id": "me/mine", "hub_strategy": "end", "hub_private_repo": True, "min_p": 0.1,

@@ -63,8 +63,11 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc, unused-ignore]
         self._show(len(sources), self.keys.shape[-2])
 
     def fill(self, tokens: int) -> None:
-        """Hold `tokens` tokens, whatever they are."""
+        """Hold `tokens` tokens: zeros behind those that are there."""
+        start = self.keys.shape[-2]
         self._show(len(self.keys), tokens)
+        self.keys[:, :, start:].zero_()
+        self.values[:, :, start:].zero_()
 
 
 def roomy(cache: Any, room: int) -> Any:
@@ -104,7 +107,7 @@ def keep(cache: Any, running: Sequence[int], device: torch.device) -> list[int]:
 
 
 def fill(cache: Any, tokens: int) -> None:
-    """Hold `tokens` tokens in every layer, whatever they are: a rehearsal's."""
+    """Hold `tokens` tokens in every layer, zeros behind those that are there: a rehearsal's."""
     for layer in cache.layers:
         if isinstance(layer, RoomyLayer):
             layer.fill(tokens)
