@@ -71,21 +71,20 @@ def rolling(model: ModelSpec, r: Resolved, *, prompts: int = 0) -> Term:
     settings = op_settings(model, r)
     # the forward holds the embeddings' output beside the layer at work
     prefill = cache + tokens * model.hidden * settings.residual + _one_layer(model, r, tokens)
-    if r.switches.generates_in_place:
-        spread = cache // model.num_layers if different < rows else 0
-        longer = max(spread, rows * _window_copy(model, r))
-    else:
-        longer = full // (2 * model.num_layers)
+    in_place = r.switches.generates_in_place
+    spread = cache // model.num_layers if in_place and different < rows else 0
+    longer = rows * _window_copy(model, r) if in_place else full // (2 * model.num_layers)
     # no weight is dequantised while keys are copied
-    last = full + max(
-        longer + _one_layer(model, r, rows, constants=False), _one_layer(model, r, rows)
-    )
-    size = max(prefill, last) - full
-    if last >= prefill:
+    token = max(longer + _one_layer(model, r, rows, constants=False), _one_layer(model, r, rows))
+    size = max(prefill, full + spread, full + token) - full
+    if size == token:
         text = "a layer's keys copied {0:,} B + one layer of a forward of {1:,} new tokens"
         if not longer:
             text = "one layer of a forward of {1:,} new tokens"
         return Term("activations", size, text, (longer, rows), "transformers cache_utils.py")
+    if size == spread:
+        text = "a layer's prompts {0:,} B, of which {1:,} rows are made"
+        return Term("activations", size, text, (spread, rows), "trainer/engines/cache.py")
     text = "a forward of {0:,} prompt tokens {1:,} B, above what the cache grows by {2:,} B"
     args = (tokens, prefill - cache, full - cache)
     return Term("activations", size, text, args, "transformers generation/utils.py")

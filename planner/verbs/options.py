@@ -322,12 +322,15 @@ def describe(subject: str, flags: dict[str, Any]) -> Described:
     return Described(described, model, machine, imported, run)
 
 
+READ_BACK: list[Callable[[typer.Typer], None]] = []
+"""What registers the verbs whose command lines are read back (planner.verbs.plan)."""
+
+
 def _stated(own: list[str], flags: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return subject and flags of a command line of ours; `flags` given beside it win."""
-    from planner.verbs.plan import register
-
     known = typer.Typer()
-    register(known)
+    for register in READ_BACK:
+        register(known)
     verb, command = own[0], typer.main.get_command(known).commands.get(own[0])  # type: ignore[attr-defined]
     if command is None or "subject" not in {each.name for each in command.params}:
         raise UsageError(

@@ -8,6 +8,7 @@ import typer
 
 from planner.verbs.completed import models
 from planner.verbs.options import (
+    READ_BACK,
     Described,
     Json,
     NoCardError,
@@ -38,6 +39,9 @@ def register(app: typer.Typer) -> None:
     app.command("plan", rich_help_panel=_PLAN)(with_run_options(_plan))
     app.command("compare", rich_help_panel=_PLAN)(with_run_options(_compare))
     app.command("advise", rich_help_panel=_PLAN)(with_run_options(_advise))
+
+
+READ_BACK.append(register)
 
 
 def _plan(

@@ -43,7 +43,12 @@ def test_our_engine_reads_a_group_s_prompt_once() -> None:
     full = 8 * sequence_bytes(LLAMA, 528, "bf16")
     one = largest(no_grad_costs(LLAMA.layers[0], 64, op_settings(LLAMA, r, 8)), 8).at(8)
     # a layer's keys and values of the prompt, of which eight rows are made; 16 tokens are written in place
-    assert rolling(LLAMA, r).bytes == sequence_bytes(LLAMA, 512, "bf16") // 3 + one
+    prompts = sequence_bytes(LLAMA, 512, "bf16") // 3
+    assert prompts > one
+    assert rolling(LLAMA, r).bytes == prompts
+    short = choices(**GRPO, framework="vramwise", context=24, prompt_length=8, completion_length=16)
+    # of a short prompt less than what a layer of a token holds
+    assert sequence_bytes(LLAMA, 8, "bf16") // 3 < one == rolling(LLAMA, short).bytes
     copied = choices(
         **GRPO, framework="vramwise", context=528, prompt_length=512, completion_length=16,
         switches={"generates_in_place": False},
