@@ -6,6 +6,7 @@ from planner.models.spec import ModelSpec
 from planner.replay.player import Player
 from planner.run.resolved import Resolved
 from planner.terms.kv_cache import (
+    has_window,
     layer_bytes_per_token,
     rollout_sequences,
     state_bytes,
@@ -26,11 +27,10 @@ def play_rollout(model: ModelSpec, r: Resolved, player: Player) -> None:
     cache: dict[tuple[int, int], Chunk | None] = {}
     for tokens in (max(1, r.seq_tokens - 1), r.seq_tokens):
         for place, (layer, width) in enumerate(each):
-            held = tokens_held(layer, tokens)
-            in_place = r.switches.generates_in_place and held == tokens
+            in_place = r.switches.generates_in_place and not has_window(layer)
             if in_place and (place, 0) in cache:
                 continue
-            held = r.seq_tokens if in_place else held
+            held = r.seq_tokens if in_place else tokens_held(layer, tokens)
             for half in (0, 1):
                 longer = player.take(int(count * held * width))
                 player.give(cache.get((place, half)))

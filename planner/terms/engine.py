@@ -27,6 +27,7 @@ from planner.units import format_bytes
 
 __all__ = ["SLOT_RANKS", "EngineCosts", "Serving", "engine_costs"]
 STATED = "the size stated"
+"""What a pool's formula begins with where engine.kv_bytes says its size."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,6 +9,7 @@ from planner.run.resolved import Resolved
 from planner.terms.activations import op_settings
 from planner.terms.counts import base_weights
 from planner.terms.kv_cache import (
+    has_window,
     layer_bytes_per_token,
     rollout_sequences,
     sequence_bytes,
@@ -93,11 +94,10 @@ def rolling(model: ModelSpec, r: Resolved, *, prompts: int = 0) -> Term:
 def _window_copy(model: ModelSpec, r: Resolved) -> int:
     """Return what a sequence's keys of a layer with a window take, which are copied for every token."""
     element = ELEMENT_BYTES[normal_dtype(r.kv_dtype, field="kv_dtype")]
-    held = ((layer, tokens_held(layer, r.seq_tokens)) for layer in model.layers)
     windows = (
-        int(tokens * layer_bytes_per_token(layer, element)) // 2
-        for layer, tokens in held
-        if tokens < r.seq_tokens
+        int(tokens_held(layer, r.seq_tokens) * layer_bytes_per_token(layer, element)) // 2
+        for layer in model.layers
+        if has_window(layer)
     )
     return max(windows, default=0)
 

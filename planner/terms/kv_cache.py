@@ -6,6 +6,9 @@ from planner.models.spec import LayerSpec, ModelSpec
 from planner.run.recipe import EngineKind, Task
 from planner.run.resolved import Resolved
 
+ENDLESS = 1 << 62
+"""Tokens of a sequence that no window holds."""
+
 
 def layer_bytes_per_token(layer: LayerSpec, element: float) -> float:
     """Return what one layer caches for one token; 0 for layers with a fixed state."""
@@ -15,6 +18,11 @@ def layer_bytes_per_token(layer: LayerSpec, element: float) -> float:
 def tokens_held(layer: LayerSpec, tokens: int) -> int:
     """Return how many of a sequence's tokens one layer keeps."""
     return mixer_of(layer.mixer).cache.tokens_held(layer.mixer, tokens)
+
+
+def has_window(layer: LayerSpec) -> bool:
+    """Say whether one layer keeps no more than a window of tokens, however long a sequence is."""
+    return tokens_held(layer, ENDLESS) < ENDLESS
 
 
 def _beyond(layer: LayerSpec, element: float) -> float:

@@ -118,3 +118,12 @@ def test_layers_with_a_window_copy_no_more_than_it() -> None:
     whole = 8 * sequence_bytes(spec, 32768, "bf16")
     longest = 8 * 32768 * 256 * 2
     assert whole < player.device.peak_allocated_bytes <= whole + longest
+
+
+def test_a_window_longer_than_the_sequence_is_copied_all_the_same() -> None:
+    """transformers gives a layer with a window a cache that copies, whatever the length."""
+    spec = catalogue_model("gemma-3-1b")
+    r = resolve(spec, make_recipe(**GRPO, context=256, prompt_length=128), make_machine("h100-sxm"))
+    one = largest(no_grad_costs(spec.layers[0], spec.hidden, op_settings(spec, r, 8)), 8)
+    # eight rows' keys of 256 tokens, one head of 256, in bf16, beside a layer of eight tokens
+    assert rolling(spec, r).bytes >= 8 * 256 * 256 * 2 + int(one.per_token * 8)
